@@ -1,0 +1,124 @@
+"""The published scheme: one of K Gaussian vectors per layer, its effect computed by the provider. NOT private.
+
+Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy: the tenant adds noise n to a layer's input,
+the provider returns (x + n)W + b, and the tenant takes off n_effect = nW, which the provider computed once per vector
+through its bias-free path. Another vector is picked at each iteration, and the pool is drawn afresh from time to time.
+
+It is here in full for comparison. It does not hide anything from a provider that keeps a log: the provider saw every n.
+What this module adds to the paper: the noise of a call is scaled by the root mean square of the call's rows (a secret
+number; effects are linear), because gradients are many orders of magnitude smaller than activations and fixed noise
+would drown them in float32.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from noise.off import check_finite
+from noise.sampling import gaussian, other_index
+from noise.scheme import EffectPath, GroupSpec, Masked, Message
+from wire.errors import ConfigurationError
+from wire.frame import Arithmetic, Call, Direction, Purpose
+
+
+class NotPrivateWarning(UserWarning):
+    """The chosen mask does not hide anything from a provider that keeps a log."""
+
+
+@dataclass
+class _Pool:
+    noise: torch.Tensor
+    effect: torch.Tensor
+    last: int | None = None
+    uses: int = 0
+
+
+class GaussianPool:
+    """K vectors per group and direction, on float arithmetic; see the module's text for what it is not."""
+
+    name = "gaussian-pool"
+    arithmetic = Arithmetic.FLOAT
+
+    def __init__(self, pool_size: int = 8, sigma: float = 1.0, renew_every: int = 1000) -> None:
+        """Makes the scheme and warns.
+
+        Args:
+            pool_size: K, the vectors per group and direction.
+            sigma: standard deviation of the noise in units of the rows' root mean square.
+            renew_every: calls of one group and direction after which its pool is drawn afresh.
+
+        Raises:
+            ConfigurationError: a number that makes no sense.
+        """
+        if pool_size < 1 or renew_every < 1 or not sigma > 0:
+            raise ConfigurationError("gaussian-pool needs pool_size >= 1, renew_every >= 1 and sigma > 0")
+        warnings.warn(
+            "mask='gaussian-pool' is not private: the provider computes the effect of every noise vector, so it has "
+            "seen them all. It is the published scheme, kept for comparison.",
+            NotPrivateWarning,
+            stacklevel=3,
+        )
+        self._pool_size, self._sigma, self._renew_every = pool_size, sigma, renew_every
+        self._pools: dict[tuple[int, Direction], _Pool] = {}
+        self._lock = threading.Lock()
+        self._effect_path: EffectPath | None = None
+
+    def bind(self, effect_path: EffectPath) -> None:
+        """Keeps the way to the provider's bias-free path."""
+        self._effect_path = effect_path
+
+    def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
+        """Adds one pooled vector to every row of the call; see `MaskScheme.mask`."""
+        check_finite(rows)
+        noise, effect = self._pick(group, direction, rows.device)
+        strength = self._sigma * root_mean_square(rows)
+        call = Call(group.id, direction, Arithmetic.FLOAT)
+
+        def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
+            return replies[0] - strength * effect
+
+        return Masked((Message(call, rows + strength * noise),), unmask)
+
+    def _pick(self, group: GroupSpec, direction: Direction, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (group.id, direction)
+        with self._lock:
+            pool = self._pools.get(key)
+            if pool is None or pool.uses >= self._renew_every:
+                pool = self._pools[key] = self._draw(group, direction, device)
+            pool.last = other_index(self._pool_size, pool.last)
+            pool.uses += 1
+            return pool.noise[pool.last], pool.effect[pool.last]
+
+    def _draw(self, group: GroupSpec, direction: Direction, device: torch.device) -> _Pool:
+        if self._effect_path is None:
+            raise ConfigurationError("the mask was used before its client had a connection")
+        request_cols, reply_cols = group.widths(direction)
+        noise = gaussian(self._pool_size, request_cols)
+        call = Call(group.id, direction, Arithmetic.FLOAT, Purpose.EFFECT)
+        effect = self._effect_path(call, noise, reply_cols)
+        return _Pool(noise.to(device), effect.to(device))
+
+    def describe(self) -> Mapping[str, str]:
+        """What holds: nothing."""
+        return {
+            "scheme": f"gaussian-pool (K={self._pool_size}, sigma={self._sigma}, renewed every {self._renew_every})",
+            "assumption": "none holds: the provider has seen every noise vector",
+        }
+
+    def close(self) -> None:
+        """Drops the pools."""
+        with self._lock:
+            self._pools.clear()
+
+
+def root_mean_square(rows: torch.Tensor) -> float:
+    """√(mean of squares), without overflow or underflow; 1.0 for rows that are all zero."""
+    if rows.numel() == 0:
+        return 1.0
+    norm = float(torch.linalg.vector_norm(rows, dtype=torch.float64))
+    return norm / rows.numel() ** 0.5 if norm > 0 else 1.0

@@ -1,0 +1,51 @@
+"""No mask: for comparison, and for a provider that is trusted. Hides nothing and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from wire.errors import InvalidTensor
+from wire.frame import Arithmetic, Call, Direction
+
+
+class Off:
+    """Sends rows as they are: quantised to the ring, or as float32."""
+
+    name = "off"
+
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        """Args: arithmetic: RING (int32 rows, int8 weights, exact) or FLOAT."""
+        self.arithmetic = arithmetic
+
+    def bind(self, effect_path: EffectPath) -> None:
+        """Needs no effects."""
+
+    def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
+        """Wraps the rows; see `MaskScheme.mask`."""
+        call = Call(group.id, direction, self.arithmetic)
+        if self.arithmetic is Arithmetic.FLOAT:
+            check_finite(rows)
+            return Masked((Message(call, rows),), lambda replies: replies[0])
+        encoded, scales = encode_rows(group, direction, rows)
+
+        def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
+            return decode_rows(group, direction, replies[0], scales)
+
+        return Masked((Message(call, encoded),), unmask)
+
+    def describe(self) -> Mapping[str, str]:
+        """One warning."""
+        return {"scheme": "off", "assumption": "the provider is trusted: it sees every activation and gradient"}
+
+    def close(self) -> None:
+        """Nothing to drop."""
+
+
+def check_finite(rows: torch.Tensor) -> None:
+    """Raises InvalidTensor when a value is NaN or infinite: an error here, before anything is sent."""
+    # |largest| and |smallest| in one pass; NaN spreads through both
+    if rows.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(rows))).all()):
+        raise InvalidTensor("a row holds NaN or infinity: nothing was sent")

@@ -1,0 +1,124 @@
+"""The one interface between a remote layer and whatever hides its rows.
+
+A caller hands a scheme the rows of one call, sends the messages that come back, hands in the replies and gets the
+product: it never learns which arithmetic, how many providers or how much noise. A scheme owns scaling, rounding, noise
+and its effect. Guarantees asked of every scheme: `mask` checks its input before it spends anything; a `Masked` is
+unmasked at most once; nothing in it is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from wire import ring
+from wire.frame import Arithmetic, Call, Direction
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """The public facts of a layer group that a mask needs.
+
+    Attributes:
+        id: the group's number in the manifest.
+        in_features, out_features: shape of the group's weight W, outputs of all members side by side.
+        column_norm, row_norm: largest Euclidean norms of W̃'s columns and rows.
+        alpha: float32, shape (out_features,), on the tenant's device.
+    """
+
+    id: int
+    in_features: int
+    out_features: int
+    column_norm: float
+    row_norm: float
+    alpha: torch.Tensor = field(repr=False)
+
+    def widths(self, direction: Direction) -> tuple[int, int]:
+        """(columns of a request, columns of its reply)."""
+        forward = direction is Direction.FORWARD
+        return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One request: rows, shape (num_rows, features), for the provider at this index of the client's URLs."""
+
+    call: Call
+    rows: torch.Tensor = field(repr=False)
+    provider: int = 0
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Messages to send, in order, and the closure that turns their replies into the product.
+
+    `unmask` takes one reply a message, on the tenant's device, and returns float32, shape (num_rows, reply features).
+    """
+
+    messages: tuple[Message, ...]
+    unmask: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(repr=False)
+
+
+EffectPath = Callable[[Call, torch.Tensor, int], torch.Tensor]
+"""The provider's bias-free path: (call with purpose EFFECT, noise rows, reply columns) → effect rows."""
+
+
+class MaskScheme(Protocol):
+    """What tenant_sdk asks of a mask."""
+
+    @property
+    def name(self) -> str:
+        """As in `TenantClient(mask=...)`."""
+        ...
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """The arithmetic of its messages. In FLOAT the provider's product holds the bias, in RING it does not."""
+        ...
+
+    def bind(self, effect_path: EffectPath) -> None:
+        """Called once, before the first `mask`, with the way to the provider's bias-free path."""
+        ...
+
+    def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
+        """Hides the rows of one call.
+
+        Args:
+            group: which weight.
+            direction: FORWARD takes activations, BACKWARD takes gradients of the group's outputs.
+            rows: float32, shape (num_rows, request columns), on the tenant's device.
+
+        Raises:
+            InvalidTensor: a value that is not finite; nothing was spent.
+            MaskError: no mask can be had.
+        """
+        ...
+
+    def describe(self) -> Mapping[str, str]:
+        """What a user should know: scheme, assumption, parameters, what it does not hide."""
+        ...
+
+    def close(self) -> None:
+        """Drops everything secret."""
+        ...
+
+
+def encode_rows(
+    group: GroupSpec, direction: Direction, rows: torch.Tensor, error_norm: float = 0.0, slack: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real rows to ring rows for one direction: x̃ = round(x/β), or g̃ = round((g ⊙ α)/β′). DESIGN.md section 3.
+
+    Returns:
+        int32 rows and their float32 scales, shape (num_rows, 1), which stay with the tenant.
+    """
+    if direction is Direction.FORWARD:
+        return ring.encode(rows, group.column_norm, error_norm, slack)
+    return ring.encode(rows * group.alpha, group.row_norm, error_norm, slack)
+
+
+def decode_rows(group: GroupSpec, direction: Direction, reply: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The real product of an unmasked ring reply; float32, shape (num_rows, reply columns), without bias."""
+    return ring.decode(reply, scales, group.alpha if direction is Direction.FORWARD else None)

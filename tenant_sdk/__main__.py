@@ -1,0 +1,5 @@
+"""`python -m tenant_sdk` is `tenant`."""
+
+from tenant_sdk.cli import main
+
+main()

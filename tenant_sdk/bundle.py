@@ -1,0 +1,108 @@
+"""The client bundle: config, tokenizer and every tensor that is not a base layer, cached by digest.
+
+Guarantees: every byte is checked against the manifest's digests before any of it is parsed; only known file names; no
+pickle and no code: config keys through which transformers would fetch or run something are removed. It does not
+guarantee that the bundle is the right model: that is what verification is for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from wire.errors import MalformedFrame
+from wire.manifest import BundleFile, Manifest
+from wire.transport.base import Connection
+
+_UNSAFE_KEYS = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "compile_config"})
+_UNSAFE_WORDS = ("attn_implementation", "experts_implementation", "kernel", "trust_remote_code")
+"""Config keys that make transformers import a file, fetch a hub kernel or load another weight format."""
+
+
+def default_cache() -> Path:
+    """$VEILBASE_CACHE, or ~/.cache/veilbase."""
+    return Path(os.environ.get("VEILBASE_CACHE") or Path.home() / ".cache" / "veilbase")
+
+
+def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None = None) -> Path:
+    """The bundle's folder, downloaded at most once.
+
+    Args:
+        connection: to the provider that gave the manifest.
+        manifest: names, sizes and digests.
+        cache: parent folder; `default_cache()` by default.
+
+    Returns:
+        A folder that `from_pretrained` can read.
+
+    Raises:
+        MalformedFrame: a file that does not have the announced size or digest.
+    """
+    if bundle_digest(manifest.bundle) != manifest.bundle_digest:
+        raise MalformedFrame("the manifest's bundle digest does not fit its list of files")
+    parent = (cache or default_cache()) / "bundles"
+    folder = parent / manifest.bundle_digest
+    if folder.is_dir():
+        return folder
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".partial-") as scratch:
+        filling = Path(scratch) / "bundle"
+        filling.mkdir()
+        for file in manifest.bundle:
+            _download(connection, file, filling / file.name)
+        _remove_unsafe_settings(filling)
+        try:
+            filling.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process was faster: theirs has the same digest
+                raise
+    return folder
+
+
+def bundle_digest(files: tuple[BundleFile, ...]) -> str:
+    """SHA-256 over the sorted lines `name size sha256`."""
+    lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _download(connection: Connection, file: BundleFile, path: Path) -> None:
+    sha, received = hashlib.sha256(), 0
+    with path.open("wb") as out:
+        for chunk in connection.fetch(file.name):
+            received += len(chunk)
+            if received > file.size_bytes:
+                break
+            sha.update(chunk)
+            out.write(chunk)
+    if received != file.size_bytes or sha.hexdigest() != file.sha256:
+        raise MalformedFrame(f"the bundle file {file.name} is not the one that the manifest announced")
+
+
+def _remove_unsafe_settings(folder: Path) -> None:
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        path = folder / name
+        if path.exists():
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:
+                raise MalformedFrame(f"the bundle file {name} is not JSON") from None
+            path.write_text(json.dumps(without_unsafe(content)), encoding="utf-8")
+
+
+def without_unsafe(value: Any) -> Any:
+    """The same JSON value without the keys that could load code, at any depth."""
+    if isinstance(value, dict):
+        return {
+            key: without_unsafe(item)
+            for key, item in value.items()
+            if key not in _UNSAFE_KEYS and not any(word in key for word in _UNSAFE_WORDS)
+        }
+    if isinstance(value, list):
+        return [without_unsafe(item) for item in value]
+    return value
+
+

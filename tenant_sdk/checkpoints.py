@@ -1,0 +1,127 @@
+"""Checkpoints of one run, and adapters written whole or not at all.
+
+A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from;
+and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from wire.errors import ConfigurationError
+
+_MARKER = "complete"
+
+
+def fingerprint(
+    rows: list[dict[str, list[int]]], peft_config: dict[str, Any], settings: Any, digests: list[str]
+) -> str:
+    """SHA-256 of everything that makes two runs the same run."""
+    parts = (rows, _plain(peft_config), asdict(settings), digests)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Sets become sorted lists: their order differs from one process to the next."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset | list | tuple):
+        items = [_plain(item) for item in value]
+        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
+    return value
+
+
+class Checkpoints:
+    """The folder of one run's checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args: folder: made when it is needed, removed by `discard`."""
+        self.folder = folder
+
+    def open(self, run: str, resume: bool | None) -> Path | None:
+        """Prepares the folder for a run.
+
+        Args:
+            run: the run's fingerprint.
+            resume: None takes a checkpoint of the same run if there is one; True demands one; False starts over.
+
+        Returns:
+            The checkpoint to go on from, or None.
+
+        Raises:
+            ConfigurationError: a checkpoint is demanded and there is none, or it belongs to another run.
+        """
+        if resume is False:
+            self.discard()
+        latest, owner = self._latest(), self._owner()
+        if latest is not None and owner != run:
+            raise ConfigurationError(
+                f"{self.folder} holds checkpoints of a run with other data or settings: "
+                "pass resume=False to start over, or choose another output_dir"
+            )
+        if latest is None and resume:
+            raise ConfigurationError(f"there is no complete checkpoint in {self.folder} to resume from")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "run.json").write_text(json.dumps({"fingerprint": run}), encoding="utf-8")
+        except OSError as exc:
+            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from None
+        return latest
+
+    def _owner(self) -> str | None:
+        try:
+            return str(json.loads((self.folder / "run.json").read_text(encoding="utf-8"))["fingerprint"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _latest(self) -> Path | None:
+        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{_MARKER}")]
+        return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+    def discard(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def callback(self) -> TrainerCallback:
+        """Marks each checkpoint complete after Trainer has written it."""
+        return _MarkComplete(self.folder)
+
+
+class _MarkComplete(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        checkpoint = self._folder / f"checkpoint-{state.global_step}"
+        for path in checkpoint.iterdir():
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        (checkpoint / _MARKER).touch()
+
+
+def save_adapter(model: Any, output_dir: Path) -> None:
+    """Writes PEFT's files beside the target, then puts them in place; an older adapter there is replaced.
+
+    Args:
+        model: a PeftModel.
+        output_dir: the adapter's folder.
+
+    Raises:
+        OSError: no room or no permission.
+    """
+    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as scratch:
+        fresh, old = Path(scratch) / "new", Path(scratch) / "old"
+        model.save_pretrained(fresh, save_embedding_layers=False)
+        if output_dir.exists():
+            output_dir.rename(old)
+        fresh.rename(output_dir)

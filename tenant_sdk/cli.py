@@ -1,0 +1,96 @@
+"""`tenant`: the SDK from a shell."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wire.errors import VeilbaseError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+
+Url = Annotated[str | None, typer.Option(help="grpcs://host:port or inproc:MODEL; default: the identity's endpoint.")]
+Identity = Annotated[Path | None, typer.Option(help="Folder made by `provider enroll`.")]
+Mask = Annotated[str, typer.Option(help="off or gaussian-pool.")]
+
+
+def _client(url: str | None, identity: Path | None, mask: str) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
+    from tenant_sdk.client import DEFAULT_MASK, TenantClient
+    from tenant_sdk.identity import read_endpoint
+    from wire.errors import ConfigurationError
+
+    if url is None and identity is None:
+        raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
+    if url is None and identity is not None:
+        url = read_endpoint(identity)
+    return TenantClient(str(url), identity=identity, mask=mask or DEFAULT_MASK)
+
+
+@app.command()
+def finetune(
+    data: Annotated[Path, typer.Argument(help="JSONL with messages, prompt and completion, or text.")],
+    output: Annotated[Path, typer.Option(help="Folder for the adapter.")],
+    url: Url = None,
+    identity: Identity = None,
+    mask: Mask = "",
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
+    batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    rank: Annotated[int, typer.Option(help="LoRA rank; alpha is twice as much.")] = 16,
+    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 25,
+    seed: Annotated[int, typer.Option(help="Seed of adapter initialisation and data order.")] = 0,
+    gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more calls.")] = False,
+    resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
+) -> None:
+    """Train a LoRA adapter on a data set."""
+    with _client(url, identity, mask) as client:
+        from peft import LoraConfig
+
+        config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        result = client.finetune(
+            data, config, output, max_steps=max_steps, num_epochs=epochs, batch_size=batch_size,
+            learning_rate=learning_rate, save_steps=save_steps, seed=seed,
+            gradient_checkpointing=gradient_checkpointing, resume=resume,
+        )  # fmt: skip
+    typer.echo(
+        f"adapter {result.adapter_dir}\nloss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}\n"
+        f"tokens {result.tokens}  up {result.bytes_up / 1e6:.0f} MB  down {result.bytes_down / 1e6:.0f} MB  "
+        f"{result.seconds:.0f} s"
+    )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The question; - reads standard input.")],
+    url: Url = None,
+    identity: Identity = None,
+    mask: Mask = "",
+    adapter: Annotated[Path | None, typer.Option(help="Adapter folder; default: the base model.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length limit.")] = 128,
+) -> None:
+    """Answer a prompt, printed as it is made."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _client(url, identity, mask) as client:
+        client.generate(text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False))
+    typer.echo()
+
+
+def main() -> None:
+    """Entry point: one line for an error the user can act on."""
+    try:
+        app()
+    except VeilbaseError as exc:
+        typer.echo(f"tenant: {exc}", err=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""The provider in the tenant's own process, for `inproc:` URLs: nothing to set up, and no privacy boundary.
+
+The one place where tenant_sdk touches the provider's code (import-linter knows it), and only when it is asked to.
+"""
+
+from __future__ import annotations
+
+from wire.errors import ConfigurationError
+from wire.transport.base import Connection
+from wire.transport.inproc import InprocConnection
+
+SCHEME = "inproc:"
+
+
+def connect_inproc(url: str, weights: str | None = None) -> Connection:
+    """Loads the model named by `inproc:MODEL` and connects to it.
+
+    Args:
+        url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id.
+        weights: int8 (default) or native.
+    """
+    from provider.embedded import make_core
+
+    if weights not in (None, "int8", "native"):
+        raise ConfigurationError(f"weights is int8 or native, got {weights!r}")
+
+    return InprocConnection(make_core(url.removeprefix(SCHEME), "native" if weights == "native" else "int8"))

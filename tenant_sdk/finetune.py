@@ -1,0 +1,302 @@
+"""Fine-tuning on transformers' Trainer: the adapter, the data and the optimizer stay here.
+
+Guarantees: completion-only loss (tenant_sdk/dataset.py); a run that broke goes on from its last complete checkpoint
+when the same call is made again; the adapter folder appears whole or not at all and loads in stock PEFT.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from torch.nn import functional
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging as transformers_logging
+
+from tenant_sdk.checkpoints import Checkpoints, fingerprint, save_adapter
+from tenant_sdk.dataset import Collator, load_rows, tokenize
+from tenant_sdk.progress import ProgressBar
+from wire.errors import ConfigurationError, VeilbaseError
+
+if TYPE_CHECKING:
+    from tenant_sdk.client import TenantClient
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What a fine-tuning run gave.
+
+    Attributes:
+        adapter_dir: PEFT's own files; `PeftModel.from_pretrained(base, adapter_dir)` loads them.
+        losses: mean loss per labelled token of each optimizer step, in order; after a resume, of all steps.
+        tokens: tokens trained on in this call, padding not counted.
+        bytes_up, bytes_down: what crossed the wire in this call.
+        seconds: wall clock of this call's training.
+        resumed_from_step: 0 for a run that started afresh.
+    """
+
+    adapter_dir: Path
+    losses: list[float] = field(repr=False)
+    tokens: int
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    resumed_from_step: int = 0
+
+
+@dataclass(frozen=True)
+class _Settings:
+    max_steps: int | None
+    num_epochs: float
+    batch_size: int
+    gradient_accumulation_steps: int
+    learning_rate: float
+    lr_scheduler_type: str
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    save_steps: int
+    seed: int
+    gradient_checkpointing: bool
+
+
+def default_peft_config() -> LoraConfig:
+    """LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def finetune(
+    client: TenantClient,
+    data: Any,
+    peft_config: PeftConfig | None = None,
+    output_dir: str | Path = "adapters/adapter",
+    *,
+    max_steps: int | None = None,
+    num_epochs: float = 3.0,
+    batch_size: int = 8,
+    gradient_accumulation_steps: int = 1,
+    learning_rate: float = 1e-3,
+    lr_scheduler_type: str = "linear",
+    warmup_steps: int = 3,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    max_length: int | None = None,
+    save_steps: int = 25,
+    seed: int = 0,
+    gradient_checkpointing: bool = False,
+    resume: bool | None = None,
+    progress: bool = True,
+) -> FinetuneResult:
+    """Trains an adapter over the provider's base model.
+
+    Args:
+        client: connected or not.
+        data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`, or
+            `text`.
+        peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default.
+        output_dir: where the adapter goes; checkpoints lie in `checkpoints` beside it until the run is complete.
+        max_steps: optimizer steps; `num_epochs` counts when it is None.
+        max_length: longest row in tokens; the model's context by default. A longer row is an error.
+        save_steps: optimizer steps between checkpoints.
+        gradient_checkpointing: less tenant memory for about twice the forward calls.
+        resume: None goes on from a checkpoint of the same run if there is one; True demands one; False starts over.
+        progress: a progress bar on stderr.
+
+    Returns:
+        Adapter folder, losses, tokens, bytes, seconds.
+
+    Raises:
+        DatasetError: names the line.
+        ConfigurationError: settings that do not fit, or a checkpoint of another run.
+        TransportError, ProtocolError, AccessError: the run can go on with the same call.
+        VeilbaseError: the adapter or a checkpoint could not be written.
+    """
+    if (max_steps is not None and max_steps < 1) or batch_size < 1 or save_steps < 1 or num_epochs <= 0:
+        raise ConfigurationError("max_steps, batch_size, save_steps and num_epochs must be positive")
+    settings = _Settings(
+        max_steps, num_epochs, batch_size, gradient_accumulation_steps, learning_rate, lr_scheduler_type, warmup_steps,
+        weight_decay, max_grad_norm, save_steps, seed, gradient_checkpointing,
+    )  # fmt: skip
+    parsed = load_rows(data)
+    tokenizer, manifest = client.tokenizer, client.connect()
+    context = int(manifest.config.get("max_position_embeddings") or manifest.config.get("n_positions") or 1 << 20)
+    rows = tokenize(parsed, tokenizer, min(max_length or context, context))
+    peft_config = peft_config or default_peft_config()
+    output_dir = Path(output_dir)
+    digests = [group.digest for group in manifest.groups]
+    checkpoints = Checkpoints(output_dir.with_name(output_dir.name + ".checkpoints"))
+    start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)
+
+    set_seed(seed)
+    with _adapter_errors():
+        model = get_peft_model(client.load_model(), peft_config)
+    trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer), progress)
+    before, began = client.traffic, time.monotonic()
+    with _saving_errors():
+        with _quiet_trainer():
+            trainer.train(resume_from_checkpoint=str(start) if start else None)
+        save_adapter(model, output_dir)
+    seconds, after = time.monotonic() - began, client.traffic
+    checkpoints.discard()
+    return FinetuneResult(
+        output_dir, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.num_tokens,
+        after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
+        int(start.name.rpartition("-")[2]) if start else 0,
+    )  # fmt: skip
+
+
+def _pad_token(tokenizer: Any) -> int:
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return int(pad) if pad is not None else 0
+
+
+class CompletionTrainer(Trainer):  # type: ignore[misc]
+    """Trainer that computes logits only where some row has a label, and counts tokens."""
+
+    num_tokens = 0
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Mean cross-entropy over labelled tokens; the same number as the model's own loss.
+
+        The vocabulary is by far the widest layer, and in completion-only training most positions have no label.
+        """
+        labels = inputs.pop("labels")
+        self.num_tokens += int(inputs["attention_mask"].sum())
+        targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
+        keep = (targets != -100).any(dim=0).nonzero().squeeze(1)
+        if self._keeps_logits(model):
+            outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
+            targets = targets[:, keep]
+        else:
+            outputs = model(**inputs, use_cache=False)
+        logits = outputs.logits.float().flatten(0, 1)
+        total = functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+        count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
+        loss = total / count
+        return (loss, outputs) if return_outputs else loss
+
+    def _keeps_logits(self, model: Any) -> bool:
+        base = self.accelerator.unwrap_model(model)
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base
+        # a prompt-learning method adds positions in front, so the indices would be others
+        return not getattr(model.active_peft_config, "is_prompt_learning", False) and (
+            "logits_to_keep" in inspect.signature(base.forward).parameters
+        )
+
+
+def _make_trainer(
+    model: Any,
+    rows: list[dict[str, list[int]]],
+    settings: _Settings,
+    checkpoints: Checkpoints,
+    pad: int,
+    progress: bool,
+) -> CompletionTrainer:
+    arguments = TrainingArguments(
+        output_dir=str(checkpoints.folder),
+        max_steps=settings.max_steps or -1,
+        num_train_epochs=settings.num_epochs,
+        per_device_train_batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.lr_scheduler_type,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        # re-entrant checkpointing makes the embeddings require a gradient and sends backward calls below the adapters
+        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        use_cpu=model.device.type == "cpu",
+        logging_steps=1,
+        logging_first_step=True,
+        save_strategy="steps",
+        save_steps=settings.save_steps,
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        dataloader_num_workers=0,  # workers would fork after the connection is open
+        dataloader_pin_memory=False,
+    )
+    trainer = CompletionTrainer(
+        model=model, args=arguments, train_dataset=rows, data_collator=Collator(pad), callbacks=[checkpoints.callback()]
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if progress:
+        trainer.add_callback(ProgressBar())
+    return trainer
+
+
+@contextmanager
+def _adapter_errors() -> Iterator[None]:
+    try:
+        yield
+    except VeilbaseError:
+        raise
+    except (ValueError, TypeError) as exc:
+        text = str(exc).split("\n")[0][:200]
+        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from None
+
+
+@contextmanager
+def _saving_errors() -> Iterator[None]:
+    try:
+        yield
+    except VeilbaseError:
+        raise
+    except Exception as exc:
+        reason = _full_disk(exc)
+        if reason is None:
+            raise
+        raise VeilbaseError(
+            f"the adapter or a checkpoint could not be written ({reason}): make room and run the same command again; "
+            "it goes on from the last complete checkpoint"
+        ) from None
+
+
+def _full_disk(exc: BaseException) -> str | None:
+    """Why a file could not be written, or None for another failure; safetensors and torch wrap the OSError."""
+    if isinstance(exc, OSError):
+        return exc.strerror or "write error"
+    text = str(exc)
+    writes = ("No space left", "Disk quota", "File too large", "PytorchStreamWriter", "inline_container", "os error")
+    return "no space or no permission" if any(word in text for word in writes) else None
+
+
+@contextmanager
+def _quiet_trainer() -> Iterator[None]:
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*use_cache=True.*")
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:
+    """Mean loss per labelled token of tokenised rows, without training; for before-and-after figures."""
+    collate, total, count = Collator(pad_token_id), 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(rows), batch_size):
+            batch = {key: value.to(model.device) for key, value in collate(rows[start : start + batch_size]).items()}
+            labelled = int((batch["labels"][:, 1:] != -100).sum())
+            total += float(model(**batch).loss) * labelled
+            count += labelled
+    return total / count if count else math.nan

@@ -1,0 +1,36 @@
+"""A progress bar for training on stderr: step, loss, tokens a second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+
+class ProgressBar(TrainerCallback):  # type: ignore[misc]
+    """Follows a Trainer."""
+
+    def __init__(self) -> None:
+        """The bar appears when training begins."""
+        self._bar = Progress(
+            TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
+            TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True),
+        )  # fmt: skip
+        self._task: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Starts the bar, at the resumed step if there is one."""
+        self._bar.start()
+        self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, loss="-")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Moves it."""
+        if logs and "loss" in logs:
+            self._bar.update(self._task, completed=state.global_step, loss=f"{float(logs['loss']):.4f}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ends it."""
+        self._bar.update(self._task, completed=state.global_step)
+        self._bar.stop()

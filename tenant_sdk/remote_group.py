@@ -1,0 +1,195 @@
+"""One layer group at a provider: rows out, product back, forward and backward, with the mask in between.
+
+Guarantees: the autograd node keeps no tensor (a linear layer's input gradient is g·Wᵀ); members share a call only when
+they read the same tensor object at the same version; a backward call is made only when the input needs a gradient.
+Nothing here can be pickled: a mask scheme holds secrets.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+
+from noise.scheme import GroupSpec, MaskScheme, Message
+from wire.errors import InvalidTensor
+from wire.frame import DTYPES, ITEM_BYTES, Arithmetic, Call, Direction
+from wire.limits import Limits
+from wire.transport.base import Connection, Pending
+
+
+class RemoteExecutor:
+    """Sends masked rows to the provider (or providers) and unmasks the replies."""
+
+    def __init__(self, connections: Sequence[Connection], scheme: MaskScheme, limits: Limits) -> None:
+        """Args: connections: in the order of the client's URLs; limits: the smallest of theirs."""
+        self._connections = tuple(connections)
+        self.scheme = scheme
+        self._limits = limits
+        scheme.bind(self._effect)
+
+    def run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
+        """One product.
+
+        Args:
+            group: which weight.
+            direction: FORWARD or BACKWARD.
+            rows: float32, shape (num_rows, request columns), any device.
+
+        Returns:
+            float32, shape (num_rows, reply columns), same device; with bias where the provider adds it.
+
+        Raises:
+            VeilbaseError: one error, on the side that can act on it.
+        """
+        request_cols, reply_cols = group.widths(direction)
+        if rows.shape[1] != request_cols:
+            raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
+        device = rows.device
+        if rows.shape[0] == 0:
+            return torch.empty(0, reply_cols, dtype=torch.float32, device=device)
+        parts = rows.split(self._rows_per_request(request_cols, reply_cols))
+        waiting = []
+        for part in parts:  # the next part is masked while the one before is on its way
+            masked = self.scheme.mask(group, direction, part)
+            waiting.append((masked, [self._send(message, reply_cols) for message in masked.messages]))
+        products = [
+            masked.unmask([pending.result().to(device) for pending in replies]) for masked, replies in waiting
+        ]
+        return products[0] if len(products) == 1 else torch.cat(products)
+
+    def _rows_per_request(self, request_cols: int, reply_cols: int) -> int:
+        limits = self._limits
+        widest = max(request_cols, reply_cols) * ITEM_BYTES
+        both = (request_cols + reply_cols) * ITEM_BYTES
+        return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
+
+    def _send(self, message: Message, reply_cols: int) -> Pending:
+        rows = message.rows.to("cpu", DTYPES[message.call.arithmetic]).contiguous()
+        return self._connections[message.provider].submit(message.call, rows, reply_cols)
+
+    def _effect(self, call: Call, noise: torch.Tensor, reply_cols: int) -> torch.Tensor:
+        return self._connections[0].submit(call, noise, reply_cols).result()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExecutor:
+        """A copied model talks through the same connection."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled."""
+        raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
+
+
+class _Product(torch.autograd.Function):
+    """y = x·W (+ b) over a whole group; saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
+        ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
+        ctx.set_materialize_grads(False)
+        product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
+        out_dtype = autocast_dtype(x)
+        members = product.split(group.member_features, dim=1) if len(group.member_features) > 1 else (product,)
+        return tuple(part.to(out_dtype).contiguous().view(*x.shape[:-1], part.shape[1]) for part in members)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        group: RemoteGroup = ctx.group
+        present = [grad for grad in grads if grad is not None]
+        if not present:
+            return None, None
+        like, num_rows = present[0], ctx.shape[:-1].numel()
+        rows = [
+            # an absent gradient is zeros, masked like the rest
+            (like.new_zeros(num_rows, features) if grad is None else grad.reshape(num_rows, features))
+            for grad, features in zip(grads, group.member_features, strict=True)
+        ]
+        product = group.run(Direction.BACKWARD, torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
+        return product.to(ctx.dtype).view(ctx.shape), None
+
+
+def _apply(x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
+    return cast(tuple[torch.Tensor, ...], _Product.apply(x, group))  # type: ignore[no-untyped-call]
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype a local linear layer would answer in: autocast's where it is on, the input's otherwise."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+@dataclass
+class _Shared:
+    """Outputs of the last call that other members may still ask for."""
+
+    source: Callable[[], torch.Tensor | None]
+    version: int
+    context: tuple[bool, torch.dtype]
+    outputs: list[torch.Tensor | None]
+
+
+class RemoteGroup:
+    """The members of one group; each asks for its own output, and one call answers all that share an input."""
+
+    def __init__(self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int]) -> None:
+        """Args: spec: public facts; member_features: outputs of each layer, in manifest order."""
+        self._executor = executor
+        self.spec = spec
+        self.member_features = list(member_features)
+        self._local = threading.local()
+
+    @property
+    def provider_adds_bias(self) -> bool:
+        """Whether products come with the provider's own bias."""
+        return self._executor.scheme.arithmetic is Arithmetic.FLOAT
+
+    def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
+        """`RemoteExecutor.run` in float32 with autocast off."""
+        with torch.autocast(rows.device.type, enabled=False):
+            return self._executor.run(self.spec, direction, rows.to(torch.float32))
+
+    def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """The product of member `index`.
+
+        Args:
+            index: position in the group.
+            x: shape (..., in_features), any float dtype and device.
+
+        Returns:
+            shape (..., out_features of the member), dtype as a local layer would give; with the provider's bias or
+            without, see `provider_adds_bias`.
+        """
+        if len(self.member_features) == 1:
+            return _apply(x, self)[0]
+        shared: _Shared | None = getattr(self._local, "shared", None)
+        context = (torch.is_grad_enabled(), autocast_dtype(x))
+        tracked = not x.is_inference()  # inference tensors count no versions, so nothing says they are unchanged
+        if (
+            tracked
+            and shared is not None
+            and shared.source() is x
+            and shared.version == x._version
+            and shared.context == context
+        ):
+            found = shared.outputs[index]
+            if found is not None:
+                shared.outputs[index] = None
+                return found
+        outputs: list[torch.Tensor | None] = list(_apply(x, self))
+        mine = cast(torch.Tensor, outputs[index])
+        outputs[index] = None
+        self._local.shared = _Shared(weakref.ref(x), x._version, context, outputs) if tracked else None
+        return mine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
+        """A copied model talks through the same group."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled."""
+        raise TypeError("a remote layer group cannot be pickled: save the adapter instead")

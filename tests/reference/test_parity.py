@@ -1,0 +1,167 @@
+"""Same results as local transformers + PEFT: logits, gradients, training, greedy tokens, reload in stock PEFT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tenant_sdk import TenantClient
+from tests.conftest import VOCAB, make_tiny
+
+KINDS = ("llama", "gpt2", "gemma")
+TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "llama": "all-linear", "gemma": "all-linear"}
+RELATIVE = 1e-4
+
+
+def lora(kind: str) -> LoraConfig:
+    return LoraConfig(
+        r=4, lora_alpha=8, target_modules=TARGETS[kind], fan_in_fan_out=kind == "gpt2", task_type="CAUSAL_LM"
+    )
+
+
+def batch(seed: int = 1, shape: tuple[int, int] = (2, 12)) -> torch.Tensor:
+    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def adapted(model: Any, config: Any, seed: int = 3) -> Any:
+    """The model with an adapter whose B is not zero, the same on both sides."""
+    torch.manual_seed(seed)
+    peft_model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return peft_model
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(kind, folder, local model maker, client) with native weights, float arithmetic, no mask."""
+    kind: str = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    make_tiny(kind, folder)
+    client = TenantClient(f"inproc:{folder}", weights="native", arithmetic="float", cache=folder / "cache")
+    with client:
+        yield kind, folder, client
+
+
+def local(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def grads(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model(ids, labels=ids).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_logits_and_lora_gradients(pair: Any) -> None:
+    kind, folder, client = pair
+    ids = batch()
+    ours, theirs = adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind))
+    with torch.no_grad():
+        assert relative(ours(ids).logits, theirs(ids).logits) < RELATIVE
+    got, want = grads(ours, ids), grads(theirs, ids)
+    assert got.keys() == want.keys()
+    assert len(want) > 8
+    for name, gradient in want.items():
+        assert relative(got[name], gradient) < RELATIVE, name
+
+
+def test_five_optimizer_steps(pair: Any) -> None:
+    kind, folder, client = pair
+    histories = []
+    for model in (adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind))):
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2)
+        losses = []
+        for _ in range(5):
+            loss = model(batch(), labels=batch()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        histories.append(losses)
+    assert histories[0] == pytest.approx(histories[1], rel=RELATIVE)
+    assert histories[0][-1] != pytest.approx(histories[0][0], rel=1e-3), "nothing was trained"
+
+
+def test_greedy_tokens(pair: Any) -> None:
+    kind, folder, client = pair
+    prompt = batch(7, (1, 5))
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ours = adapted(client.load_model(), lora(kind)).generate(input_ids=prompt, **options)
+    theirs = adapted(local(folder), lora(kind)).generate(input_ids=prompt, **options)
+    assert ours.shape[1] == 17
+    assert torch.equal(ours, theirs)
+
+
+def test_saved_adapter_in_stock_peft(pair: Any, tmp_path: Path) -> None:
+    kind, folder, client = pair
+    ours = adapted(client.load_model(), lora(kind))
+    ours.save_pretrained(tmp_path / "adapter")
+    stock = PeftModel.from_pretrained(local(folder), tmp_path / "adapter").eval()
+    bare = local(folder)
+    ids = batch()
+    with torch.no_grad():
+        want = ours(ids).logits
+        assert relative(stock(ids).logits, want) < RELATIVE
+        assert relative(bare(ids).logits, want) > 1e-3, "the adapter changes nothing"
+
+
+def test_trained_bias_matches_local(pair: Any) -> None:
+    """PEFT's bias="all" trains the base biases: the provider's frozen one must not be counted twice."""
+    kind, folder, client = pair
+    if kind != "gpt2":
+        pytest.skip("this model has no biases")
+    config = LoraConfig(r=4, target_modules=TARGETS[kind], fan_in_fan_out=True, bias="all", task_type="CAUSAL_LM")
+    logits = []
+    for model in (adapted(client.load_model(), config), adapted(local(folder), config)):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        for _ in range(2):
+            model(batch(), labels=batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        logits.append(model(batch()).logits.detach())
+    assert relative(logits[0], logits[1]) < RELATIVE
+
+
+def test_ia3_changes_the_input_of_one_member(tmp_path: Path) -> None:
+    """IA3 rescales feed-forward inputs, so members of a group stop sharing one: each makes its own call."""
+    make_tiny("llama", tmp_path)
+    config = IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"], task_type="CAUSAL_LM")
+    with TenantClient(f"inproc:{tmp_path}", weights="native", arithmetic="float") as client:
+        ours, theirs = adapted(client.load_model(), config), adapted(local(tmp_path), config)
+        for model in (ours, theirs):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "ia3" in name:
+                        parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter))
+        got, want = grads(ours, batch()), grads(theirs, batch())
+        for name, gradient in want.items():
+            assert relative(got[name], gradient) < RELATIVE, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_ring_is_close_and_float_agrees_with_it(kind: str, tmp_path: Path) -> None:
+    """Both arithmetics run over the same int8 weights, so they differ by activation rounding only."""
+    make_tiny(kind, tmp_path)
+    with (
+        TenantClient(f"inproc:{tmp_path}", weights="int8", arithmetic="ring") as ring,
+        TenantClient(f"inproc:{tmp_path}", weights="int8", arithmetic="float") as floating,
+    ):
+        a, b = adapted(ring.load_model(), lora(kind)), adapted(floating.load_model(), lora(kind))
+        with torch.no_grad():
+            assert relative(a(batch()).logits, b(batch()).logits) < 2e-5
+            exact = adapted(local(tmp_path), lora(kind))(batch()).logits
+            assert 1e-6 < relative(a(batch()).logits, exact) < 5e-2
+        got, want = grads(a, batch()), grads(b, batch())
+        for name, gradient in want.items():
+            assert relative(got[name], gradient) < 1e-4, name

@@ -1,0 +1,1 @@
+"""What crosses the boundary between a tenant and a provider: frames, limits, arithmetic, errors. Imports no sibling."""

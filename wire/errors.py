@@ -1,0 +1,186 @@
+"""Every error a user of Veilbase can meet, in one tree.
+
+    VeilbaseError
+    ├── RequestError            the request itself is wrong; sending it again will not help
+    │   ├── InvalidTensor       shape, dtype, byte count or a non-finite value
+    │   ├── UnknownLayer        no such group, direction or arithmetic at this provider
+    │   └── LimitExceeded       larger than the limits in the manifest
+    ├── AccessError             who is asking
+    │   ├── Unauthenticated     no certificate, or one this provider cannot accept
+    │   ├── NotPermitted        revoked, or not allowed to do this
+    │   └── QuotaExceeded       too much in flight
+    ├── TransportError          the road between the two
+    │   ├── DeadlineExceeded    no complete answer in time
+    │   ├── Unavailable         the provider cannot be reached or went away
+    │   └── ForkedConnection    a connection used in a forked child
+    ├── ProtocolError           the peer broke wire/SPEC.md
+    │   ├── VersionMismatch     the two ends speak different versions
+    │   ├── MalformedFrame      bytes that are no frame
+    │   └── RemoteFault         the provider failed and says no more than that
+    ├── MaskError               the privacy mask
+    │   ├── MaskReused          a slot was about to be used twice
+    │   ├── MaskOverflow        the no-wrap bound would not hold
+    │   ├── WeakParameters      parameters below the accepted table
+    │   └── VerificationFailed  a reply or a file is not what the trusted checkpoint gives
+    ├── ConfigurationError      a setting, a model name, a file that the user named
+    └── DatasetError            a row of the user's data set, named by its line
+
+Guarantees: a message says what was expected and what came, in one line, and never holds a tensor value, a secret or
+another tenant's name. Only `WireCode` and its fixed text cross the wire, never `str(exc)` (SPEC.md, section 6).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class VeilbaseError(Exception):
+    """Root of the tree."""
+
+
+class RequestError(VeilbaseError):
+    """The request is wrong; sending it again will not help."""
+
+
+class InvalidTensor(RequestError):
+    """Shape, dtype, byte count or a non-finite value."""
+
+
+class UnknownLayer(RequestError):
+    """No such group, direction or arithmetic at this provider."""
+
+
+class LimitExceeded(RequestError):
+    """Larger than the limits that the manifest announces."""
+
+
+class AccessError(VeilbaseError):
+    """Who is asking."""
+
+
+class Unauthenticated(AccessError):
+    """No certificate, or one that this provider cannot accept."""
+
+
+class NotPermitted(AccessError):
+    """Revoked, or not allowed to do this."""
+
+
+class QuotaExceeded(AccessError):
+    """Too much in flight for one tenant."""
+
+
+class TransportError(VeilbaseError):
+    """The road between tenant and provider."""
+
+
+class DeadlineExceeded(TransportError):
+    """No complete answer before the request's own deadline."""
+
+
+class Unavailable(TransportError):
+    """The provider cannot be reached, or went away."""
+
+
+class ForkedConnection(TransportError):
+    """A connection opened before a fork was used in the child."""
+
+
+class ProtocolError(VeilbaseError):
+    """The peer broke wire/SPEC.md."""
+
+
+class VersionMismatch(ProtocolError):
+    """The two ends speak different protocol versions."""
+
+
+class MalformedFrame(ProtocolError):
+    """Bytes that are no frame, or a frame that does not fit the one before it."""
+
+
+class RemoteFault(ProtocolError):
+    """The provider failed inside and says no more than that."""
+
+
+class MaskError(VeilbaseError):
+    """The privacy mask."""
+
+
+class MaskReused(MaskError):
+    """A slot was about to be used twice."""
+
+
+class MaskOverflow(MaskError):
+    """The no-wrap bound of DESIGN.md section 3 would not hold."""
+
+
+class WeakParameters(MaskError):
+    """Parameters below the accepted table, or a scheme that does not fit the arithmetic."""
+
+
+class VerificationFailed(MaskError):
+    """A reply or a file is not what the trusted checkpoint gives."""
+
+
+class ConfigurationError(VeilbaseError):
+    """A setting, a model name or a file that the user named."""
+
+
+class DatasetError(VeilbaseError):
+    """A row of the user's data set, named by its line."""
+
+
+class WireCode(IntEnum):
+    """The only thing that an error reply carries besides the request id (SPEC.md, section 6)."""
+
+    INVALID_TENSOR = 1
+    UNKNOWN_LAYER = 2
+    LIMIT = 3
+    UNAUTHENTICATED = 4
+    NOT_PERMITTED = 5
+    QUOTA = 6
+    DEADLINE = 7
+    UNAVAILABLE = 8
+    VERSION = 9
+    MALFORMED = 10
+    INTERNAL = 11
+
+
+_TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
+    WireCode.INVALID_TENSOR: (InvalidTensor, "the tensor does not have the shape, type or byte count of this layer"),
+    WireCode.UNKNOWN_LAYER: (UnknownLayer, "this provider serves no such layer, direction or arithmetic"),
+    WireCode.LIMIT: (LimitExceeded, "the request is larger than the limits in the manifest"),
+    WireCode.UNAUTHENTICATED: (Unauthenticated, "the provider does not accept this certificate: enrol again"),
+    WireCode.NOT_PERMITTED: (NotPermitted, "the provider has revoked this identity: ask its operator for a new one"),
+    WireCode.QUOTA: (QuotaExceeded, "too many bytes in flight for one tenant: wait for answers first"),
+    WireCode.DEADLINE: (DeadlineExceeded, "the provider dropped the request: its deadline had passed"),
+    WireCode.UNAVAILABLE: (Unavailable, "the provider is shutting down"),
+    WireCode.VERSION: (VersionMismatch, "the provider speaks another protocol version: install matching releases"),
+    WireCode.MALFORMED: (MalformedFrame, "the provider could not read what it received"),
+    WireCode.INTERNAL: (RemoteFault, "the provider failed while computing: its log names this request"),
+}
+
+
+def error_from_code(code: int, request_id: int) -> VeilbaseError:
+    """The local exception for an error frame.
+
+    Args:
+        code: the peer's number; an unknown one becomes `RemoteFault`.
+        request_id: shown to the user, so that an operator can find the request in the provider's log.
+
+    Returns:
+        An exception of the tree above with this side's own text; nothing of the text comes from the peer.
+    """
+    known = code in WireCode._value2member_map_
+    kind, text = _TABLE[WireCode(code) if known else WireCode.INTERNAL]
+    return kind(f"{text} (request {request_id})")
+
+
+def code_of(exc: BaseException) -> WireCode:
+    """The number that stands for `exc` on the wire; anything outside the table is INTERNAL."""
+    for code, (kind, _) in _TABLE.items():
+        if isinstance(exc, kind):
+            return code
+    if isinstance(exc, ProtocolError):
+        return WireCode.MALFORMED
+    return WireCode.INTERNAL

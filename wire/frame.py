@@ -1,0 +1,215 @@
+"""Frames of the tensor stream: a fixed 48-byte header and raw bytes (SPEC.md, section 3).
+
+Guarantees: `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come; no buffer is allocated before
+the header has passed the caller's check. Does not guarantee: who sent the frame; that is TLS's part.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import torch
+
+from wire.errors import LimitExceeded, MalformedFrame
+from wire.limits import CHUNK_BYTES
+
+PROTOCOL_VERSION = 1
+MAGIC = b"VEIL"
+
+_HEADER = struct.Struct("<BBBBIQIIQQIHH")
+HEADER_BYTES = _HEADER.size
+ITEM_BYTES = 4
+"""Both arithmetics send four-byte numbers: int32 in the ring, float32 otherwise."""
+
+with warnings.catch_warnings():
+    # torch warns once per process that a bytes object is read-only. Views made here are never written to.
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0\0\0\0", dtype=torch.int32)
+
+
+class FrameType(IntEnum):
+    """What a frame is for."""
+
+    HELLO = 1
+    WELCOME = 2
+    REQUEST = 3
+    REPLY = 4
+    ERROR = 5
+    CANCEL = 6
+
+
+class Direction(IntEnum):
+    """Through the layer, or back through its transpose."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+class Arithmetic(IntEnum):
+    """RING: int32 rows times int8 weights mod 2^32. FLOAT: float32 rows times native or dequantised weights."""
+
+    RING = 0
+    FLOAT = 1
+
+
+class Purpose(IntEnum):
+    """PRODUCT: with bias where the arithmetic adds one. EFFECT: bias-free. HINT: bias-free, rows from a seed."""
+
+    PRODUCT = 0
+    EFFECT = 1
+    HINT = 2
+
+
+DTYPES = {Arithmetic.RING: torch.int32, Arithmetic.FLOAT: torch.float32}
+
+
+@dataclass(frozen=True)
+class Call:
+    """Which product a request asks for: the unit of batching, masks and checks."""
+
+    group: int
+    direction: Direction
+    arithmetic: Arithmetic
+    purpose: Purpose = Purpose.PRODUCT
+
+
+@dataclass(frozen=True)
+class Header:
+    """The fixed part of every frame; unused fields are zero.
+
+    Attributes:
+        call: which product (REQUEST and REPLY).
+        rows, cols: shape of the whole tensor, not of this chunk.
+        offset, total_bytes: where this chunk's payload lies in the tensor's bytes, and how many there are.
+        deadline_ms: time the tenant will wait, from the first frame on (REQUEST).
+        code: protocol version (HELLO, WELCOME) or error number (ERROR).
+    """
+
+    kind: FrameType
+    request_id: int = 0
+    call: Call = Call(0, Direction.FORWARD, Arithmetic.RING)
+    rows: int = 0
+    cols: int = 0
+    offset: int = 0
+    total_bytes: int = 0
+    deadline_ms: int = 0
+    code: int = 0
+
+    def pack(self) -> bytes:
+        """The 48 header bytes, little-endian."""
+        call = self.call
+        return _HEADER.pack(
+            self.kind, call.direction, call.arithmetic, call.purpose, call.group, self.request_id,
+            self.rows, self.cols, self.offset, self.total_bytes, self.deadline_ms, self.code, 0,
+        )  # fmt: skip
+
+
+def parse(message: bytes) -> tuple[Header, memoryview]:
+    """Splits one stream message into its header and payload.
+
+    Args:
+        message: bytes from the peer, any content.
+
+    Returns:
+        The header, and a view of the payload (no copy).
+
+    Raises:
+        MalformedFrame: too short, an unknown number in a field, or a payload that runs past the tensor's end.
+    """
+    if len(message) < HEADER_BYTES:
+        raise MalformedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(message)}")
+    (kind, direction, arithmetic, purpose, group, request_id, rows, cols, offset, total, deadline_ms, code, zero) = (
+        _HEADER.unpack_from(message)
+    )
+    try:
+        call = Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
+        header = Header(FrameType(kind), request_id, call, rows, cols, offset, total, deadline_ms, code)
+    except ValueError:
+        raise MalformedFrame("a header field holds an unknown number") from None
+    payload = memoryview(message)[HEADER_BYTES:]
+    if zero != 0 or offset + len(payload) > total:
+        raise MalformedFrame("a frame's payload does not fit its header")
+    return header, payload
+
+
+def hello(kind: FrameType) -> bytes:
+    """The first frame of each side: HELLO from the tenant, WELCOME from the provider."""
+    return Header(kind, code=PROTOCOL_VERSION, total_bytes=len(MAGIC)).pack() + MAGIC
+
+
+def tensor_bytes(rows: torch.Tensor) -> memoryview:
+    """A flat byte view of a contiguous CPU tensor of four-byte numbers, shape (rows, cols); no copy."""
+    return rows.detach().contiguous().numpy().data.cast("B") if rows.numel() else memoryview(b"")
+
+
+def frames(header: Header, data: memoryview) -> Iterator[bytes]:
+    """The frames of one tensor, in order, each with at most CHUNK_BYTES of payload."""
+    for start in range(0, max(len(data), 1), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        yield b"".join((replace(header, offset=start).pack() if start else header.pack(), chunk))
+
+
+class Assembler:
+    """Puts the chunks of one tensor together; made after the first header has been checked."""
+
+    def __init__(self, header: Header) -> None:
+        """Args: header: the tensor's first header, already accepted by the caller."""
+        self.header = header
+        self._received = 0
+        self._whole: memoryview | None = None
+        self._buffer: bytearray | None = None
+
+    def add(self, header: Header, payload: memoryview) -> bool:
+        """Takes the next chunk.
+
+        Returns:
+            Whether the tensor is complete.
+
+        Raises:
+            MalformedFrame: the chunk is not the next one of this tensor.
+        """
+        first = self.header
+        if header.offset != self._received or (header.call, header.rows, header.cols, header.total_bytes) != (
+            first.call, first.rows, first.cols, first.total_bytes,
+        ):  # fmt: skip
+            raise MalformedFrame("a chunk does not continue its tensor")
+        if self._received == 0 and len(payload) == first.total_bytes:
+            self._whole = payload  # one frame: a view is enough
+        else:
+            if not payload:
+                raise MalformedFrame("an empty chunk")
+            if self._buffer is None:
+                self._buffer = bytearray(first.total_bytes)
+            self._buffer[header.offset : header.offset + len(payload)] = payload
+        self._received += len(payload)
+        return self._received == first.total_bytes
+
+    def tensor(self) -> torch.Tensor:
+        """The complete tensor, shape (rows, cols), dtype of its arithmetic. Read-only: it may view the frame."""
+        first = self.header
+        dtype = DTYPES[first.call.arithmetic]
+        if first.total_bytes == 0:
+            return torch.empty(first.rows, first.cols, dtype=dtype)
+        data = self._whole if self._whole is not None else self._buffer
+        return torch.frombuffer(data, dtype=dtype).view(first.rows, first.cols)
+
+
+def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) -> None:
+    """Checks sizes that need no knowledge of the layer, before anything is allocated.
+
+    Raises:
+        LimitExceeded: more rows or bytes than the limits.
+        MalformedFrame: byte count other than rows × cols × 4.
+    """
+    if header.rows > max_rows or header.total_bytes > max_tensor_bytes:
+        raise LimitExceeded(
+            f"expected at most {max_rows} rows and {max_tensor_bytes} bytes, got {header.rows} and {header.total_bytes}"
+        )
+    if header.total_bytes != header.rows * header.cols * ITEM_BYTES:
+        raise MalformedFrame(f"{header.rows} × {header.cols} numbers do not make {header.total_bytes} bytes")
+
+

@@ -1,0 +1,44 @@
+"""Sizes that both ends check before they allocate anything (SPEC.md, section 4)."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MIB = 1 << 20
+
+CHUNK_BYTES = 1 * MIB
+"""Payload bytes in one frame. 1 MiB pipelined beat one 8 MiB message on loopback mTLS (docs/benchmarks.md)."""
+
+MAX_FRAME_BYTES = CHUNK_BYTES + 4096
+"""gRPC's own message limit on both ends: a chunk, its header and room to spare."""
+
+MAX_MANIFEST_BYTES = 64 * MIB
+MAX_BUNDLE_BYTES = 64 << 30
+MAX_BUNDLE_FILES = 32
+MAX_FEATURES = 1 << 22
+MAX_GROUPS = 1 << 16
+MAX_DEADLINE_MS = 3_600_000
+
+KEEPALIVE_TIME_MS = 20_000
+KEEPALIVE_TIMEOUT_MS = 10_000
+
+
+class Limits(BaseModel):
+    """What one stream may ask for; announced in the manifest, enforced by the provider, kept by the tenant.
+
+    Attributes:
+        max_rows: rows in one request.
+        max_tensor_bytes: payload of one request, and of one reply.
+        max_in_flight_bytes: payloads of all unanswered requests of one stream and of their replies.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_rows: int = Field(default=65_536, ge=1, le=1 << 24)
+    max_tensor_bytes: int = Field(default=64 * MIB, ge=4096, le=1 << 32)
+    max_in_flight_bytes: int = Field(default=256 * MIB, ge=8192, le=1 << 36)
+
+
+def deadline_s(num_bytes: int) -> float:
+    """Seconds after which a request counts as lost: 30 s and its bytes, both ways, at 1 MB/s."""
+    return 30.0 + num_bytes / 1e6

@@ -1,0 +1,161 @@
+"""What a provider says of itself before any tensor moves (SPEC.md, section 2).
+
+Guarantees: a parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in (0, 127·√dim], names are
+plain. It does not guarantee that the provider tells the truth: that is what verification is for.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from wire.errors import MalformedFrame, VersionMismatch
+from wire.frame import PROTOCOL_VERSION
+from wire.limits import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, MAX_FEATURES, MAX_GROUPS, MAX_MANIFEST_BYTES, Limits
+from wire.quantise import INT8_MAX
+
+BUNDLE_FILE_NAMES = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "merges.txt",
+        "scales.safetensors",
+    }
+)
+"""The only files a bundle may hold: none of them is code or a pickle."""
+
+_MOST_ERRORS = 100
+_Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
+_Features = Field(ge=1, le=MAX_FEATURES)
+_Norm = Field(gt=0, allow_inf_nan=False)
+_Digest = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Shape(_Strict):
+    in_features: int = _Features
+    out_features: int = _Features
+    max_column_norm: float = _Norm
+    max_row_norm: float = _Norm
+    digest: str = _Digest
+
+    @model_validator(mode="after")
+    def _norms_are_possible(self) -> _Shape:
+        # Too small a norm would make the tenant choose a scale that wraps, and wrapping leaks through faults.
+        column, row = INT8_MAX * math.sqrt(self.in_features), INT8_MAX * math.sqrt(self.out_features)
+        if self.max_column_norm > column * (1 + 1e-9) or self.max_row_norm > row * (1 + 1e-9):
+            raise ValueError("a norm no int8 weight of this shape can have")
+        return self
+
+
+class LayerInfo(_Shape):
+    """One base layer: y = x·W + b with W of shape (in_features, out_features), whatever the module stores."""
+
+    name: str = _Name
+    kind: Literal["linear", "conv1d"]
+    bias: bool
+
+
+class GroupInfo(_Shape):
+    """Layers that read the same input, side by side in one product; the unit of every call."""
+
+    id: int = Field(ge=0, lt=MAX_GROUPS)
+    name: str = _Name
+    layers: Annotated[tuple[LayerInfo, ...], FailFast()] = Field(min_length=1, max_length=256)
+
+    @model_validator(mode="after")
+    def _layers_add_up(self) -> GroupInfo:
+        if any(layer.in_features != self.in_features for layer in self.layers):
+            raise ValueError("layers of one group must have the same number of inputs")
+        if sum(layer.out_features for layer in self.layers) != self.out_features:
+            raise ValueError("a group's outputs must be the sum of its layers' outputs")
+        return self
+
+
+class BundleFile(_Strict):
+    """One file of the client bundle."""
+
+    name: str
+    size_bytes: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
+    sha256: str = _Digest
+
+    @model_validator(mode="after")
+    def _known_name(self) -> BundleFile:
+        if self.name not in BUNDLE_FILE_NAMES:
+            raise ValueError("a file name that no bundle may hold")
+        return self
+
+
+class Manifest(_Strict):
+    """Model, layers, arithmetic, limits and bundle of one provider."""
+
+    protocol: int
+    model_id: str = Field(min_length=1, max_length=512, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")
+    config: dict[str, Any]
+    weights: Literal["int8", "native"]
+    arithmetic: Annotated[tuple[Literal["ring", "float"], ...], FailFast()] = Field(min_length=1, max_length=2)
+    groups: Annotated[tuple[GroupInfo, ...], FailFast()] = Field(min_length=1, max_length=MAX_GROUPS)
+    bundle: Annotated[tuple[BundleFile, ...], FailFast()] = Field(min_length=1, max_length=MAX_BUNDLE_FILES)
+    bundle_digest: str = _Digest
+    limits: Limits
+    recording: bool = False
+
+    @model_validator(mode="after")
+    def _groups_are_listed_once(self) -> Manifest:
+        if [group.id for group in self.groups] != list(range(len(self.groups))):
+            raise ValueError("group ids must count from 0")
+        names = [layer.name for group in self.groups for layer in group.layers]
+        if len(set(names)) != len(names) or len({file.name for file in self.bundle}) != len(self.bundle):
+            raise ValueError("a layer or a file is listed twice")
+        return self
+
+    def to_bytes(self) -> bytes:
+        """UTF-8 JSON."""
+        return self.model_dump_json().encode()
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Reads a peer's manifest.
+
+    Raises:
+        VersionMismatch: another protocol version.
+        MalformedFrame: too large, not JSON, or inconsistent.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise MalformedFrame(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}")
+    try:
+        content = from_json(data)
+    except ValueError:
+        raise MalformedFrame("the provider's manifest is not JSON") from None
+    protocol = content.get("protocol") if isinstance(content, dict) else None
+    if type(protocol) is not int:
+        raise VersionMismatch("the provider's manifest names no protocol version")
+    if protocol != PROTOCOL_VERSION:  # before the other fields: a later protocol may have others
+        raise VersionMismatch(f"this tenant speaks protocol {PROTOCOL_VERSION}, the provider another")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as exc:
+        raise MalformedFrame(f"the provider's manifest is not valid {_first_error(exc)}") from None
+
+
+def _first_error(exc: ValidationError) -> str:
+    if exc.error_count() > _MOST_ERRORS:  # a list of them would take a kilobyte each
+        return f"in {exc.error_count()} places"
+    first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+    # The name of a superfluous field is the peer's own text: it must not reach a terminal.
+    known = first["loc"][:-1] if first["type"] == "extra_forbidden" else first["loc"]
+    where = ".".join(str(part) for part in known[:4])
+    return f"at {where or 'its top'}: {first['type']}"

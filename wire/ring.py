@@ -1,0 +1,131 @@
+"""Exact arithmetic in Z_q, q = 2^32: the product with int8 weights, and real rows to ring rows and back.
+
+Guarantees: `product` is exact mod 2^32 for every int32 input; `encode` chooses scales with which a centred result
+never wraps, by a deterministic bound. Ring elements are int32 tensors read mod 2^32, so `centred` costs nothing.
+Source: DESIGN.md, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from wire.errors import InvalidTensor, MaskOverflow
+
+HALF_MODULUS = 2.0**31
+_ROUND_OFF = 1.0 - 2.0**-20
+"""Shrinks the budget by more than the fp32 rounding of norm, scale and quotient together (each below 2^-23)."""
+_SMALLEST_SCALE = 2.0**-100
+"""A row whose scale would be smaller is sent with fewer bits rather than with a denormal scale."""
+_EXACT_FLOAT64_ROWS = 1 << 15
+"""2^31 · 127 · 2^15 < 2^53: so many products sum without rounding in float64."""
+
+
+def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows · weight mod 2^32, exactly.
+
+    Args:
+        rows: int32, shape (num_rows, d), contiguous or not, CPU or CUDA.
+        weight: int8, shape (d, m), same device; a transposed view is as good as a contiguous one.
+
+    Returns:
+        int32, shape (num_rows, m).
+
+    Raises:
+        InvalidTensor: wrong dtype or shapes that do not meet.
+    """
+    if rows.dtype != torch.int32 or weight.dtype != torch.int8 or rows.shape[1] != weight.shape[0]:
+        raise InvalidTensor(f"expected int32 rows of {weight.shape[0]} columns, got {rows.dtype} of {rows.shape[1]}")
+    if rows.shape[0] and min(weight.shape) > 1 and rows.device.type == "cpu" and int_mm_is_exact():
+        return _product_by_limbs(rows, weight)
+    return _product_by_float64(rows, weight)
+
+
+def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One int8 GEMM over the four bytes of each number, stacked as rows; little-endian byte order."""
+    num_rows, d = rows.shape
+    limbs = rows.contiguous().view(torch.uint8).view(num_rows, d, 4).permute(2, 0, 1).reshape(4 * num_rows, d)
+    parts = torch._int_mm(limbs, weight).view(4, num_rows, weight.shape[1])  # type: ignore[no-untyped-call]
+    total: torch.Tensor = parts[0]
+    for byte in (1, 2, 3):  # int32 addition wraps mod 2^32, which is what the ring asks for
+        total.add_(parts[byte], alpha=1 << (8 * byte))
+    return total
+
+
+def _product_by_float64(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(rows.shape[0], weight.shape[1], dtype=torch.int64, device=rows.device)
+    for start in range(0, rows.shape[1], _EXACT_FLOAT64_ROWS):
+        stop = start + _EXACT_FLOAT64_ROWS
+        total += (rows[:, start:stop].to(torch.float64) @ weight[start:stop].to(torch.float64)).to(torch.int64)
+    return to_int32(total)
+
+
+def to_int32(wide: torch.Tensor) -> torch.Tensor:
+    """int64 numbers reduced mod 2^32 into the int32 that stands for them."""
+    return ((wide + (1 << 31)).remainder(1 << 32) - (1 << 31)).to(torch.int32)
+
+
+@functools.cache
+def int_mm_is_exact() -> bool:
+    """Whether this machine's private `torch._int_mm` multiplies uint8 by int8 exactly; older kernels saturated."""
+    limbs = torch.full((4, 512), 255, dtype=torch.uint8)
+    weight = torch.full((512, 16), -127, dtype=torch.int8)
+    weight[:, 1::2] = 127
+    exact = limbs.to(torch.int64) @ weight.to(torch.int64)
+    try:
+        layouts = (weight, weight.t().contiguous().t())
+        return all(torch.equal(torch._int_mm(limbs, w).to(torch.int64), exact) for w in layouts)  # type: ignore[no-untyped-call]
+    except (RuntimeError, AttributeError):
+        return False
+
+
+def encode(
+    rows: torch.Tensor, weight_norm: float, error_norm: float = 0.0, slack: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales each row into the ring: x̃ = round(x / β) with the smallest β for which no product wraps.
+
+    (‖x̃‖₂ + error_norm) · weight_norm + slack < 2^31 holds for the x̃ after rounding, since rounding moves each
+    coordinate by at most a half and so the norm by at most √d / 2.
+
+    Args:
+        rows: float, shape (num_rows, d), CPU or CUDA.
+        weight_norm: largest column norm of the integer weight (row norm for the backward direction).
+        error_norm: largest ‖e‖₂ of a mask's error rows; 0 without one.
+        slack: bound of everything else in the product, such as hint rounding; 0 without it.
+
+    Returns:
+        x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), secret.
+
+    Raises:
+        InvalidTensor: a value that is not finite.
+        MaskOverflow: the layer is too wide for any scale.
+    """
+    d = rows.shape[1]
+    budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
+    if budget < 1.0:
+        raise MaskOverflow(f"a layer with {d} inputs leaves no room for data in 32 bits")
+    # float64 norm: squares of fp32 values neither overflow nor vanish in it
+    norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+    if not bool(torch.isfinite(norms).all()):
+        raise InvalidTensor("a row holds NaN or infinity: nothing was sent")
+    beta = (norms / budget).clamp_min_(_SMALLEST_SCALE)
+    encoded = torch.mul(rows, beta.reciprocal().to(torch.float32)).round_().to(torch.int32)
+    return encoded, beta.to(torch.float32)
+
+
+def decode(reply: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None = None) -> torch.Tensor:
+    """y = β · α ⊙ centred(reply).
+
+    Args:
+        reply: int32, shape (num_rows, m), mask already taken off.
+        beta: float32, shape (num_rows, 1), from `encode`.
+        alpha: float32, shape (m,); None for the backward direction, where α went into the rows.
+
+    Returns:
+        float32, shape (num_rows, m).
+    """
+    if alpha is None:
+        return torch.mul(reply, beta)
+    return torch.mul(reply, alpha).mul_(beta)

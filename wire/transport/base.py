@@ -1,0 +1,79 @@
+"""What every transport gives to the code above it.
+
+A `Connection` carries many requests at once; each `submit` returns a `Pending` whose `result` waits for the reply or
+for the request's own deadline. Connections are safe under threads and refuse to work in a forked child.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from wire.frame import Call
+from wire.manifest import Manifest
+
+
+@dataclass
+class Traffic:
+    """Counts of what crossed the wire, headers included, TLS and HTTP/2 framing not."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    calls: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, up: int = 0, down: int = 0, calls: int = 0) -> None:
+        """Adds to the counts; safe under threads."""
+        with self._lock:
+            self.bytes_up += up
+            self.bytes_down += down
+            self.calls += calls
+
+    def snapshot(self) -> Traffic:
+        """A copy that does not change."""
+        with self._lock:
+            return Traffic(self.bytes_up, self.bytes_down, self.calls)
+
+
+class Pending(Protocol):
+    """A request on its way."""
+
+    def result(self) -> torch.Tensor:
+        """Waits for the reply.
+
+        Returns:
+            Shape (rows, reply_cols) as given to `submit`, dtype of the call's arithmetic; read-only.
+
+        Raises:
+            VeilbaseError: one error of wire/errors.py, whatever went wrong.
+        """
+        ...
+
+
+class Connection(Protocol):
+    """One tenant's road to one provider."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counts since the connection was made."""
+        ...
+
+    def manifest(self) -> Manifest:
+        """The provider's manifest, fetched once."""
+        ...
+
+    def fetch(self, file_name: str) -> Iterator[bytes]:
+        """The chunks of one bundle file."""
+        ...
+
+    def submit(self, call: Call, rows: torch.Tensor, reply_cols: int) -> Pending:
+        """Sends rows, shape (num_rows, features) of the call's dtype on the CPU; splitting is the caller's part."""
+        ...
+
+    def close(self) -> None:
+        """Ends the connection; pending requests fail with `Unavailable`."""
+        ...

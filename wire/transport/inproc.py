@@ -1,0 +1,69 @@
+"""A provider in the same process: the same calls and checks, no network and no privacy boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from wire.errors import InvalidTensor
+from wire.frame import DTYPES, ITEM_BYTES, Call
+from wire.manifest import Manifest
+from wire.transport.base import Pending, Traffic
+
+
+class Handler(Protocol):
+    """What an embedded provider offers to this transport."""
+
+    def manifest(self) -> Manifest:
+        """As over the wire."""
+        ...
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """As over the wire."""
+        ...
+
+    def compute(self, call: Call, rows: torch.Tensor) -> torch.Tensor:
+        """One product; blocks."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Done:
+    reply: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        """The reply, already there."""
+        return self.reply
+
+
+class InprocConnection:
+    """Calls a `Handler` directly, in the caller's thread."""
+
+    def __init__(self, handler: Handler) -> None:
+        """Args: handler: the embedded provider; the connection does not own it."""
+        self._handler = handler
+        self.traffic = Traffic()
+
+    def manifest(self) -> Manifest:
+        """The handler's manifest."""
+        return self._handler.manifest()
+
+    def fetch(self, file_name: str) -> Iterator[bytes]:
+        """The chunks of one bundle file."""
+        return self._handler.read_file(file_name)
+
+    def submit(self, call: Call, rows: torch.Tensor, reply_cols: int) -> Pending:
+        """Computes at once; raises what the provider raises."""
+        if rows.dtype != DTYPES[call.arithmetic]:
+            raise InvalidTensor(f"expected {DTYPES[call.arithmetic]}, got {rows.dtype}")
+        reply = self._handler.compute(call, rows)
+        if reply.shape != (rows.shape[0], reply_cols):
+            raise InvalidTensor(f"expected {reply_cols} outputs a row, got {reply.shape[1]}")
+        self.traffic.add(rows.numel() * ITEM_BYTES, reply.numel() * ITEM_BYTES, 1)
+        return _Done(reply)
+
+    def close(self) -> None:
+        """Nothing to end."""
