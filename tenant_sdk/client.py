@@ -29,6 +29,8 @@ from wire.transport.base import Connection, Traffic
 from wire.transport.grpc_client import GrpcConnection
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
+
     from tenant_sdk.finetune import FinetuneResult
 
 DEFAULT_MASK = "off"
@@ -141,11 +143,17 @@ class TenantClient:
             raise ConfigurationError("this client was closed")
         return load_remote_model(folder, manifest, self._executor, self._dtype, self._device)
 
-    def finetune(self, data: Any, **options: Any) -> FinetuneResult:
-        """Trains an adapter; see `tenant_sdk.finetune.finetune` for arguments and result."""
+    def finetune(
+        self,
+        data: Any,
+        peft_config: PeftConfig | None = None,
+        output_dir: str | Path = "adapters/adapter",
+        **options: Any,
+    ) -> FinetuneResult:
+        """Trains an adapter; see `tenant_sdk.finetune.finetune` for all arguments, errors and the result."""
         from tenant_sdk.finetune import finetune
 
-        return finetune(self, data, **options)
+        return finetune(self, data, peft_config, output_dir, **options)
 
     def generate(
         self,

@@ -362,7 +362,9 @@ class _Rendered:
         start = _common_prefix(opened, self.token_ids)
         is_prefix = start == len(opened)
         if not is_prefix:
-            if not self._text(len(self._messages)).startswith(self._text(turn)):
+            # Either will do: some templates close whatever is no generation prompt with an end token (Phi-3).
+            before = (self._text(turn), self._text(turn, add_generation_prompt=True))
+            if not self._text(len(self._messages)).startswith(before):
                 self._refuse(turn)
             start = max(start, _common_prefix(self._ids(turn), self.token_ids))
         closed = self._ids(turn + 1)
@@ -386,8 +388,8 @@ class _Rendered:
     def _ids(self, num_messages: int, add_generation_prompt: bool = False) -> list[int]:
         return list(self._render(num_messages, add_generation_prompt, tokenize=True, return_dict=True)["input_ids"])
 
-    def _text(self, num_messages: int) -> str:
-        return str(self._render(num_messages, False, tokenize=False))
+    def _text(self, num_messages: int, add_generation_prompt: bool = False) -> str:
+        return str(self._render(num_messages, add_generation_prompt, tokenize=False))
 
     def _render(self, num_messages: int, add_generation_prompt: bool, **options: bool) -> Any:
         """`apply_chat_template`, transformers' sandbox: the template came from the provider and is never run elsewhere.

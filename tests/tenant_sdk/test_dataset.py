@@ -35,9 +35,11 @@ REWRITING = CHATML.replace(
 )
 # The last user message is rendered differently before its answer exists: no prompt of it is a prefix.
 REWRITING_USER = CHATML.replace("{{ m['content'] }}", "{% if loop.last %}!{% endif %}{{ m['content'] }}")
-# Llama 3: contents are trimmed, and the whole ends in a token that no prefix has.
-TRIMMING = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}").replace(
-    "<|im_end|>\n{% endfor %}", "<|im_end|>{% if loop.last %}<|end|>{% endif %}\n{% endfor %}"
+# Llama 3 and Phi-3: contents are trimmed, and what is no generation prompt ends in a token that no prefix has.
+TRIMMING = (
+    CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
+    .replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% endfor %}")
+    .replace("{% endif %}", "{% else %}<|end|>{% endif %}")
 )
 
 
@@ -144,10 +146,9 @@ def test_reads_the_three_forms_with_their_line_numbers(tmp_path: Path) -> None:
     assert rows[1].where == f"{path}, line 3"
 
 
-def test_the_shipped_data_sets_are_readable() -> None:
-    folder = Path(__file__).resolve().parents[2] / "examples" / "data"
-    for path in sorted(folder.glob("*.jsonl")):
-        assert load_rows(path)
+def test_the_shipped_data_set_is_readable() -> None:
+    data = Path(__file__).resolve().parents[2] / "examples" / "data" / "harborlight.jsonl"
+    assert len(load_rows(data)) == sum(1 for _ in data.open())
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, iter, lambda rows: [UserDict(row) for row in rows]])
@@ -158,7 +159,8 @@ def test_reads_any_iterable_of_mappings(wrap: Callable[[Any], Any]) -> None:
 
 
 def test_reads_a_datasets_dataset_whose_absent_columns_are_null() -> None:
-    rows = load_rows(datasets.Dataset.from_list([{"messages": [user("a"), assistant("b")]}, {"text": "c"}]))
+    mixed = [{"messages": [user("a"), assistant("b")], "text": None}, {"messages": None, "text": "c"}]
+    rows = load_rows(datasets.Dataset.from_list(mixed))
     assert [row.form for row in rows] == [Conversation([user("a"), assistant("b")]), Text("c")]
 
 
@@ -311,11 +313,16 @@ def test_smollm_labels_a_completion_and_a_text_with_eos(smollm: Any) -> None:
 
 
 CONTENTS = st.text(st.characters(codec="utf-8"), max_size=40)
+# SmolLM2's vocabulary has no token for some bytes and drops them: six control characters, planes 4 to 11.
+SMOLLM_CONTENTS = st.text(
+    st.characters(max_codepoint=0x3FFFF, exclude_categories=["Cs"], exclude_characters="\x04\x06\x13\x14\x16\x1d"),
+    max_size=40,
+)
 
 
 @pytest.mark.real_model
 @settings(max_examples=150, deadline=None)
-@given(turns=st.lists(st.tuples(CONTENTS, CONTENTS), min_size=1, max_size=3))
+@given(turns=st.lists(st.tuples(SMOLLM_CONTENTS, SMOLLM_CONTENTS), min_size=1, max_size=3))
 def test_smollm_labels_match_any_conversation(smollm: Any, turns: list[tuple[str, str]]) -> None:
     check_any_conversation(smollm, turns)
 
@@ -374,7 +381,9 @@ def test_a_generation_prompt_that_the_answer_drops_is_not_a_label() -> None:
 
 def test_a_trimming_template_whose_end_token_moves() -> None:
     row = {"messages": [user("a"), assistant(" one "), user("b"), assistant(" two ")]}
-    assert labels_of(tiny(TRIMMING), row) == ["one<|im_end|>", "two<|im_end|><|end|>\n"]
+    assert labels_of(tiny(TRIMMING), row) == ["one<|im_end|>", "two<|im_end|><|end|>"]
+    row = {"messages": [user("a"), assistant("\nheron "), user("b"), assistant(" hen")]}
+    assert labels_of(tiny(TRIMMING), row) == ["\nheron<|im_end|>", "\nhen<|im_end|><|end|>"]
 
 
 def test_a_rewritten_answer_is_an_error_and_one_row_per_answer_is_the_way_out() -> None:
