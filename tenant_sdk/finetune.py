@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from tenant_sdk.checkpoints import Checkpoints, fingerprint, save_adapter
 from tenant_sdk.dataset import Collator, load_rows, tokenize
+from tenant_sdk.model import ignore_renamings
 from tenant_sdk.progress import ProgressBar
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -138,7 +139,8 @@ def finetune(
     start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)
 
     set_seed(seed)
-    with _adapter_errors():
+    with _adapter_errors(), warnings.catch_warnings():
+        ignore_renamings()
         model = get_peft_model(client.load_model(), peft_config)
     trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer), progress)
     before, began = client.traffic, time.monotonic()
@@ -187,6 +189,11 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         loss = total / count
         return (loss, outputs) if return_outputs else loss
 
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was changed."""
+        folder = Path(output_dir or self.args.output_dir)
+        self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
+
     def _keeps_logits(self, model: Any) -> bool:
         base = self.accelerator.unwrap_model(model)
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
@@ -216,9 +223,9 @@ def _make_trainer(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
-        gradient_checkpointing=settings.gradient_checkpointing,
+        activation_checkpointing=settings.gradient_checkpointing,
         # re-entrant checkpointing makes the embeddings require a gradient and sends backward calls below the adapters
-        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        activation_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
         use_cpu=model.device.type == "cpu",
         logging_steps=1,
         logging_first_step=True,
@@ -285,6 +292,7 @@ def _quiet_trainer() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*use_cache=True.*")
+            ignore_renamings()
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)

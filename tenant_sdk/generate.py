@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import TextStreamer
 
+from tenant_sdk.model import ignore_renamings
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -83,7 +85,9 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
         model: Any = client.load_model()
         if adapter is not None:
             try:
-                model = PeftModel.from_pretrained(model, str(adapter)).eval()
+                with warnings.catch_warnings():
+                    ignore_renamings()
+                    model = PeftModel.from_pretrained(model, str(adapter)).eval()
             except (ValueError, OSError, KeyError, RuntimeError, TypeError) as exc:
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
         client.loaded = (key, model)

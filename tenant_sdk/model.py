@@ -7,6 +7,7 @@ base layers for remote ones before loading, so no model code is changed and buff
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,11 @@ def load_tokenizer(folder: Path) -> Any:
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyError, ValueError, OSError, TypeError) as exc:
         raise ConfigurationError(f"the provider's bundle holds no usable tokenizer ({type(exc).__name__})") from None
+
+
+def ignore_renamings() -> None:
+    """Inside `warnings.catch_warnings`: PEFT still uses names that transformers is about to drop."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 
 @contextlib.contextmanager

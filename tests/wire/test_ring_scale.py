@@ -1,0 +1,233 @@
+"""Scales: no product wraps, whatever the rows; what comes back is as near as rounding allows."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wire import ring
+from wire.errors import InvalidTensor, MaskOverflow
+from wire.quantise import INT8_MAX, max_norms, quantise
+
+LIMIT = 2**31
+LARGEST = float(np.finfo(np.float32).max)
+KINDS = (
+    "plain", "aligned", "worst column", "outliers", "zeros", "denormals", "1e30", "1e-30", "largest", "one number",
+    "equal",
+)  # fmt: skip
+
+
+def adversarial_rows(kind: str, weight: torch.Tensor, num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    """float32 rows, shape (num_rows, d), that come near the bound or near a float's own ends."""
+    d, m = weight.shape
+    rows = torch.randn(num_rows, d, generator=generator)
+    if kind == "aligned":  # the product of such a row is its norm times the column's
+        return weight[:, torch.randint(m, (num_rows,), generator=generator)].t().to(torch.float32) * 0.37
+    if kind == "worst column":
+        longest = weight.to(torch.float64).square().sum(0).argmax()
+        return weight[:, longest].to(torch.float32).expand(num_rows, d) * torch.rand(num_rows, 1, generator=generator)
+    if kind == "outliers":
+        return torch.where(torch.rand(num_rows, d, generator=generator) < 0.1, rows * 1e4, rows)
+    if kind == "one number":
+        one = torch.zeros(num_rows, d)
+        one[:, 0] = rows[:, 0]
+        return one
+    if kind == "equal":
+        return torch.full((num_rows, d), 0.1)
+    scales = {"zeros": 0.0, "denormals": 1e-42, "1e30": 1e30, "1e-20": 1e-20, "1e-30": 1e-30, "largest": math.inf}
+    return (rows * scales.get(kind, 1.0)).nan_to_num(0.0, LARGEST, -LARGEST)
+
+
+def random_weight(d: int, m: int, kind: str, generator: torch.Generator) -> torch.Tensor:
+    if kind == "full":
+        return torch.where(torch.rand(d, m, generator=generator) < 0.5, -127, 127).to(torch.int8)
+    if kind == "zeros":
+        return torch.zeros(d, m, dtype=torch.int8)
+    return quantise(torch.randn(d, m, generator=generator))[0]
+
+
+def check_bound(encoded: torch.Tensor, weight_norm: float, error_norm: float, slack: float) -> None:
+    """(‖x̃‖ + error_norm) · weight_norm + slack < 2^31 in exact fractions."""
+    room = (LIMIT - Fraction(slack)) / Fraction(weight_norm) - Fraction(error_norm)
+    assert room > 0
+    for row in encoded.tolist():
+        assert sum(number * number for number in row) < room * room
+
+
+def worst_products(encoded: torch.Tensor, weight: torch.Tensor, error_norm: float) -> int:
+    """The largest |(x̃ + e)·w| over all columns w, with the integer e of at most this norm that adds most."""
+    largest = 0
+    columns = weight.t().tolist()
+    for row in encoded.tolist():
+        for column in columns:
+            length = math.sqrt(sum(w * w for w in column)) or 1.0
+            value = sum(a * b for a, b in zip(row, column, strict=True))
+            sign = 1 if value >= 0 else -1
+            error = [sign * int(error_norm * w / length) for w in column]
+            largest = max(largest, abs(value + sum(a * b for a, b in zip(error, column, strict=True))))
+    return largest
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    weight_kind=st.sampled_from(["random", "full", "zeros"]),
+    d=st.integers(1, 48),
+    m=st.integers(1, 12),
+    num_rows=st.integers(0, 3),
+    error_norm=st.floats(0, 1e4),
+    slack=st.floats(0, 2.0**29),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=200, deadline=None)
+def test_no_product_wraps(
+    kind: str, weight_kind: str, d: int, m: int, num_rows: int, error_norm: float, slack: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = random_weight(d, m, weight_kind, generator)
+    rows = adversarial_rows(kind, weight, num_rows, generator)
+    weight_norm, _ = max_norms(weight)
+    encoded, beta = ring.encode(rows, weight_norm, error_norm, slack)
+    assert encoded.dtype == torch.int32
+    assert beta.dtype == torch.float32
+    assert beta.shape == (num_rows, 1)
+    assert bool(torch.isfinite(beta).all())
+    assert bool((beta > 0).all())
+    check_bound(encoded, weight_norm, error_norm, slack)
+    assert worst_products(encoded, weight, error_norm) + slack < LIMIT
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "largest"])  # its true result is no float32
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_result_is_within_rounding(kind: str, direction: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    quantised, alpha = quantise(torch.randn(96, 40, generator=generator))
+    column_norm, row_norm = max_norms(quantised)
+    weight, norm, scales = (
+        (quantised, column_norm, alpha) if direction == "forward" else (quantised.t(), row_norm, None)
+    )
+    rows = adversarial_rows(kind, weight, 5, generator)
+    encoded, beta = ring.encode(rows, norm)
+    got = ring.decode(ring.product(encoded, weight), beta, scales)
+    assert got.dtype == torch.float32
+    wide = weight.to(torch.float64)
+    factor = torch.ones(weight.shape[1], dtype=torch.float64) if scales is None else scales.to(torch.float64)
+    exact = rows.to(torch.float64) @ wide * factor
+    rounding = 0.5001 * beta.to(torch.float64) * wide.abs().sum(0) * factor
+    float_rounding = 4e-7 * (rows.to(torch.float64).abs() @ wide.abs()) * factor
+    assert bool(((got.to(torch.float64) - exact).abs() <= rounding + float_rounding + 2.0**-148).all())
+
+
+@pytest.mark.parametrize("kind", ["plain", "outliers", "1e30", "1e-20"])
+def test_the_scale_wastes_no_bits(kind: str) -> None:
+    # the smallest allowed β: the norm of x̃ comes within a percent of the budget
+    generator = torch.Generator().manual_seed(12)
+    weight = random_weight(512, 8, "random", generator)
+    norm, _ = max_norms(weight)
+    encoded, _ = ring.encode(adversarial_rows(kind, weight, 4, generator), norm)
+    norms = torch.linalg.vector_norm(encoded.to(torch.float64), dim=1)
+    assert float(norms.min()) > 0.99 * LIMIT / norm
+
+
+def test_a_single_number_under_weight_norm_one_stays_an_int32() -> None:
+    for value in (1.0, -1.0, LARGEST, -LARGEST, 1e-20, 3.0000002):
+        encoded, _ = ring.encode(torch.tensor([[value]]), 1.0)
+        check_bound(encoded, 1.0, 0.0, 0.0)
+        assert (int(encoded) > 0) == (value > 0)
+
+
+def test_the_smallest_rows_lose_bits_but_never_their_bound() -> None:
+    # below a norm of 2^-100 times the budget the scale no longer follows the row
+    encoded, beta = ring.encode(torch.tensor([[2.0**-90], [2.0**-149]]), 1024.0)
+    assert encoded.tolist() == [[1 << 10], [0]]
+    assert beta.tolist() == [[2.0**-100], [2.0**-100]]
+
+
+def test_zeros_are_zeros() -> None:
+    encoded, beta = ring.encode(torch.zeros(2, 5), 10.0)
+    assert not encoded.any()
+    assert torch.equal(ring.decode(encoded, beta, torch.ones(5)), torch.zeros(2, 5))
+
+
+def test_each_row_has_its_own_scale() -> None:
+    rows = torch.tensor([[1.0, 0.0], [1e-20, 0.0], [1e20, 0.0]])
+    encoded, beta = ring.encode(rows, 127.0)
+    alone = [ring.encode(row[None], 127.0) for row in rows]
+    assert torch.equal(encoded, torch.cat([one for one, _ in alone]))
+    assert torch.equal(beta, torch.cat([one for _, one in alone]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_float_types(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(13)
+    rows = torch.randn(3, 64, generator=generator).to(dtype)
+    encoded, beta = ring.encode(rows, 127.0 * 8)
+    check_bound(encoded, 127.0 * 8, 0.0, 0.0)
+    torch.testing.assert_close(ring.decode(encoded, beta), rows.to(torch.float32), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_of_any_layout() -> None:
+    rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(14)).t()
+    encoded, beta = ring.encode(rows, 500.0)
+    again, beta_again = ring.encode(rows.contiguous(), 500.0)
+    assert torch.equal(encoded, again)
+    assert torch.equal(beta, beta_again)
+
+
+def test_centred_at_both_ends() -> None:
+    reply = torch.tensor([[-(2**31), 2**31 - 1, -1, 0]], dtype=torch.int32)
+    decoded = ring.decode(reply, torch.tensor([[2.0]]), torch.tensor([1.0, 1.0, 0.5, 1.0]))
+    assert decoded.tolist() == [[-(2.0**32), 2.0**32, -1.0, 0.0]]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_refuses_what_is_not_finite(bad: float) -> None:
+    rows = torch.ones(3, 4)
+    rows[2, 1] = bad
+    with pytest.raises(InvalidTensor, match="nothing was sent") as caught:
+        ring.encode(rows, 10.0)
+    assert not any(word in str(caught.value) for word in ("nan,", "inf,", "tensor("))
+
+
+@pytest.mark.parametrize(
+    ("d", "weight_norm", "error_norm", "slack"),
+    [
+        (4, 2.0**31, 0.0, 0.0),
+        (4, 10.0, 2.0**31 / 10, 0.0),
+        (4, 10.0, 0.0, 2.0**31),
+        (4, 10.0, 0.0, 2.0**32),
+        (1 << 22, INT8_MAX * 2048.0, 8000.0, 0.0),
+    ],
+)
+def test_overflow_is_refused(d: int, weight_norm: float, error_norm: float, slack: float) -> None:
+    with pytest.raises(MaskOverflow, match=f"{d} inputs"):
+        ring.encode(torch.ones(1, d), weight_norm, error_norm, slack)
+
+
+def test_the_widest_layer_of_the_manifest_has_room() -> None:
+    d = 1 << 22
+    encoded, _ = ring.encode(torch.full((1, d), LARGEST), INT8_MAX * 2048.0)
+    assert int(encoded.to(torch.int64).square().sum()) < (LIMIT / (INT8_MAX * 2048.0)) ** 2
+
+
+def test_no_rows() -> None:
+    encoded, beta = ring.encode(torch.empty(0, 7), 10.0)
+    assert encoded.shape == (0, 7)
+    assert ring.decode(ring.product(encoded, torch.ones(7, 3, dtype=torch.int8)), beta).shape == (0, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_product_wraps_on_cuda(kind: str) -> None:
+    generator = torch.Generator().manual_seed(15)
+    weight = random_weight(64, 9, "full", generator)
+    norm, _ = max_norms(weight)
+    encoded, beta = ring.encode(adversarial_rows(kind, weight, 4, generator).cuda(), norm, 100.0, 1e6)
+    check_bound(encoded.cpu(), norm, 100.0, 1e6)
+    assert bool(torch.isfinite(beta).all())
