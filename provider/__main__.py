@@ -1,0 +1,6 @@
+"""`python -m provider`."""
+
+from provider.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The client bundle: everything of a model that is not a base layer's weight, in files without code or pickles.
+
+Guarantees: only names of `wire.manifest.BUNDLE_FILE_NAMES`; no path of this machine in any of them; the files vanish
+with the process, however it ends, because they are unlinked as soon as they are open.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from wire.errors import ConfigurationError, UnknownLayer
+from wire.limits import CHUNK_BYTES
+from wire.manifest import BUNDLE_FILE_NAMES, BundleFile
+
+_PRIVATE_KEYS = {
+    *("name_or_path", "_name_or_path", "vocab_file", "merges_file", "tokenizer_file", "gguf_file"),  # paths
+    *("is_local", "local_files_only"),  # how this machine found the files
+    "auto_map",  # names code to run
+}
+"""Keys of config.json and tokenizer_config.json that are no tenant's business."""
+
+
+class Bundle:
+    """Open, already unlinked files; safe to read from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Takes the files over and removes the folder."""
+        self._fds = {path.name: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in sorted(folder.iterdir())}
+        self.files = tuple(self._describe(name) for name in self._fds)
+        shutil.rmtree(folder)
+        self._finalizer = weakref.finalize(self, _close_all, list(self._fds.values()))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over one line of name, size and digest per file, in order of names."""
+        lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def read(self, file_name: str) -> Iterator[bytes]:
+        """The file in chunks of at most CHUNK_BYTES.
+
+        Raises:
+            UnknownLayer: no such file; nothing outside the bundle can be named.
+        """
+        if file_name not in self._fds:
+            raise UnknownLayer("the bundle has no such file")
+        return self._chunks(self._fds[file_name])
+
+    @staticmethod
+    def _chunks(fd: int) -> Iterator[bytes]:
+        offset = 0
+        while chunk := os.pread(fd, CHUNK_BYTES, offset):
+            offset += len(chunk)
+            yield chunk
+
+    def _describe(self, name: str) -> BundleFile:
+        sha, size = hashlib.sha256(), 0
+        for chunk in self.read(name):
+            sha.update(chunk)
+            size += len(chunk)
+        return BundleFile(name=name, size_bytes=size, sha256=sha.hexdigest())
+
+    def close(self) -> None:
+        """Frees the disk space."""
+        self._fds = {}
+        self._finalizer()
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def build_bundle(
+    model: Any, tokenizer: Any | None, scales: dict[str, torch.Tensor], parent: Path | None
+) -> tuple[Bundle, dict[str, Any]]:
+    """Writes the bundle of a model whose base weights have been taken out.
+
+    Args:
+        model: a PreTrainedModel; base layers have `weight` None.
+        tokenizer: or None.
+        scales: α per layer name, float32, shape (out_features,).
+        parent: folder to write under; None for the system's temporary one.
+
+    Returns:
+        The bundle, and the model's config as it stands in it.
+
+    Raises:
+        ConfigurationError: the disk is full or cannot be written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bundle-", dir=parent))
+    try:
+        config = _write_config(model, folder)
+        save_file(client_tensors(model), folder / "model.safetensors", {"format": "pt"})
+        save_file(scales, folder / "scales.safetensors")
+        if tokenizer is not None:
+            _write_tokenizer(tokenizer, folder)
+        return Bundle(folder), config
+    except OSError as exc:
+        raise ConfigurationError(f"cannot write the client bundle under {folder.parent}: {exc.strerror}") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def client_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, each stored once: of tied names the one that Hugging Face keeps."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    state = model.state_dict()
+    kept: dict[str, torch.Tensor] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for name in sorted(state, key=lambda name: name in tied):  # stable: tied names come last, and find theirs taken
+        tensor = state[name]
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+    return kept
+
+
+def _write_config(model: Any, folder: Path) -> dict[str, Any]:
+    model.config.save_pretrained(folder)
+    config = _scrub(folder / "config.json")
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError:  # transformers refuses to save settings that contradict each other; they are optional
+            (folder / "generation_config.json").unlink(missing_ok=True)
+        else:
+            _scrub(folder / "generation_config.json")
+    return config
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path) -> None:
+    scratch = folder / "tokenizer"
+    tokenizer.save_pretrained(scratch)
+    for path in sorted(scratch.iterdir()):
+        if path.name in BUNDLE_FILE_NAMES and path.is_file():
+            if path.name == "tokenizer_config.json":
+                _scrub(path)
+            path.rename(folder / path.name)
+    shutil.rmtree(scratch)
+
+
+def _scrub(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    content = {key: value for key, value in content.items() if key not in _PRIVATE_KEYS}
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    return content

@@ -1,0 +1,124 @@
+"""The `provider` command: serve, enroll, revoke, tenants."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from wire.errors import VeilbaseError
+
+app = typer.Typer(
+    help="Hosts a base model's linear layers for tenants that keep everything else.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_State = Annotated[
+    Path | None, typer.Option(help="State directory: CA and registry.", show_default="~/.veilbase/provider")
+]
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Built-in name, GGUF file, Hugging Face folder or hub id.", show_default="smollm2-135m"),
+    ] = None,
+    tls: Annotated[bool | None, typer.Option("--tls", help="Mutual TLS; needed for any address but loopback.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
+    port: Annotated[int | None, typer.Option(help="0 picks a free one.", show_default="8443")] = None,
+    state: _State = None,
+    weights: Annotated[
+        Literal["int8", "native"] | None,
+        typer.Option(help="native keeps the checkpoint's weights next to int8.", show_default="int8"),
+    ] = None,
+    base_layers: Annotated[
+        str | None, typer.Option(help="Layers to serve: patterns, comma-separated, ! excludes.", show_default="all")
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Write down all that tenants send (security evaluation).")] = None,
+    record_limit: Annotated[str | None, typer.Option(help="Most bytes to record.", show_default="4GiB")] = None,
+    record_layers: Annotated[str | None, typer.Option(help="Patterns of layers to record.", show_default="all")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.")] = None,
+) -> None:
+    """Serve a model; prints `ready URL` when it answers."""
+    flags = {name: value for name, value in locals().items() if name != "config"}
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs
+    # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    from provider.config import load_settings
+    from provider.serve import serve as run
+
+    run(load_settings(flags, config))
+
+
+@app.command()
+def enroll(
+    name: Annotated[str, typer.Argument(help="Tenant: a-z 0-9 . _ -")],
+    out: Annotated[Path, typer.Option(help="Folder for the identity: key, certificate, CA, endpoint.")],
+    state: _State = None,
+    days: Annotated[int, typer.Option(help="Lifetime of the certificate.")] = 365,
+    endpoint: Annotated[
+        str | None, typer.Option(help="URL of this provider.", show_default="that of the last serve")
+    ] = None,
+) -> None:
+    """Issue a tenant's identity."""
+    from provider.identity import StateDir
+    from provider.tenants import enroll as issue
+
+    opened = StateDir(_state_path(state))
+    record = issue(opened, name, out, endpoint or _last_endpoint(opened.path), days)
+    typer.echo(f"enrolled {record.name} until {record.not_after:%Y-%m-%d}: {out}")
+
+
+@app.command()
+def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State = None) -> None:
+    """Refuse a tenant from now on, inside open streams too."""
+    from provider.identity import StateDir
+    from provider.tenants import revoke as withdraw
+
+    num_revoked = withdraw(StateDir(_state_path(state), create=False), name)
+    typer.echo(f"revoked {num_revoked} certificate{'' if num_revoked == 1 else 's'} of {name}")
+
+
+@app.command()
+def tenants(state: _State = None) -> None:
+    """List every certificate issued: name, status, expiry, serial number."""
+    from provider.identity import StateDir
+    from provider.tenants import tenants as registered
+
+    now = datetime.now(UTC)
+    for record in registered(StateDir(_state_path(state), create=False)):
+        status = "revoked" if record.revoked_at else "active" if record.is_live(now) else "expired"
+        typer.echo(f"{record.name:<24} {status:<8} {record.not_after:%Y-%m-%d} {record.serial}")
+
+
+def _state_path(state: Path | None) -> Path:
+    from provider.config import load_settings
+
+    return load_settings({"state": state}).state
+
+
+def _last_endpoint(state: Path) -> str:
+    from provider.serve import ENDPOINT_FILE
+
+    try:
+        return (state / ENDPOINT_FILE).read_text().strip()
+    except OSError:
+        return "grpcs://127.0.0.1:8443"
+
+
+def main() -> None:
+    """Runs the command; an error that a user can meet is one line on stderr and exit code 1."""
+    try:
+        app()
+    except VeilbaseError as exc:
+        print(f"provider: {exc}", file=sys.stderr)
+        sys.exit(1)

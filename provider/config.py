@@ -1,0 +1,92 @@
+"""Settings of `provider serve`: flags, then VEILBASE_PROVIDER_* variables, then the YAML file named by --config."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from wire.errors import ConfigurationError
+
+DEFAULT_STATE = Path("~/.veilbase/provider")
+_UserPath = Annotated[Path, BeforeValidator(lambda path: Path(path).expanduser())]
+
+
+class ProviderSettings(BaseSettings):
+    """What one provider process does.
+
+    Attributes:
+        model: built-in name, GGUF file, Hugging Face folder or hub id.
+        tls: mutual TLS; without it only loopback addresses are served.
+        base_layers: which layers are served; the rest goes into the bundle.
+        threads: of the arithmetic; None leaves torch's own choice.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="VEILBASE_PROVIDER_", extra="forbid", frozen=True)
+
+    model: str = Field(default="smollm2-135m", min_length=1)
+    tls: bool = False
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=8443, ge=0, le=65_535)
+    state: _UserPath = Field(default=DEFAULT_STATE, validate_default=True)
+    weights: Literal["int8", "native"] = "int8"
+    base_layers: str | None = None
+    record: _UserPath | None = None
+    record_limit: ByteSize = ByteSize(4 << 30)
+    record_layers: str = ""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, file; no .env file, which could come from a folder somebody else wrote."""
+        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+    def check_exposure(self) -> None:
+        """Raises ConfigurationError for plain text on anything but loopback."""
+        if not self.tls and not is_loopback(self.host):
+            raise ConfigurationError(f"without --tls only loopback is served, got --host {self.host}: add --tls")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address reaches this machine only; a name other than localhost could resolve to anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def load_settings(flags: dict[str, Any], config: Path | None = None) -> ProviderSettings:
+    """Settings from all sources.
+
+    Args:
+        flags: from the command line; None means not given.
+        config: a YAML file, or None.
+
+    Raises:
+        ConfigurationError: a value or a key that is not one; the message names it.
+    """
+    if config is not None and not config.expanduser().is_file():
+        raise ConfigurationError(f"expected a settings file, found none at {str(config)!r}")
+    settings = type("ProviderSettings", (ProviderSettings,), {"model_config": SettingsConfigDict(yaml_file=config)})
+    try:
+        made: ProviderSettings = settings(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the settings"
+        raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None
+    except (yaml.YAMLError, OSError, TypeError, ValueError):
+        raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from None
+    return made

@@ -1,0 +1,65 @@
+"""A provider without a network: what the gRPC service and the embedded provider share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from provider import executor
+from provider.weights import ServedModel
+from wire.errors import RemoteFault, VeilbaseError
+from wire.frame import Call
+from wire.manifest import Manifest
+
+if TYPE_CHECKING:
+    from provider.record import Recorder
+
+LOCAL_TENANT = "local"
+_LOGGER = logging.getLogger(__name__)
+
+
+class ProviderCore:
+    """A served model, and the recorder if there is one; safe under threads. A `wire.transport.inproc.Handler`."""
+
+    def __init__(self, served: ServedModel, recorder: Recorder | None = None) -> None:
+        """Args: recorder: writes down what tenants send; None, the normal case, keeps nothing."""
+        self.served = served
+        self._recorder = recorder
+
+    def manifest(self) -> Manifest:
+        """What tenants are told."""
+        return self.served.manifest
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """The chunks of one bundle file."""
+        return self.served.bundle.read(file_name)
+
+    def check(self, call: Call, cols: int) -> int:
+        """See `provider.executor.check_call`."""
+        return executor.check_call(self.served, call, cols)
+
+    def compute(self, call: Call, rows: torch.Tensor, tenant: str = LOCAL_TENANT, request_id: int = 0) -> torch.Tensor:
+        """One product; see `provider.executor.compute`.
+
+        Raises:
+            VeilbaseError: the request's fault, or `RemoteFault` for anything unforeseen, which the log explains.
+        """
+        try:
+            reply = executor.compute(self.served, call, rows)
+        except VeilbaseError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
+            # The type only: the text of an exception may hold values.
+            _LOGGER.error("request %d of %s failed: %s", request_id, tenant, type(exc).__name__)
+            raise RemoteFault("the provider failed while computing") from None
+        if self._recorder is not None:
+            self._recorder.record(tenant, call, rows, reply)
+        return reply
+
+    def close(self) -> None:
+        """Ends the recording."""
+        if self._recorder is not None:
+            self._recorder.close()

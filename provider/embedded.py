@@ -1,0 +1,21 @@
+"""A provider inside the tenant's process: no network, and no privacy boundary either."""
+
+from __future__ import annotations
+
+from provider.core import ProviderCore
+from provider.models import load, resolve
+from provider.weights import WeightsKind, serve_model
+
+
+def make_core(model: str, weights: WeightsKind = "int8", base_layers: str | None = None) -> ProviderCore:
+    """Loads a model and serves it to this process.
+
+    Args:
+        model: as `provider serve --model`.
+        weights: as `--weights`.
+        base_layers: as `--base-layers`.
+
+    Raises:
+        ConfigurationError: an unknown model, or nothing to serve.
+    """
+    return ProviderCore(serve_model(load(resolve(model)), weights, base_layers))

@@ -1,0 +1,192 @@
+"""The products of one call, and the thread that makes the large ones.
+
+Guarantees: `compute` is a pure function of the call and its rows: nothing is kept between calls, so any two requests
+are independent of each other and of their order. `check_call` needs only numbers, so it runs before anything is
+allocated.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from provider.weights import ServedGroup, ServedModel
+from wire import ring
+from wire.errors import DeadlineExceeded, InvalidTensor, UnknownLayer, VeilbaseError
+from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
+
+_BLOCK_ELEMENTS = 1 << 24
+"""Weights that become float32 on demand do so in pieces of 64 MiB: a head's full copy would take gigabytes."""
+_LOGGER = logging.getLogger(__name__)
+
+
+def check_call(served: ServedModel, call: Call, cols: int) -> int:
+    """Checks a call against what is served.
+
+    Args:
+        served: the model.
+        call: from a request's header.
+        cols: numbers per row that the request announces.
+
+    Returns:
+        Numbers per row of the reply.
+
+    Raises:
+        UnknownLayer: no such group, or a purpose that is not served.
+        InvalidTensor: not the number of features of this group and direction.
+    """
+    if call.group >= len(served.groups):
+        raise UnknownLayer(f"expected a group below {len(served.groups)}, got {call.group}")
+    if call.purpose is Purpose.HINT:
+        raise UnknownLayer("this provider expands no seeds")
+    info = served.groups[call.group].info
+    given, replied = info.in_features, info.out_features
+    if call.direction is Direction.BACKWARD:
+        given, replied = replied, given
+    if cols != given:
+        raise InvalidTensor(f"expected {given} columns, got {cols}")
+    return replied
+
+
+def compute(served: ServedModel, call: Call, rows: torch.Tensor) -> torch.Tensor:
+    """One product.
+
+    Args:
+        served: the model.
+        call: which product.
+        rows: shape (num_rows, features of the direction), int32 (ring) or float32 (float), CPU; not written to.
+
+    Returns:
+        Shape (num_rows, features of the other side), same dtype.
+
+    Raises:
+        UnknownLayer, InvalidTensor: see `check_call`; another dtype; NaN or infinity.
+    """
+    if rows.dim() != 2 or rows.dtype != DTYPES[call.arithmetic]:
+        raise InvalidTensor(f"expected a matrix of {DTYPES[call.arithmetic]}, got {rows.dim()}-d {rows.dtype}")
+    reply_cols = check_call(served, call, rows.shape[1])
+    if rows.shape[0] == 0:
+        return torch.empty(0, reply_cols, dtype=rows.dtype)
+    group = served.groups[call.group]
+    if call.arithmetic is Arithmetic.RING:
+        forward = call.direction is Direction.FORWARD
+        return ring.product(rows, group.quantised if forward else group.quantised.t())
+    if not _all_finite(rows):
+        raise InvalidTensor("a row holds NaN or infinity")
+    if call.direction is Direction.BACKWARD:
+        return _float_backward(group, rows)
+    reply = _float_forward(group, rows)
+    if call.purpose is Purpose.PRODUCT and group.bias is not None:
+        reply += group.bias  # the same sum for every caller: the two forms differ by exactly b
+    return reply
+
+
+def _all_finite(rows: torch.Tensor) -> bool:
+    # aminmax passes NaN on and cannot overflow, and needs no tensor of the rows' size
+    low, high = torch.aminmax(rows)
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
+def _float_forward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
+    weight = group.quantised if group.native is None else group.native
+    if weight.dtype == torch.float32:
+        return rows @ weight
+    step = _block_columns(weight)
+    reply = torch.empty(rows.shape[0], weight.shape[1])
+    for start in range(0, weight.shape[1], step):
+        columns = slice(start, start + step)
+        torch.matmul(rows, weight[:, columns].to(torch.float32), out=reply[:, columns])
+    return reply if group.native is not None else reply.mul_(group.alpha)
+
+
+def _float_backward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
+    weight = group.native
+    if weight is None:
+        weight, rows = group.quantised, rows * group.alpha
+    if weight.dtype == torch.float32:
+        return rows @ weight.t()
+    step = _block_columns(weight)
+    reply = torch.zeros(rows.shape[0], weight.shape[0])
+    for start in range(0, weight.shape[1], step):
+        columns = slice(start, start + step)
+        reply.addmm_(rows[:, columns], weight[:, columns].to(torch.float32).t())
+    return reply
+
+
+def _block_columns(weight: torch.Tensor) -> int:
+    return max(1, _BLOCK_ELEMENTS // weight.shape[0])
+
+
+Outcome = torch.Tensor | VeilbaseError
+Work = Callable[[Call, torch.Tensor, str, int], torch.Tensor]
+"""Call, rows, tenant's name and request id to the reply; raises nothing but `wire.errors`."""
+
+
+class Job:
+    """One request on its way through the executor; ends by exactly one call of `done`, or by none once cancelled."""
+
+    def __init__(
+        self,
+        call: Call,
+        rows: torch.Tensor,
+        tenant: str,
+        request_id: int,
+        expires_at: float,
+        done: Callable[[Outcome], None],
+    ) -> None:
+        """Args: expires_at: on the clock of `time.monotonic`; done: takes the reply or the error, in the worker."""
+        self.call = call
+        self.tenant, self.request_id = tenant, request_id
+        self.expires_at = expires_at
+        self._done = done
+        self._rows: torch.Tensor | None = rows
+
+    def cancel(self) -> None:
+        """Drops the rows: what waits in the queue afterwards has no size."""
+        self._rows = None
+
+    def run(self, work: Work) -> None:
+        """Computes, unless the job was cancelled or its time is over."""
+        rows, self._rows = self._rows, None
+        if rows is None:
+            return
+        try:
+            if time.monotonic() >= self.expires_at:
+                raise DeadlineExceeded("the request waited in the queue beyond its deadline")
+            outcome: Outcome = work(self.call, rows, self.tenant, self.request_id)
+        except VeilbaseError as exc:
+            outcome = exc
+        self._done(outcome)
+
+
+class Executor:
+    """One thread that computes jobs in the order in which they came."""
+
+    def __init__(self, work: Work) -> None:
+        """Args: work: see `Work`."""
+        self._work = work
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="veilbase-compute", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queues a job."""
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Ends the thread after the job that it is on."""
+        self._jobs.put(None)
+        self._thread.join(timeout=30.0)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.run(self._work)
+            except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
+                _LOGGER.error("a compute job failed: %s", type(exc).__name__)
+            del job  # or the last reply's memory would be held until the next request

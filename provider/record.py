@@ -1,0 +1,105 @@
+"""Writes down exactly what a provider sees, for security evaluation (DESIGN.md, section 8).
+
+Guarantees: one line of index.jsonl per request, in the order of `seq`; tensors only up to the size limit, and where
+one is missing the index says so; a full disk ends the recording, never the serving.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import threading
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from wire.errors import ConfigurationError
+from wire.frame import Call
+from wire.manifest import GroupInfo
+
+DEFAULT_LIMIT_BYTES = 4 << 30
+_LOGGER = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Appends to one folder."""
+
+    def __init__(
+        self, folder: Path, groups: tuple[GroupInfo, ...], limit_bytes: int = DEFAULT_LIMIT_BYTES, patterns: str = ""
+    ) -> None:
+        """Opens the folder and warns.
+
+        Args:
+            folder: made if it is not there; must hold no other recording.
+            groups: of the manifest.
+            limit_bytes: of tensor files together.
+            patterns: comma-separated fnmatch patterns of group or layer names; empty means all.
+
+        Raises:
+            ConfigurationError: no such layer, another recording is there, or the folder cannot be written.
+        """
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._groups = {group.id for group in groups if _wanted(group, patterns)}
+        if not self._groups:
+            raise ConfigurationError(f"--record-layers {patterns!r} matches no layer")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._index = (folder / "index.jsonl").open("x", encoding="utf-8")
+        except FileExistsError:
+            raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from None
+        except OSError as exc:
+            raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from None
+        self._lock = threading.Lock()
+        self._seq = self._written_bytes = 0
+        self._failed = False
+        _LOGGER.warning(
+            "RECORDING: everything tenants send is written to %s (up to %d bytes). This is for security evaluation; "
+            "the manifest tells every tenant.", folder, limit_bytes,
+        )  # fmt: skip
+
+    def record(self, tenant: str, call: Call, request: torch.Tensor, reply: torch.Tensor) -> None:
+        """Writes one request; safe under threads."""
+        if call.group not in self._groups or self._failed:
+            return
+        with self._lock:
+            line = {
+                "seq": self._seq,
+                "tenant": tenant,
+                "layer": call.group,
+                "direction": call.direction.name.lower(),
+                "arithmetic": call.arithmetic.name.lower(),
+                "purpose": call.purpose.name.lower(),
+                "rows": request.shape[0],
+            }
+            try:
+                line["file"] = self._write_tensors(request, reply)
+                line["truncated"] = line["file"] is None
+                self._index.write(json.dumps(line) + "\n")
+                self._index.flush()
+            except (OSError, ValueError) as exc:
+                self._failed = True
+                _LOGGER.error("the recording ends here: %s", getattr(exc, "strerror", None) or type(exc).__name__)
+            self._seq += 1
+
+    def _write_tensors(self, request: torch.Tensor, reply: torch.Tensor) -> str | None:
+        data = save({"request": request.contiguous(), "reply": reply.contiguous()})
+        if self._written_bytes + len(data) > self._limit_bytes:
+            return None
+        name = f"{self._seq:08d}.safetensors"
+        (self._folder / name).write_bytes(data)
+        self._written_bytes += len(data)
+        return name
+
+    def close(self) -> None:
+        """Ends the recording."""
+        with self._lock:
+            self._failed = True
+            self._index.close()
+
+
+def _wanted(group: GroupInfo, patterns: str) -> bool:
+    parts = [part.strip() for part in patterns.split(",") if part.strip()] or ["*"]
+    names = [group.name, *(layer.name for layer in group.layers)]
+    return any(fnmatch.fnmatchcase(name, part) for name in names for part in parts)

@@ -1,0 +1,102 @@
+"""`provider serve`: from settings to a port that answers, and back to an exit code."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from provider.config import ProviderSettings
+
+if TYPE_CHECKING:
+    from provider.core import ProviderCore
+    from provider.identity import StateDir
+
+ENDPOINT_FILE = "endpoint"
+"""In the state directory: where the last `serve` could be reached, for `enroll`."""
+_LOGGER = logging.getLogger(__name__)
+
+
+def serve(settings: ProviderSettings) -> None:
+    """Serves until SIGTERM or SIGINT.
+
+    Raises:
+        ConfigurationError, AccessError: what the operator has to change.
+    """
+    settings.check_exposure()
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    from provider.service import Server  # here, not above: torch takes seconds to import
+
+    state = _open_state(settings)
+    server = Server(settings.host, settings.port, state)
+    core = None
+    try:
+        core = _make_core(settings)
+        server.start(core)
+        _announce(settings, server.port, state)
+        threading.Event().wait()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # one is enough; a second must not cut the stop short
+        server.stop()
+        if core is not None:
+            core.close()
+
+
+def _stop(number: int, _frame: object) -> None:
+    sys.exit(0)
+
+
+def _open_state(settings: ProviderSettings) -> StateDir | None:
+    from provider.identity import StateDir
+
+    return StateDir(settings.state) if settings.tls else None
+
+
+def _make_core(settings: ProviderSettings) -> ProviderCore:
+    import torch
+
+    from provider.core import ProviderCore
+    from provider.models import load, resolve
+    from provider.record import Recorder
+    from provider.weights import serve_model
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    source = resolve(settings.model)
+    _LOGGER.info("loading %s", source.model_id)
+    parent = settings.state if settings.tls else None
+    served = serve_model(
+        load(source),
+        settings.weights,
+        settings.base_layers,
+        bundle_parent=parent,
+        recording=settings.record is not None,
+    )
+    recorder = None
+    if settings.record is not None:
+        recorder = Recorder(settings.record, served.manifest.groups, settings.record_limit, settings.record_layers)
+    num_layers = sum(len(group.info.layers) for group in served.groups)
+    _LOGGER.info(
+        "serving %d layers in %d groups, %s weights, %.0f MB",
+        num_layers, len(served.groups), settings.weights, served.weight_bytes / 1e6,
+    )  # fmt: skip
+    return ProviderCore(served, recorder)
+
+
+def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> None:
+    if state is not None:
+        reachable = settings.host
+        if reachable in ("0.0.0.0", "::", "[::]"):  # noqa: S104 - compared with, not bound to
+            reachable = socket.gethostname()
+        (state.path / ENDPOINT_FILE).write_text(_url(True, reachable, port) + "\n")
+    print(f"ready {_url(settings.tls, settings.host, port)}", flush=True)
+
+
+def _url(tls: bool, host: str, port: int) -> str:
+    bracketed = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{'grpcs' if tls else 'grpc'}://{bracketed}:{port}"

@@ -1,0 +1,231 @@
+"""The gRPC face of a provider: three methods, mutual TLS, and who may call them.
+
+Guarantees: every RPC, and every request inside a stream, is checked against the registry; messages above the frame
+limit are refused by gRPC before they reach Python; the tensor path uses no protobuf and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from provider.core import LOCAL_TENANT, ProviderCore
+from provider.executor import Executor
+from provider.identity import StateDir, issue_server_certificate, peer_identity
+from provider.session import Session
+from provider.tenants import RevocationList
+from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, WireCode
+from wire.frame import FrameType, Header
+from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
+
+SERVICE_NAME = "veilbase.v1.Provider"
+MAX_CALLS_PER_TENANT = 8
+"""Streams and downloads of one tenant at a time. Each holds a thread, and threads are for everybody."""
+_MAX_THREADS = 256
+_STOP_GRACE_S = 2.0
+_LOGGER = logging.getLogger(__name__)
+
+
+def server_options() -> list[tuple[str, Any]]:
+    """gRPC options of the server: message limits, keepalive both ways, one process per port."""
+    return [
+        ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+        ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Tenants ping every 20 s; gRPC's own default would call that abuse and hang up.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who calls; `refusal` is asked again on every request."""
+
+    tenant: str
+    refusal: Callable[[], WireCode | None]
+
+
+class _Gate:
+    """Tells who calls from the certificate that TLS has verified."""
+
+    def __init__(self, revocations: RevocationList | None) -> None:
+        """Args: revocations: None on a loopback port without TLS, where everybody is the local tenant."""
+        self._revocations = revocations
+
+    def admit(self, context: Any) -> Access:
+        """The caller; ends the RPC where it is nobody this provider knows."""
+        if self._revocations is None:
+            return Access(LOCAL_TENANT, lambda: None)
+        chain = context.auth_context().get("x509_pem_cert")
+        try:
+            peer = peer_identity(chain[0] if chain else b"")
+        except Unauthenticated:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "not a tenant's certificate")
+        access = Access(peer.name, lambda: self._refusal(peer.serial))
+        code = access.refusal()
+        if code is WireCode.NOT_PERMITTED:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "revoked")
+        if code is not None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "not enrolled")
+        return access
+
+    def _refusal(self, serial: int) -> WireCode | None:
+        assert self._revocations is not None  # noqa: S101 - for the type checker
+        if self._revocations.is_enrolled(serial):
+            return None
+        revoked = self._revocations.is_revoked(serial)
+        return WireCode.NOT_PERMITTED if revoked else WireCode.UNAUTHENTICATED
+
+
+class ProviderService:
+    """The three methods; thin, since `ProviderCore` and `Session` do the work."""
+
+    def __init__(self, core: ProviderCore, revocations: RevocationList | None) -> None:
+        """Args: revocations: None serves everybody as the local tenant."""
+        self._core = core
+        self._gate = _Gate(revocations)
+        self._executor = Executor(core.compute)
+        self._manifest = core.manifest().to_bytes()
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        self._sessions: set[Session] = set()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Raw bytes in, raw bytes out."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Manifest": grpc.unary_stream_rpc_method_handler(self._send_manifest),
+                "Bundle": grpc.unary_stream_rpc_method_handler(self._send_file),
+                "Stream": grpc.stream_stream_rpc_method_handler(self._serve_stream),
+            },
+        )
+
+    def _send_manifest(self, request: bytes, context: Any) -> Iterator[bytes]:
+        self._enter(context)
+        for start in range(0, len(self._manifest), CHUNK_BYTES):
+            yield self._manifest[start : start + CHUNK_BYTES]
+
+    def _send_file(self, request: bytes, context: Any) -> Iterator[bytes]:
+        self._enter(context)
+        try:
+            chunks = self._core.read_file(request.decode("ascii", "replace"))
+        except UnknownLayer:
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such file in the bundle")
+        yield from chunks
+
+    def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        access = self._gate.admit(context)
+        if not self._occupy(access.tenant, context):
+            yield Header(FrameType.ERROR, 0, code=WireCode.QUOTA).pack()
+            return
+        limits = self._core.manifest().limits
+        session = Session(
+            access.tenant, limits, self._core.check, self._core.compute, self._executor, access.refusal, context.cancel
+        )
+        with self._lock:
+            self._sessions.add(session)
+        if not context.add_callback(lambda: self._drop(session)):
+            self._drop(session)
+        session.start(messages)
+        try:
+            yield from session.frames_out()
+        finally:
+            self._drop(session)
+
+    def _enter(self, context: Any) -> None:
+        access = self._gate.admit(context)
+        if not self._occupy(access.tenant, context):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
+
+    def _occupy(self, tenant: str, context: Any) -> bool:
+        """Counts the call until it ends, whoever ends it."""
+        with self._lock:
+            if self._calls[tenant] >= MAX_CALLS_PER_TENANT:
+                return False
+            self._calls[tenant] += 1
+        if not context.add_callback(lambda: self._leave(tenant)):
+            self._leave(tenant)
+        return True
+
+    def _leave(self, tenant: str) -> None:
+        with self._lock:
+            self._calls[tenant] -= 1
+            if self._calls[tenant] <= 0:
+                del self._calls[tenant]
+
+    def _drop(self, session: Session) -> None:
+        session.close()
+        with self._lock:
+            self._sessions.discard(session)
+
+    def close(self) -> None:
+        """Tells every open stream, then ends the compute thread."""
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.end(WireCode.UNAVAILABLE)
+        self._executor.close()
+
+
+class Server:
+    """A bound port, which a service can be put behind."""
+
+    def __init__(self, host: str, port: int, state: StateDir | None) -> None:
+        """Binds, before a model is loaded: a port that is taken shows at once.
+
+        Args:
+            host: address to bind; with TLS also a name in the server's certificate.
+            port: 0 picks one.
+            state: the CA and the registry; None serves plain text.
+
+        Raises:
+            ConfigurationError: the port is taken, or the address is not this machine's.
+        """
+        self._state = state
+        self._service: ProviderService | None = None
+        threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="veilbase-rpc")
+        self._server = grpc.server(threads, options=server_options(), maximum_concurrent_rpcs=_MAX_THREADS)
+        self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host)
+
+    def _bind(self, address: str, host: str) -> int:
+        bound = 0
+        with contextlib.suppress(RuntimeError):
+            if self._state is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                bound = self._server.add_secure_port(address, _credentials(self._state, host))
+        if not bound:
+            raise ConfigurationError(f"cannot listen on {address}: is it in use, or not an address of this machine?")
+        return bound
+
+    def start(self, core: ProviderCore) -> None:
+        """Begins to answer."""
+        self._service = ProviderService(core, None if self._state is None else RevocationList(self._state))
+        self._server.add_generic_rpc_handlers((self._service.handler(),))
+        self._server.start()
+
+    def stop(self) -> None:
+        """Tells open streams, and waits until every call has ended."""
+        if self._service is not None:
+            self._service.close()
+        self._server.stop(_STOP_GRACE_S).wait()
+
+
+def _credentials(state: StateDir, host: str) -> grpc.ServerCredentials:
+    key, chain, ca = issue_server_certificate(state, host)
+    return grpc.ssl_server_credentials([(key, chain)], root_certificates=ca, require_client_auth=True)

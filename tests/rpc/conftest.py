@@ -1,0 +1,80 @@
+"""A provider behind a real loopback port with mutual TLS, and tenants with real identities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from provider.core import ProviderCore
+from provider.identity import StateDir
+from provider.models import load, resolve
+from provider.service import Server
+from provider.tenants import enroll
+from provider.weights import serve_model
+from tests.conftest import make_tiny
+from wire.limits import Limits
+from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+
+LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 << 20)
+"""Small, so that tests can reach them; a chunk is 1 MiB."""
+
+
+def read_identity(folder: Path) -> TlsIdentity:
+    return TlsIdentity(*((folder / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem")))
+
+
+@dataclass
+class Provider:
+    state: StateDir
+    server: Server
+    core: ProviderCore
+    folder: Path
+    connections: list[GrpcConnection] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"grpcs://127.0.0.1:{self.server.port}"
+
+    def identity(self, name: str = "acme") -> TlsIdentity:
+        out = self.folder / name
+        if not out.exists():
+            enroll(self.state, name, out, self.url)
+        return read_identity(out)
+
+    def connect(self, name: str = "acme") -> GrpcConnection:
+        connection = GrpcConnection(self.url, self.identity(name))
+        self.connections.append(connection)
+        return connection
+
+
+@pytest.fixture(scope="session")
+def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+    folder = tmp_path_factory.mktemp("rpc") / "llama"
+    make_tiny("llama", folder)
+    return ProviderCore(serve_model(load(resolve(str(folder))), limits=LIMITS))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[ProviderCore], Provider]]:
+    running: list[Provider] = []
+
+    def run(core: ProviderCore) -> Provider:
+        state = StateDir(tmp_path / f"state{len(running)}")
+        server = Server("127.0.0.1", 0, state)
+        server.start(core)
+        running.append(Provider(state, server, core, tmp_path / f"tenants{len(running)}"))
+        return running[-1]
+
+    yield run
+    for one in running:
+        for connection in one.connections:
+            connection.close()
+        one.server.stop()
+
+
+@pytest.fixture
+def provider(start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore) -> Provider:
+    return start(tiny_core)

@@ -1,0 +1,166 @@
+"""The `provider` command as an operating system process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import make_tiny
+from tests.rpc.conftest import read_identity
+from wire.errors import NotPermitted, VeilbaseError
+from wire.frame import Arithmetic, Call, Direction
+from wire.transport.grpc_client import GrpcConnection
+
+TIMEOUT_S = 60
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    make_tiny("llama", folder)
+    return folder
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "provider", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("provider: ")
+    return lines[0]
+
+
+class Serving:
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "provider", "serve", "--threads", "1", *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        word, self.url = self.process.stdout.readline().split()
+        assert word == "ready"
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def serving(model: Path, tmp_path: Path) -> Iterator[Serving]:
+    one = Serving("--tls", "--model", model, "--port", 0, "--state", tmp_path / "state", "--record", tmp_path / "seen")
+    yield one
+    if one.process.poll() is None:
+        one.process.kill()
+        one.process.communicate()
+
+
+def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    assert serving.url.startswith("grpcs://127.0.0.1:")
+    done = run("enroll", "acme", "--out", tmp_path / "acme", "--state", state)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "acme" / "endpoint").read_text().strip() == serving.url
+
+    connection = GrpcConnection(serving.url, read_identity(tmp_path / "acme"))
+    manifest = connection.manifest()
+    assert manifest.recording
+    assert manifest.model_id == "tiny"
+    reply = connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+    assert reply.shape == (20, 64)
+    (line,) = [json.loads(line) for line in (tmp_path / "seen" / "index.jsonl").read_text().splitlines()]
+    assert (line["tenant"], line["layer"], line["rows"]) == ("acme", 0, 20)
+
+    assert "acme" in run("tenants", "--state", state).stdout
+    assert run("revoke", "acme", "--state", state).returncode == 0
+    with pytest.raises(NotPermitted):
+        connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+    assert "revoked" in run("tenants", "--state", state).stdout
+    connection.close()
+
+    code, out, err = serving.stop()
+    assert (code, out) == (0, "")
+    assert err.count("RECORDING") == 1
+    assert "Traceback" not in err
+    assert not list(state.glob("bundle*"))
+
+
+def test_without_tls_the_tenant_is_local_and_sigint_stops(model: Path, tmp_path: Path) -> None:
+    serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--weights", "native")
+    assert serving.url.startswith("grpc://127.0.0.1:")
+    connection = GrpcConnection(serving.url)
+    assert connection.manifest().weights == "native"
+    assert connection.submit(CALL, torch.ones(1, 32, dtype=torch.int32), 64).result().shape == (1, 64)
+    code, _, err = serving.stop(signal.SIGINT)
+    assert code == 0, err
+    with pytest.raises(VeilbaseError):
+        connection.submit(CALL, torch.ones(1, 32, dtype=torch.int32), 64).result()
+    connection.close()
+
+
+def test_base_layers_choose_what_is_served(model: Path, tmp_path: Path) -> None:
+    serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--base-layers", "*.mlp.*,!*.down_proj")
+    connection = GrpcConnection(serving.url)
+    names = [layer.name for group in connection.manifest().groups for layer in group.layers]
+    connection.close()
+    assert names == [f"model.layers.{index}.mlp.{kind}_proj" for index in (0, 1) for kind in ("gate", "up")]
+    assert serving.stop()[0] == 0
+
+
+def test_a_port_in_use_is_one_line(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"127.0.0.1:{port}" in one_line_error(
+            run("serve", "--model", model, "--port", port, "--state", tmp_path)
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["serve", "--model", "no-such/model-anywhere", "--port", "0"], "cannot find the model"),
+        (["serve", "--model", "/no/such/folder", "--port", "0"], "cannot find the model"),
+        (["serve", "--host", "0.0.0.0"], "add --tls"),  # noqa: S104 - refused
+        (["serve", "--port", "99999"], "port"),
+        (["serve", "--config", "/no/such/file.yaml"], "found none"),
+        (["serve", "--record-limit", "lots"], "record_limit"),
+        (["enroll", "Not A Name", "--out", "OUT"], "tenant name"),
+        (["enroll", "acme", "--out", "OUT", "--endpoint", "http://x"], "grpcs://"),
+        (["revoke", "nobody"], "provider"),
+        (["tenants"], "found no provider here"),
+    ],
+)
+def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], text: str) -> None:
+    arguments = [str(tmp_path / "out") if argument == "OUT" else argument for argument in arguments]
+    assert text in one_line_error(run(*arguments, "--state", tmp_path / "state"))
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; from provider.cli import app; assert not {'torch', 'grpc', 'transformers'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+
+
+def test_stopping_while_it_loads(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "provider", "serve", "--tls", "--model", str(model), "--port", "0"]
+    env = {**os.environ, "VEILBASE_PROVIDER_STATE": str(tmp_path)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stderr is not None
+    assert "loading" in process.stderr.readline()
+    process.terminate()
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, err
+    assert "Traceback" not in err

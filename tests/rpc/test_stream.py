@@ -1,0 +1,455 @@
+"""The tensor stream over real mTLS: good requests, and every kind of bad one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+import torch
+
+from provider.core import ProviderCore
+from provider.service import MAX_CALLS_PER_TENANT
+from tests.rpc.conftest import LIMITS, Provider
+from wire import frame
+from wire.errors import (
+    DeadlineExceeded,
+    InvalidTensor,
+    LimitExceeded,
+    QuotaExceeded,
+    RemoteFault,
+    UnknownLayer,
+    VeilbaseError,
+    WireCode,
+)
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
+from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
+from wire.transport import grpc_client
+from wire.transport.base import Connection
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+COLS, REPLY_COLS = 32, 64
+TIMEOUT_S = 20.0
+
+
+def ring_rows(num_rows: int, cols: int = COLS) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (num_rows, cols), dtype=torch.int32)
+
+
+def ask(connection: Connection, rows: torch.Tensor, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
+    return connection.submit(call, rows, reply_cols).result()
+
+
+def assert_served(connection: Connection, core: ProviderCore) -> None:
+    rows = ring_rows(3)
+    assert torch.equal(ask(connection, rows), core.compute(CALL, rows))
+
+
+class RawStream:
+    """A client that sends whatever bytes it likes."""
+
+    def __init__(self, provider: Provider, name: str = "raw", greet: bool = True) -> None:
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._channel = grpc_client.open_channel(provider.url, provider.identity(name))
+        method = self._channel.stream_stream(grpc_client.STREAM_METHOD)
+        self.call = method(iter(self._outgoing.get, None), timeout=TIMEOUT_S)
+        if greet:
+            self.send(frame.hello(FrameType.HELLO))
+            assert self.receive().kind is FrameType.WELCOME
+
+    def send(self, *messages: bytes) -> None:
+        for message in messages:
+            self._outgoing.put(message)
+
+    def request(self, request_id: int, tensor: torch.Tensor, call: Call = CALL, **changes: int) -> list[bytes]:
+        size = tensor.numel() * 4
+        fields = {"rows": tensor.shape[0], "cols": tensor.shape[1], "total_bytes": size, "deadline_ms": 30_000}
+        header = Header(FrameType.REQUEST, request_id, call, **{**fields, **changes})
+        return list(frame.frames(header, frame.tensor_bytes(tensor)))
+
+    def receive(self) -> Header:
+        return frame.parse(next(self.call))[0]
+
+    def expect_error(self, request_id: int, code: WireCode) -> None:
+        header = self.receive()
+        assert (header.kind, header.request_id, WireCode(header.code)) == (FrameType.ERROR, request_id, code)
+
+    def expect_end(self) -> None:
+        with pytest.raises(StopIteration):
+            next(self.call)
+
+    def half_close(self) -> None:
+        self._outgoing.put(None)
+
+    def close(self) -> None:
+        self.half_close()
+        self.call.cancel()
+        self._channel.close()
+
+
+@pytest.fixture
+def raw(provider: Provider) -> Iterator[RawStream]:
+    stream = RawStream(provider)
+    yield stream
+    stream.close()
+
+
+# ---- good requests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 8, 9, 4096])
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize("arithmetic", list(Arithmetic))
+def test_replies_are_the_cores_own(
+    provider: Provider, num_rows: int, direction: Direction, arithmetic: Arithmetic
+) -> None:
+    connection = provider.connect()
+    call = Call(0, direction, arithmetic)
+    cols, reply_cols = (COLS, REPLY_COLS) if direction is Direction.FORWARD else (REPLY_COLS, COLS)
+    rows = ring_rows(num_rows, cols) if arithmetic is Arithmetic.RING else torch.randn(num_rows, cols)
+    assert torch.equal(ask(connection, rows, call, reply_cols), provider.core.compute(call, rows))
+
+
+def test_many_requests_in_flight(provider: Provider) -> None:
+    connection = provider.connect()
+    groups = provider.core.manifest().groups
+    asked = [(Call(group.id, Direction.FORWARD, Arithmetic.RING), group) for group in groups for _ in range(20)]
+    rows = [ring_rows(index % 40, group.in_features) for index, (_, group) in enumerate(asked)]
+    pending = [connection.submit(call, x, group.out_features) for (call, group), x in zip(asked, rows, strict=True)]
+    for (call, _), x, one in zip(asked, rows, pending, strict=True):
+        assert torch.equal(one.result(), provider.core.compute(call, x))
+
+
+def test_tenants_and_threads_do_not_mix(provider: Provider) -> None:
+    failures: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            connection = provider.connect(name)
+            for _ in range(20):
+                assert_served(connection, provider.core)
+        except Exception as exc:  # noqa: BLE001 - reported by the test
+            failures.append(exc)
+
+    threads = [threading.Thread(target=work, args=(f"tenant{index}",)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+
+
+def test_manifest_and_bundle(provider: Provider) -> None:
+    connection = provider.connect()
+    assert connection.manifest() == provider.core.manifest()
+    for file in connection.manifest().bundle:
+        assert b"".join(connection.fetch(file.name)) == b"".join(provider.core.read_file(file.name))
+
+
+@pytest.mark.parametrize("name", [b"../config.json", b"/etc/passwd", b"", b"\xff\x00", b"model.bin"])
+def test_no_file_outside_the_bundle(provider: Provider, name: bytes) -> None:
+    channel = grpc_client.open_channel(provider.url, provider.identity())
+    with channel, pytest.raises(grpc.RpcError) as caught:
+        next(channel.unary_stream(grpc_client.BUNDLE_METHOD)(name, timeout=TIMEOUT_S))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_a_half_closed_stream_gets_its_answers(provider: Provider, raw: RawStream) -> None:
+    rows = ring_rows(100)
+    raw.send(*raw.request(1, rows), *raw.request(2, rows)[:1])
+    raw.send(raw.request(3, ring_rows(LIMITS.max_rows * 2))[0])  # refused: too many rows
+    raw.half_close()
+    seen = {header.request_id: header.kind for header in (raw.receive() for _ in range(3))}
+    assert seen == {1: FrameType.REPLY, 2: FrameType.REPLY, 3: FrameType.ERROR}
+    raw.expect_end()
+    assert raw.call.code() is grpc.StatusCode.OK
+
+
+def test_small_and_large_requests_alternate(provider: Provider) -> None:
+    """The sender takes messages while all requests are small, and hands them back to the reader for a large one."""
+    connection = provider.connect()
+    for num_rows in (1, 1, 100, 1, 4096, 4096, 1, 1, 0, 9, 8):
+        rows = ring_rows(num_rows)
+        assert torch.equal(ask(connection, rows), provider.core.compute(CALL, rows))
+    mixed = [ring_rows(num_rows) for num_rows in (1, 100, 2, 300, 3, 1, 1, 700)]
+    pending = [connection.submit(CALL, rows, REPLY_COLS) for rows in mixed]
+    for one, rows in zip(pending, mixed, strict=True):
+        assert torch.equal(one.result(), provider.core.compute(CALL, rows))
+
+
+def test_a_stream_of_small_requests_still_ends_well(
+    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore
+) -> None:
+    provider = start(tiny_core)
+    stream = RawStream(provider)
+    for number in (1, 2, 3):
+        stream.send(*stream.request(number, ring_rows(1)))
+        assert stream.receive().request_id == number
+    connection = provider.connect()
+    assert_served(connection, tiny_core)
+    assert_served(connection, tiny_core)
+    stream.half_close()
+    stream.expect_end()
+    provider.server.stop()
+    with pytest.raises(VeilbaseError):
+        ask(connection, ring_rows(1))
+    stream.close()
+
+
+def test_garbage_after_small_requests(provider: Provider, raw: RawStream) -> None:
+    for number in (1, 2):
+        raw.send(*raw.request(number, ring_rows(1)))
+        assert raw.receive().request_id == number
+    raw.send(b"garbage")
+    raw.expect_error(0, WireCode.MALFORMED)
+    raw.expect_end()
+
+
+# ---- bad requests: the request fails, the stream goes on ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "changes", "code"),
+    [
+        (Call(10_000, Direction.FORWARD, Arithmetic.RING), {}, WireCode.UNKNOWN_LAYER),
+        (Call(0, Direction.FORWARD, Arithmetic.RING, frame.Purpose.HINT), {}, WireCode.UNKNOWN_LAYER),
+        (Call(0, Direction.BACKWARD, Arithmetic.RING), {}, WireCode.INVALID_TENSOR),
+        (CALL, {"cols": 31}, WireCode.INVALID_TENSOR),
+        (CALL, {"rows": 4}, WireCode.INVALID_TENSOR),
+        (CALL, {"total_bytes": 1000}, WireCode.INVALID_TENSOR),
+        (CALL, {"rows": 4097, "total_bytes": 4097 * 128}, WireCode.LIMIT),
+        (CALL, {"rows": 2**32 - 1, "total_bytes": 2**39}, WireCode.LIMIT),
+        (CALL, {"deadline_ms": 0}, WireCode.DEADLINE),
+    ],
+)
+def test_a_bad_request_fails_alone(raw: RawStream, call: Call, changes: dict[str, int], code: WireCode) -> None:
+    raw.send(*raw.request(1, ring_rows(5), call, **changes))
+    raw.expect_error(1, code)
+    raw.send(*raw.request(2, ring_rows(5)))
+    assert raw.receive().request_id == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_non_finite_rows_are_refused(provider: Provider, value: float, num_rows: int) -> None:
+    connection = provider.connect()
+    rows = torch.zeros(num_rows, COLS)
+    rows[-1, -1] = value
+    with pytest.raises(InvalidTensor):
+        ask(connection, rows, Call(0, Direction.FORWARD, Arithmetic.FLOAT))
+    assert_served(connection, provider.core)
+
+
+@pytest.mark.parametrize(
+    ("call", "rows", "error"),
+    [
+        (Call(10_000, Direction.FORWARD, Arithmetic.RING), ring_rows(1), UnknownLayer),
+        (CALL, ring_rows(1, 31), InvalidTensor),
+        (CALL, ring_rows(4097), LimitExceeded),
+    ],
+)
+def test_the_client_raises_the_same_errors(
+    provider: Provider, call: Call, rows: torch.Tensor, error: type[VeilbaseError]
+) -> None:
+    connection = provider.connect()
+    with pytest.raises(error):
+        ask(connection, rows, call)
+    assert_served(connection, provider.core)
+
+
+def test_chunks_of_a_refused_request_are_skipped(raw: RawStream) -> None:
+    wide = Call(0, Direction.BACKWARD, Arithmetic.RING)
+    chunks = raw.request(1, ring_rows(2 * 8192, REPLY_COLS), wide)
+    assert len(chunks) == 4
+    raw.send(*chunks)
+    raw.expect_error(1, WireCode.LIMIT)
+    raw.send(*raw.request(2, ring_rows(5)))
+    assert raw.receive().request_id == 2
+
+
+def test_over_quota_is_refused_before_it_is_allocated(raw: RawStream) -> None:
+    rows = ring_rows(4096)  # 0.5 MiB in, 1 MiB out
+    first = raw.request(1, rows, deadline_ms=30_000)[0]
+    incomplete = first[: frame.HEADER_BYTES + 4]  # holds its place until the rest comes
+    raw.send(incomplete, raw.request(2, rows)[0][: frame.HEADER_BYTES + 4])
+    raw.send(*raw.request(3, rows))
+    raw.expect_error(3, WireCode.QUOTA)
+    raw.send(Header(FrameType.CANCEL, 1).pack())
+    raw.send(*raw.request(4, rows))
+    assert raw.receive().request_id == 4
+
+
+def test_a_cancelled_request_is_not_answered(raw: RawStream) -> None:
+    rows = ring_rows(4096, REPLY_COLS)
+    chunks = raw.request(1, rows, Call(0, Direction.BACKWARD, Arithmetic.RING))
+    raw.send(chunks[0][:2000], Header(FrameType.CANCEL, 1).pack(), Header(FrameType.CANCEL, 999).pack())
+    raw.send(Header(FrameType.REQUEST, 1, CALL, 1, COLS, 4, 128).pack())  # a leftover chunk
+    raw.send(*raw.request(2, ring_rows(5)))
+    assert raw.receive().request_id == 2
+
+
+def test_an_expired_request_is_dropped(raw: RawStream) -> None:
+    raw.send(raw.request(1, ring_rows(5), deadline_ms=1)[0][: frame.HEADER_BYTES + 4])
+    raw.expect_error(1, WireCode.DEADLINE)  # by the periodic sweep, at the latest
+    raw.send(*raw.request(2, ring_rows(5)))
+    assert raw.receive().request_id == 2
+
+
+def test_an_inner_failure_is_a_number(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = provider.connect()
+    assert_served(connection, provider.core)
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("secret 123.456")
+
+    for num_rows in (1, 50):
+        with monkeypatch.context() as patched:
+            patched.setattr("provider.core.executor.compute", broken)
+            with pytest.raises(RemoteFault):
+                ask(connection, ring_rows(num_rows))
+        assert_served(connection, provider.core)
+    assert "123.456" not in caplog.text
+
+
+# ---- bad frames: the stream ends, nobody else notices ---------------------------------------------------------------
+
+
+def garbage(raw: RawStream) -> dict[str, list[bytes]]:
+    good = raw.request(1, ring_rows(5))[0]
+    return {
+        "empty": [b""],
+        "short": [b"x" * 47],
+        "random": [bytes(range(256))],
+        "truncated header": [good[:20]],
+        "unknown type": [b"\x63" + good[1:]],
+        "unknown arithmetic": [good[:2] + b"\x09" + good[3:]],
+        "payload too long": [good + b"\0" * 4],
+        "second hello": [frame.hello(FrameType.HELLO)],
+        "reply from a tenant": [Header(FrameType.REPLY, 1, CALL).pack()],
+        "request id 0": raw.request(0, ring_rows(5)),
+        "no first chunk": [Header(FrameType.REQUEST, 9, CALL, 5, COLS, 4, 640, 1000).pack() + b"\0" * 8],
+        "gap": [good[:100], Header(FrameType.REQUEST, 1, CALL, 5, COLS, 60, 640, 1000).pack() + b"\0" * 4],
+        "same id twice": [good[:100], good[:100]],
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "empty", "short", "random", "truncated header", "unknown type", "unknown arithmetic", "payload too long",
+        "second hello", "reply from a tenant", "request id 0", "no first chunk", "gap", "same id twice",
+    ],
+)  # fmt: skip
+def test_a_frame_that_cannot_be_read_ends_its_stream_only(provider: Provider, raw: RawStream, kind: str) -> None:
+    other = provider.connect("other")
+    assert_served(other, provider.core)
+    raw.send(*garbage(raw)[kind])
+    raw.expect_error(0, WireCode.MALFORMED)
+    raw.expect_end()
+    assert_served(other, provider.core)
+    assert other._stream is not None
+    assert other._stream.failure is None
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (Header(FrameType.HELLO, code=2, total_bytes=4).pack() + b"VEIL", WireCode.VERSION),
+        (Header(FrameType.HELLO, code=1, total_bytes=4).pack() + b"EVIL", WireCode.MALFORMED),
+        (Header(FrameType.REQUEST, 1, CALL).pack(), WireCode.MALFORMED),
+        (b"GET / HTTP/1.1\r\n\r\n", WireCode.MALFORMED),
+    ],
+)
+def test_a_wrong_handshake(provider: Provider, first: bytes, code: WireCode) -> None:
+    stream = RawStream(provider, greet=False)
+    stream.send(first)
+    stream.expect_error(0, code)
+    stream.expect_end()
+    stream.close()
+
+
+def test_an_oversized_message_is_refused_by_grpc(provider: Provider) -> None:
+    other = provider.connect("other")
+    assert_served(other, provider.core)
+    identity = provider.identity("raw")
+    credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+    unlimited = [("grpc.max_send_message_length", -1)]
+    with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials, unlimited) as channel:
+        call = channel.stream_stream(grpc_client.STREAM_METHOD)(
+            iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=TIMEOUT_S
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert_served(other, provider.core)
+
+
+def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
+    service = provider.server._service
+    assert service is not None
+    stream = RawStream(provider)
+    stream.send(stream.request(1, ring_rows(4096))[0][: CHUNK_BYTES // 4])
+    stream.send(*stream.request(2, ring_rows(1)))
+    assert stream.receive().request_id == 2
+    (session,) = service._sessions
+    ended = threading.Event()
+    session.close, close = lambda: (close(), ended.set()), session.close  # type: ignore[method-assign]
+    stream.close()
+    assert ended.wait(TIMEOUT_S)
+    assert not session._requests
+    assert session._held_bytes == 0
+
+
+def test_streams_of_one_tenant_are_bounded(provider: Provider) -> None:
+    streams = [RawStream(provider, "greedy") for _ in range(MAX_CALLS_PER_TENANT)]
+    one_more = RawStream(provider, "greedy", greet=False)
+    one_more.expect_error(0, WireCode.QUOTA)
+    with pytest.raises((QuotaExceeded, LimitExceeded)):
+        provider.connect("greedy").manifest()
+    assert_served(provider.connect("modest"), provider.core)
+    for stream in [*streams, one_more]:
+        stream.close()
+
+
+def test_a_provider_that_stops_says_so(start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore) -> None:
+    provider = start(tiny_core)
+    stream = RawStream(provider)
+    provider.server.stop()
+    stream.expect_error(0, WireCode.UNAVAILABLE)
+    stream.close()
+
+
+def test_a_request_over_the_stream_limit_never_leaves(provider: Provider) -> None:
+    connection = provider.connect()
+    with pytest.raises(LimitExceeded):
+        ask(connection, ring_rows(4096 * 8))
+    assert_served(connection, provider.core)
+
+
+def test_pending_requests_fail_when_the_provider_goes(
+    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = start(tiny_core)
+    connection = provider.connect()
+    begun, release = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> torch.Tensor:
+        begun.set()
+        release.wait(TIMEOUT_S)
+        return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
+
+    assert_served(connection, tiny_core)
+    monkeypatch.setattr("provider.core.executor.compute", slow)
+    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    assert begun.wait(TIMEOUT_S)
+    stopping = threading.Thread(target=provider.server.stop)
+    stopping.start()
+    with pytest.raises(VeilbaseError) as caught:
+        pending.result()
+    assert not isinstance(caught.value, DeadlineExceeded)
+    release.set()
+    stopping.join(TIMEOUT_S)

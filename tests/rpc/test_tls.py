@@ -1,0 +1,197 @@
+"""Who gets in: certificates that are missing, foreign, expired or revoked, and the TLS version between our own ends."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from provider.core import ProviderCore
+from provider.identity import StateDir, current_time
+from provider.tenants import enroll, revoke
+from tests.rpc.conftest import Provider, read_identity
+from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
+from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection, TlsIdentity
+
+TIMEOUT_S = 20.0
+TLS_1_3 = 0x0304
+
+
+def foreign_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
+    other = StateDir(tmp_path / "foreign")
+    enroll(other, "acme", tmp_path / "foreign-acme", provider.url)
+    theirs = read_identity(tmp_path / "foreign-acme")
+    return TlsIdentity(provider.state.ca.pem, theirs.cert_pem, theirs.key_pem)
+
+
+def expired_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
+    long_ago = current_time() - timedelta(days=30)
+    enroll(provider.state, "late", tmp_path / "late", provider.url, days=1, now=long_ago)
+    return read_identity(tmp_path / "late")
+
+
+def unregistered_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
+    """Signed by the right CA, but unknown to the registry: what a crash in `enroll` could leave."""
+    enroll(provider.state, "ghost", tmp_path / "ghost", provider.url)
+    provider.state.tenants_path.write_text("[]\n")
+    return read_identity(tmp_path / "ghost")
+
+
+@pytest.mark.parametrize("make", [foreign_identity, expired_identity, unregistered_identity])
+def test_an_identity_that_is_not_ours_is_refused(
+    provider: Provider, tmp_path: Path, make: Callable[[Path, Provider], TlsIdentity]
+) -> None:
+    connection = GrpcConnection(provider.url, make(tmp_path, provider))
+    with pytest.raises(Unauthenticated):
+        connection.manifest()
+    connection.close()
+    assert_served(provider.connect("honest"), provider.core)
+
+
+def test_no_certificate_is_refused(provider: Provider) -> None:
+    credentials = grpc.ssl_channel_credentials(provider.state.ca.pem)
+    with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials) as channel:
+        for method in (MANIFEST_METHOD, BUNDLE_METHOD):
+            with pytest.raises(grpc.RpcError):
+                list(channel.unary_stream(method)(b"config.json", timeout=TIMEOUT_S))
+
+
+def test_plain_text_to_a_tls_port_is_refused(provider: Provider) -> None:
+    connection = GrpcConnection(f"grpc://127.0.0.1:{provider.server.port}")
+    with pytest.raises(VeilbaseError):
+        connection.manifest()
+    connection.close()
+
+
+def test_a_provider_with_another_ca_is_refused(
+    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore
+) -> None:
+    first, second = start(tiny_core), start(tiny_core)
+    connection = GrpcConnection(second.url, first.identity())
+    with pytest.raises(Unauthenticated):
+        connection.manifest()
+    connection.close()
+
+
+def test_revocation_ends_an_open_stream(provider: Provider) -> None:
+    connection, other = provider.connect("fired"), provider.connect("kept")
+    assert_served(connection, provider.core)
+    assert_served(other, provider.core)
+    revoke(provider.state, "fired")
+    with pytest.raises(NotPermitted):
+        ask(connection, ring_rows(3))
+    with pytest.raises(AccessError):
+        ask(connection, ring_rows(3))  # a new stream is refused too
+    assert_served(other, provider.core)
+
+
+def test_revocation_ends_an_idle_stream(provider: Provider) -> None:
+    stream = RawStream(provider, "idle")
+    revoke(provider.state, "idle")
+    stream.expect_error(0, WireCode.NOT_PERMITTED)  # by the sweep, without a request
+    stream.expect_end()
+    stream.close()
+
+
+@pytest.mark.parametrize("method", [MANIFEST_METHOD, BUNDLE_METHOD])
+def test_revocation_closes_the_other_methods(provider: Provider, method: str) -> None:
+    identity = provider.identity("fired")
+    revoke(provider.state, "fired")
+    credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+    with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(method)(b"config.json", timeout=TIMEOUT_S))
+        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_a_registry_that_cannot_be_read_admits_nobody(provider: Provider) -> None:
+    connection = provider.connect()
+    assert_served(connection, provider.core)
+    saved = provider.state.tenants_path.read_bytes()
+    provider.state.tenants_path.write_text("{")
+    with pytest.raises(AccessError):
+        ask(connection, ring_rows(3))
+    provider.state.tenants_path.write_bytes(saved)
+    assert_served(connection, provider.core)
+
+
+def test_openssl_negotiates_tls_1_3(provider: Provider) -> None:
+    provider.identity()
+    context = ssl.create_default_context(cadata=provider.state.ca.pem.decode())
+    context.load_cert_chain(provider.folder / "acme" / "cert.pem", provider.folder / "acme" / "key.pem")
+    context.set_alpn_protocols(["h2"])
+    with (
+        socket.create_connection(("127.0.0.1", provider.server.port), TIMEOUT_S) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        assert secured.version() == "TLSv1.3"
+
+
+class Relay:
+    """A loopback relay that keeps the first bytes the server sends, which are its ServerHello."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.from_server = b""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        try:
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._target))
+                threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+                threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+        except OSError:
+            return  # closed
+
+    def _pump(self, source: socket.socket, sink: socket.socket, keep: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                if keep and len(self.from_server) < 4096:
+                    self.from_server += data
+                sink.sendall(data)
+        except OSError:
+            pass
+        for one in (source, sink):
+            one.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def selected_version(server_hello: bytes) -> int:
+    """The version a ServerHello selects: RFC 8446, sections 4.1.3 and 4.2.1."""
+    assert server_hello[0] == 22  # a handshake record
+    assert server_hello[5] == 2  # ServerHello
+    legacy = int.from_bytes(server_hello[9:11], "big")
+    at = 11 + 32
+    at += 1 + server_hello[at] + 2 + 1  # session id, cipher suite, compression
+    end = at + 2 + int.from_bytes(server_hello[at : at + 2], "big")
+    at += 2
+    while at < end:
+        kind, size = (int.from_bytes(server_hello[at + k : at + k + 2], "big") for k in (0, 2))
+        if kind == 43:  # supported_versions
+            return int.from_bytes(server_hello[at + 4 : at + 4 + size], "big")
+        at += 4 + size
+    return legacy
+
+
+def test_our_own_ends_negotiate_tls_1_3(provider: Provider) -> None:
+    relay = Relay(provider.server.port)
+    connection = GrpcConnection(f"grpcs://127.0.0.1:{relay.port}", provider.identity())
+    rows = ring_rows(2)
+    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), provider.core.compute(CALL, rows))
+    connection.close()
+    relay.close()
+    assert selected_version(relay.from_server) == TLS_1_3
