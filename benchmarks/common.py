@@ -58,6 +58,55 @@ def local_model() -> Any:
     return model.requires_grad_(False).eval()
 
 
+class Worker:
+    """A benchmark's side in a process of its own; each `run` does one unit of work there."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        """Args: module: run with -m; its `serve_worker` answers."""
+        name = f"benchmarks.{Path(sys.argv[0]).stem}" if module == "__main__" else module
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", name, *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        self._expect("ready")
+
+    @property
+    def pid(self) -> int:
+        """Of the worker."""
+        return self._process.pid
+
+    def run(self) -> None:
+        """One unit of work."""
+        if self._process.stdin is None:
+            raise SystemExit("a worker has no input")
+        self._process.stdin.write("run\n")
+        self._process.stdin.flush()
+        self._expect("done")
+
+    def _expect(self, word: str) -> None:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if line.strip() != word:
+            raise SystemExit(f"a worker ended early, at {word!r}")
+
+    def __enter__(self) -> Worker:
+        """Ready to run."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def serve_worker(work: Callable[[], Any]) -> None:
+    """A worker's loop: one unit of work for each line on standard input."""
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        work()
+        print("done", flush=True)
+
+
 def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
     """Seconds of each run, taken in turn so that a machine that drifts slows all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}

@@ -1,11 +1,13 @@
 """A fine-tuning step of 2 × 256 tokens: through a provider over mTLS loopback against local transformers + PEFT.
 
-Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run.
+Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run. Each side
+runs in a process of its own with its own settings (the peer with torch's defaults), and they take turns.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -13,17 +15,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import LoraConfig, get_peft_model
-
-from benchmarks.common import interleaved, local_model, provider, ratios
-from tenant_sdk import TenantClient
+from benchmarks.common import Worker, interleaved, local_model, provider, ratios, serve_worker
 
 SHAPE = (2, 256)
+VARIANTS = {"native float, off": ("native", "float"), "int8 ring, off": ("int8", "ring")}
 
 
 def step_of(model: Any) -> Callable[[], float]:
     """One LoRA step: forward, backward, AdamW."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -41,20 +43,23 @@ def step_of(model: Any) -> Callable[[], float]:
     return step
 
 
-def run(repeats: int = 7, only: str | None = None) -> dict[str, Any]:
+def remote_step(url: str, folder: str, arithmetic: str) -> None:
+    """A worker's life: one tenant."""
+    from tenant_sdk import TenantClient
+
+    with TenantClient(url, identity=Path(folder) / "bench", mask="off", arithmetic=arithmetic, cache=folder) as client:
+        serve_worker(step_of(client.load_model()))
+
+
+def run(repeats: int = 9) -> dict[str, Any]:
     """Medians in seconds and ratios to the local fp32 step."""
     with ExitStack() as stack:
-        steps: dict[str, Callable[[], Any]] = {"local fp32": step_of(local_model())}
-        wanted = {"native float, off": ("native", "float"), "int8 ring, off": ("int8", "ring")}
-        for name, (weights, arithmetic) in wanted.items():
-            if only is not None and only not in name:
-                continue
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            url, _ = stack.enter_context(provider(folder, "--weights", weights))
-            client = TenantClient(url, identity=folder / "bench", mask="off", arithmetic=arithmetic, cache=folder)
-            stack.enter_context(client)
-            steps[name] = step_of(client.load_model())
-        seconds = interleaved(steps, repeats)
+        workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
+        for name, (weights, arithmetic) in VARIANTS.items():
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            url, _ = stack.enter_context(provider(Path(folder), "--weights", weights))
+            workers[name] = stack.enter_context(Worker(__name__, "remote", url, folder, arithmetic))
+        seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats)
     return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, "local fp32")}
 
 
@@ -68,4 +73,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["local"]:
+        serve_worker(step_of(local_model()))
+    elif sys.argv[1:2] == ["remote"]:
+        remote_step(*sys.argv[2:])
+    else:
+        main()

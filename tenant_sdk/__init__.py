@@ -5,7 +5,15 @@ Nothing heavy is imported until a name is used, and nothing is fetched.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+if "torch" not in sys.modules:
+    # OpenMP's workers spin for milliseconds after each operation by default, on the cores that TLS and a provider on
+    # the same machine need: with short spinning a step took 1.5 times the local one instead of 2 (docs/benchmarks.md).
+    # libgomp reads this once, when torch is loaded: import tenant_sdk before torch, or set it in the environment.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient

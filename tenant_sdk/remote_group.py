@@ -54,12 +54,10 @@ class RemoteExecutor:
             return torch.empty(0, reply_cols, dtype=torch.float32, device=device)
         parts = rows.split(self._rows_per_request(request_cols, reply_cols))
         waiting = []
-        for part in parts:  # the next part is masked while the one before is on its way
+        for part in parts:
             masked = self.scheme.mask(group, direction, part)
             waiting.append((masked, [self._send(message, reply_cols) for message in masked.messages]))
-        products = [
-            masked.unmask([pending.result().to(device) for pending in replies]) for masked, replies in waiting
-        ]
+        products = [masked.unmask([pending.result().to(device) for pending in replies]) for masked, replies in waiting]
         return products[0] if len(products) == 1 else torch.cat(products)
 
     def _rows_per_request(self, request_cols: int, reply_cols: int) -> int:
