@@ -23,6 +23,7 @@ import grpc
 import torch
 
 from provider.executor import Executor, Job, Outcome, Work
+from provider.threads import use_one_core
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -249,6 +250,7 @@ class Session:
 
         job = Job(header.call, rows, self.tenant, header.request_id, request.expires_at, done)
         if header.rows <= INLINE_ROWS and header.call.direction is Direction.FORWARD:
+            use_one_core()
             job.run(self._work)
             self._answered_at_once = True
             return

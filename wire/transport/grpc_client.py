@@ -13,8 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,7 +35,7 @@ from wire.errors import (
     VersionMismatch,
     error_from_code,
 )
-from wire.frame import Assembler, Call, FrameType, Header
+from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header
 from wire.limits import (
     KEEPALIVE_TIME_MS,
     KEEPALIVE_TIMEOUT_MS,
@@ -56,6 +54,8 @@ BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
 DEFAULT_PORT = 8443
 _FILE_IDLE_TIMEOUT_S = 600.0
+WATCH_S = 0.5
+"""How often deadlines are looked at; they are tens of seconds."""
 
 
 @dataclass(frozen=True)
@@ -134,50 +134,135 @@ def _translate(exc: grpc.RpcError) -> VeilbaseError:
 
 
 class _Request:
-    """A request on its way and the future of its reply."""
+    """A request on its way, and its outcome once there is one."""
 
     def __init__(self, owner: _Stream, request_id: int, call: Call, rows: int, cols: int, held: int) -> None:
         self.request_id = request_id
         self.call = call
         self.rows, self.cols, self.held_bytes = rows, cols, held
         self.expires_at = time.monotonic() + deadline_s(held)
-        self.future: Future[torch.Tensor] = Future()
         self.reply: Assembler | None = None
+        self.outcome: torch.Tensor | VeilbaseError | None = None
+        self.nudged = threading.Event()
         self._owner = owner
+
+    def settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
+        """Keeps the outcome and wakes whoever waits for it."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.nudged.set()
 
     def result(self) -> torch.Tensor:
         """The reply, or this request's one error."""
-        try:
-            return self.future.result(max(0.0, self.expires_at - time.monotonic()))
-        except FutureTimeout:
-            self._owner.cancel(self)
-            raise DeadlineExceeded(f"no complete answer to request {self.request_id} within its deadline") from None
+        if self.outcome is None:
+            self._owner.wait_for(self)
+        if isinstance(self.outcome, torch.Tensor):
+            return self.outcome
+        raise self.outcome if self.outcome is not None else Unavailable("the connection was closed")
 
 
 class _Stream:
-    """One bidirectional stream: a queue of frames out, a thread that reads frames in."""
+    """One bidirectional stream: a queue of frames out; frames are read in by whoever waits for a reply.
+
+    Whoever waits first reads for all (leader and followers): a reader thread of its own would cost every decode step a
+    thread switch a call. A watchdog ends requests whose deadline has passed.
+    """
 
     def __init__(self, channel: grpc.Channel, limits: Limits, traffic: Traffic) -> None:
         self._limits, self._traffic = limits, traffic
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._requests: dict[int, _Request] = {}
         self._state = threading.Condition()
+        self._reading = threading.Lock()
+        self._waiting: dict[int, _Request] = {}
+        self._leader: _Request | None = None
         self._held_bytes = 0
         self._ids = itertools.count(1)
         self.failure: VeilbaseError | None = None
-        self._welcomed = threading.Event()
+        self._ended = threading.Event()
         self._outgoing.put(frame.hello(FrameType.HELLO))
         call = channel.stream_stream(STREAM_METHOD, request_serializer=None, response_deserializer=None)
+        # The handshake has a deadline of its own; gRPC has none for a stream that is meant to live long.
+        self._welcome = _Request(self, 0, Call(0, Direction.FORWARD, Arithmetic.RING), 0, 0, 0)
+        self._welcome.expires_at = time.monotonic() + CONNECT_TIMEOUT_S
+        self._requests[0] = self._welcome
         self._call = call(iter(self._outgoing.get, None), wait_for_ready=False)
-        self._reader = threading.Thread(target=self._read, name="veilbase-replies", daemon=True)
-        self._reader.start()
+        threading.Thread(target=self._watch, name="veilbase-watchdog", daemon=True).start()
 
     def wait_welcome(self) -> None:
         """Waits for the handshake."""
-        if not self._welcomed.wait(CONNECT_TIMEOUT_S):
-            self.fail(Unavailable(f"the provider did not answer the handshake within {CONNECT_TIMEOUT_S:.0f} s"))
-        if self.failure is not None:
-            raise self.failure
+        self._welcome.result()
+
+    def is_usable(self) -> bool:
+        """Whether a request could go out; notices a provider that went away while nobody was reading."""
+        if self.failure is None and not self._call.is_active():
+            self.fail(Unavailable("the provider ended the stream; the run can go on from its last checkpoint"))
+        return self.failure is None
+
+    def wait_for(self, request: _Request) -> None:
+        """Returns once the request has an outcome; reads for everybody if nobody else does."""
+        self._waiting[request.request_id] = request  # before the attempt to lead, so that a leader who stops sees it
+        try:
+            while request.outcome is None:
+                if self._reading.acquire(blocking=False):
+                    self._lead(request)
+                else:
+                    request.nudged.wait()
+                    request.nudged.clear()
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    def _lead(self, request: _Request) -> None:
+        self._leader = request
+        try:
+            while request.outcome is None:
+                self._read_one()
+        finally:
+            self._stop_leading(request)
+
+    def _stop_leading(self, request: _Request | None) -> None:
+        self._leader = None
+        self._reading.release()
+        for other in list(self._waiting.values()):
+            if other is not request:
+                other.nudged.set()  # this one leads next
+                return
+
+    def _read_one(self) -> None:
+        try:
+            message = next(self._call)
+            self._traffic.add(down=len(message))
+            self._take(*frame.parse(message))
+        except StopIteration:
+            self.fail(Unavailable("the provider ended the stream; the run can go on from its last checkpoint"))
+        except grpc.RpcError as exc:
+            self.fail(_translate(exc))
+        except VeilbaseError as exc:
+            self.fail(exc)
+            self._call.cancel()
+        except Exception as exc:  # noqa: BLE001 - whoever else waits must not be left waiting
+            self.fail(TransportError(f"reading replies failed: {type(exc).__name__}"))
+            self._call.cancel()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH_S):
+            now = time.monotonic()
+            for request in [r for r in list(self._requests.values()) if now >= r.expires_at]:
+                self._expire(request)
+
+    def _expire(self, request: _Request) -> None:
+        if self._forget(request.request_id) is None:
+            return
+        leads = self._leader is request
+        if request.request_id == 0:
+            error = Unavailable(f"the provider did not answer the handshake within {CONNECT_TIMEOUT_S:.0f} s")
+            request.settle(error)
+            self.fail(error)
+        else:
+            request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
+            self._outgoing.put(Header(FrameType.CANCEL, request.request_id).pack())
+        if leads:  # it is inside gRPC's read, which has no timeout: only the end of the stream frees it
+            self._call.cancel()
 
     def submit(self, call: Call, rows: torch.Tensor, reply_cols: int) -> _Request:
         """Queues the frames of one request; waits while too many bytes are in flight."""
@@ -197,16 +282,29 @@ class _Stream:
         if held > self._limits.max_in_flight_bytes:
             raise LimitExceeded(f"a request of {held} bytes is above {self._limits.max_in_flight_bytes} in flight")
         give_up_at = time.monotonic() + deadline_s(self._limits.max_in_flight_bytes)
-        with self._state:
-            while self.failure is None and self._held_bytes + held > self._limits.max_in_flight_bytes:
-                if not self._state.wait(max(0.0, give_up_at - time.monotonic())):
-                    raise DeadlineExceeded("earlier requests of this stream were not answered in time")
-            if self.failure is not None:
-                raise self.failure
-            request = _Request(self, next(self._ids), call, num_rows, reply_cols, held)
-            self._requests[request.request_id] = request
-            self._held_bytes += held
-        return request
+        while True:
+            with self._state:
+                if self.failure is not None:
+                    raise self.failure
+                if self._held_bytes + held <= self._limits.max_in_flight_bytes:
+                    request = _Request(self, next(self._ids), call, num_rows, reply_cols, held)
+                    self._requests[request.request_id] = request
+                    self._held_bytes += held
+                    return request
+            if time.monotonic() >= give_up_at:
+                raise DeadlineExceeded("earlier requests of this stream were not answered in time")
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Reads a frame, or waits a moment for whoever is reading: a caller that only sends must read as well."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._read_one()
+            finally:
+                self._stop_leading(None)
+        else:
+            with self._state:
+                self._state.wait(0.05)
 
     def _forget(self, request_id: int) -> _Request | None:
         with self._state:
@@ -216,31 +314,12 @@ class _Stream:
                 self._state.notify_all()
         return request
 
-    def cancel(self, request: _Request) -> None:
-        """Tells the provider that nobody waits any more."""
-        if self._forget(request.request_id) is not None:
-            self._outgoing.put(Header(FrameType.CANCEL, request.request_id).pack())
-
-    def _read(self) -> None:
-        try:
-            for message in self._call:
-                self._traffic.add(down=len(message))
-                self._take(*frame.parse(message))
-            self.fail(Unavailable("the provider ended the stream; the run can go on from its last checkpoint"))
-        except grpc.RpcError as exc:
-            self.fail(_translate(exc))
-        except VeilbaseError as exc:
-            self._call.cancel()
-            self.fail(exc)
-        except Exception as exc:  # noqa: BLE001 - a dead reader must not leave callers waiting
-            self._call.cancel()
-            self.fail(TransportError(f"reading replies failed: {type(exc).__name__}"))
-
     def _take(self, header: Header, payload: memoryview) -> None:
         if header.kind is FrameType.WELCOME:
             if bytes(payload) != frame.MAGIC or header.code != frame.PROTOCOL_VERSION:
                 raise VersionMismatch(f"this tenant speaks protocol {frame.PROTOCOL_VERSION}, not {header.code}")
-            self._welcomed.set()
+            self._forget(0)
+            self._welcome.settle(torch.empty(0))
         elif header.kind is FrameType.ERROR:
             self._take_error(header)
         elif header.kind is FrameType.REPLY:
@@ -254,7 +333,7 @@ class _Stream:
             raise error
         request = self._forget(header.request_id)
         if request is not None:
-            request.future.set_exception(error)
+            request.settle(error)
 
     def _take_reply(self, header: Header, payload: memoryview) -> None:
         request = self._requests.get(header.request_id)
@@ -267,7 +346,7 @@ class _Stream:
                 raise MalformedFrame("a reply does not have the shape of its request")
             request.reply = Assembler(header)
         if request.reply.add(header, payload) and self._forget(header.request_id) is not None:
-            request.future.set_result(request.reply.tensor())
+            request.settle(request.reply.tensor())
 
     def fail(self, error: VeilbaseError) -> None:
         """Ends the stream; every pending request gets `error`."""
@@ -278,17 +357,15 @@ class _Stream:
             self._requests.clear()
             self._held_bytes = 0
             self._state.notify_all()
+        self._ended.set()
         self._outgoing.put(None)
-        self._welcomed.set()
         for request in pending:
-            request.future.set_exception(error)
+            request.settle(error)
 
     def close(self) -> None:
         """Half-closes, then cancels."""
         self.fail(Unavailable("the connection was closed"))
         self._call.cancel()
-        if threading.current_thread() is not self._reader:
-            self._reader.join(timeout=5.0)
 
 
 class GrpcConnection:
@@ -357,14 +434,14 @@ class GrpcConnection:
         """Sends one request on the stream; see `Connection.submit`."""
         self._check_usable()
         stream = self._stream
-        if stream is None or stream.failure is not None:
+        if stream is None or not stream.is_usable():
             stream = self._open_stream()
         return stream.submit(call, rows, reply_cols)
 
     def _open_stream(self) -> _Stream:
         limits = self.manifest().limits
         with self._lock:
-            if self._stream is None or self._stream.failure is not None:
+            if self._stream is None or not self._stream.is_usable():
                 stream = _Stream(self._open_channel(), limits, self.traffic)
                 self._stream = stream
                 stream.wait_welcome()

@@ -1,0 +1,65 @@
+"""Greedy decode of one sequence over mTLS loopback, mask off, against local transformers in float32."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Worker, interleaved, local_model, provider, ratios, serve_worker
+
+PROMPT_TOKENS, NEW_TOKENS = 32, 24
+
+
+def decode_of(model: Any) -> Callable[[], Any]:
+    """Answers a fixed prompt with exactly NEW_TOKENS tokens; the prompt's own pass is part of it, as in Petals."""
+    import torch
+
+    ids = torch.randint(100, 40_000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+
+    def decode() -> Any:
+        with torch.no_grad():
+            return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    return decode
+
+
+def remote(url: str, folder: str, arithmetic: str) -> None:
+    """A worker's life: one tenant."""
+    from tenant_sdk import TenantClient
+
+    with TenantClient(url, identity=Path(folder) / "bench", mask="off", arithmetic=arithmetic, cache=folder) as client:
+        serve_worker(decode_of(client.load_model()))
+
+
+def run(repeats: int = 9) -> dict[str, Any]:
+    """Medians in seconds and ratios to local fp32."""
+    with ExitStack() as stack:
+        workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        url, _ = stack.enter_context(provider(Path(folder)))
+        workers["int8 ring, off"] = stack.enter_context(Worker(__name__, "remote", url, folder, "ring"))
+        seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats)
+    return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, "local fp32")}
+
+
+def main() -> None:
+    """Prints a table."""
+    result = run()
+    print("| greedy decode | tokens/s | speed against local fp32 |\n|---|---|---|")
+    for name, value in result["seconds"].items():
+        print(f"| {name} | {NEW_TOKENS / value:.1f} | {1 / result['ratios'][name]:.2f} |")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["local"]:
+        serve_worker(decode_of(local_model()))
+    elif sys.argv[1:2] == ["remote"]:
+        remote(*sys.argv[2:])
+    else:
+        main()
