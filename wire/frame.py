@@ -6,6 +6,7 @@ the header has passed the caller's check. Does not guarantee: who sent the frame
 
 from __future__ import annotations
 
+import functools
 import struct
 import warnings
 from collections.abc import Iterator
@@ -77,7 +78,7 @@ class Call:
     purpose: Purpose = Purpose.PRODUCT
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Header:
     """The fixed part of every frame; unused fields are zero.
 
@@ -125,15 +126,27 @@ def parse(message: bytes) -> tuple[Header, memoryview]:
     (kind, direction, arithmetic, purpose, group, request_id, rows, cols, offset, total, deadline_ms, code, zero) = (
         _HEADER.unpack_from(message)
     )
-    try:
-        call = Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
-        header = Header(FrameType(kind), request_id, call, rows, cols, offset, total, deadline_ms, code)
-    except ValueError:
-        raise MalformedFrame("a header field holds an unknown number") from None
+    frame_type = _FRAME_TYPES.get(kind)
+    if frame_type is None:
+        raise MalformedFrame("a header field holds an unknown number")
+    call = _call(group, direction, arithmetic, purpose)
+    header = Header(frame_type, request_id, call, rows, cols, offset, total, deadline_ms, code)
     payload = memoryview(message)[HEADER_BYTES:]
     if zero != 0 or offset + len(payload) > total:
         raise MalformedFrame("a frame's payload does not fit its header")
     return header, payload
+
+
+_FRAME_TYPES = {int(kind): kind for kind in FrameType}
+
+
+@functools.lru_cache(maxsize=4096)
+def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
+    """The same few calls come again and again, and a decode step pays for every object."""
+    try:
+        return Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
+    except ValueError:
+        raise MalformedFrame("a header field holds an unknown number") from None
 
 
 def hello(kind: FrameType) -> bytes:
@@ -148,7 +161,10 @@ def tensor_bytes(rows: torch.Tensor) -> memoryview:
 
 def frames(header: Header, data: memoryview) -> Iterator[bytes]:
     """The frames of one tensor, in order, each with at most CHUNK_BYTES of payload."""
-    for start in range(0, max(len(data), 1), CHUNK_BYTES):
+    if len(data) <= CHUNK_BYTES:
+        yield b"".join((header.pack(), data))
+        return
+    for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
         yield b"".join((replace(header, offset=start).pack() if start else header.pack(), chunk))
 

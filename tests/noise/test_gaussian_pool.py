@@ -6,6 +6,7 @@ products agree to about 1e-6 of their norm; 1e-5 leaves room for a hidden size o
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -103,7 +104,7 @@ def test_each_effect_is_computed_once_and_renewed() -> None:
     rows = torch.ones(2, 24)
     sent = [scheme.mask(SPEC, Direction.FORWARD, rows).messages[0].rows for _ in range(10)]
     assert asked == [(Direction.FORWARD, 3)]
-    assert all(not torch.equal(a, b) for a, b in zip(sent, sent[1:], strict=False)), "the same vector twice running"
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(sent)), "the same vector twice running"
     distinct = {tuple((message - rows)[0].tolist()) for message in sent}
     assert 2 <= len(distinct) <= 3
     renewed = scheme.mask(SPEC, Direction.FORWARD, rows).messages[0].rows
@@ -118,9 +119,11 @@ def test_model_logits_and_gradients_match_off(kind: str, tmp_path: Path) -> None
         reference = adapted(plain.load_model(), lora(kind))
         want_logits = reference(batch()).logits.detach()
         want = grads(reference, batch())
-    with pytest.warns(NotPrivateWarning), TenantClient(
-        f"inproc:{tmp_path}", weights="native", mask="gaussian-pool", mask_options={"pool_size": 4}
-    ) as client:  # fmt: skip
+    options = {"pool_size": 4}
+    client = TenantClient(f"inproc:{tmp_path}", weights="native", mask="gaussian-pool", mask_options=options)
+    with pytest.warns(NotPrivateWarning):
+        client.connect()
+    with client:
         masked = adapted(client.load_model(), lora(kind))
         assert relative(masked(batch()).logits.detach(), want_logits) < TOLERANCE
         for name, gradient in grads(masked, batch()).items():

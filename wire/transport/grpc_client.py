@@ -143,14 +143,15 @@ class _Request:
         self.expires_at = time.monotonic() + deadline_s(held)
         self.reply: Assembler | None = None
         self.outcome: torch.Tensor | VeilbaseError | None = None
-        self.nudged = threading.Event()
+        self.nudged: threading.Event | None = None
         self._owner = owner
 
     def settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
         """Keeps the outcome and wakes whoever waits for it."""
         if self.outcome is None:
             self.outcome = outcome
-            self.nudged.set()
+            if self.nudged is not None:
+                self.nudged.set()
 
     def result(self) -> torch.Tensor:
         """The reply, or this request's one error."""
@@ -201,14 +202,18 @@ class _Stream:
 
     def wait_for(self, request: _Request) -> None:
         """Returns once the request has an outcome; reads for everybody if nobody else does."""
-        self._waiting[request.request_id] = request  # before the attempt to lead, so that a leader who stops sees it
+        if self._reading.acquire(blocking=False):
+            self._lead(request)
+            return
+        nudged = request.nudged = threading.Event()  # before `outcome` is looked at, so that `settle` sees it
+        self._waiting[request.request_id] = request  # before trying again to lead: a leader who stops looks here
         try:
             while request.outcome is None:
                 if self._reading.acquire(blocking=False):
                     self._lead(request)
                 else:
-                    request.nudged.wait()
-                    request.nudged.clear()
+                    nudged.wait()
+                    nudged.clear()
         finally:
             self._waiting.pop(request.request_id, None)
 
@@ -224,7 +229,7 @@ class _Stream:
         self._leader = None
         self._reading.release()
         for other in list(self._waiting.values()):
-            if other is not request:
+            if other is not request and other.nudged is not None:
                 other.nudged.set()  # this one leads next
                 return
 
@@ -271,10 +276,11 @@ class _Stream:
         request = self._admit(call, num_rows, reply_cols, size)
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
         header = Header(FrameType.REQUEST, request.request_id, call, num_rows, cols, 0, size, deadline_ms)
+        sent = 0
         for message in frame.frames(header, frame.tensor_bytes(rows)):
-            self._traffic.add(up=len(message))
             self._outgoing.put(message)
-        self._traffic.add(calls=1)
+            sent += len(message)
+        self._traffic.add(up=sent, calls=1)
         return request
 
     def _admit(self, call: Call, num_rows: int, reply_cols: int, size: int) -> _Request:

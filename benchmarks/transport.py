@@ -1,0 +1,194 @@
+"""The stream against a raw-bytes gRPC echo over the same mutual TLS: time per small call, goodput of large ones.
+
+The echo is the least that gRPC in Python can do: one thread that sends back each message. For goodput the provider's
+product is replaced by the identity, so that only transport is compared.
+"""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+SIZES_MIB = (1, 2, 4, 8)
+FEATURES = 576
+ECHO_METHOD = "/veilbase.benchmark/Echo"
+
+
+def serve_echo(state: str) -> None:
+    """A bare gRPC server with the provider's own options and certificates."""
+    import grpc
+
+    from provider.identity import StateDir, issue_server_certificate
+    from provider.service import server_options
+
+    def echo(messages: Any, context: Any) -> Any:
+        yield from messages
+
+    key, chain, ca = issue_server_certificate(StateDir(Path(state)), "127.0.0.1")
+    handlers = {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+    server = grpc.server(ThreadPoolExecutor(4), options=server_options())
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("veilbase.benchmark", handlers),))
+    credentials = grpc.ssl_server_credentials([(key, chain)], root_certificates=ca, require_client_auth=True)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    print(f"ready grpcs://127.0.0.1:{port}", flush=True)
+    sys.stdin.read()
+    server.stop(0).wait()
+
+
+def serve_provider(state: str, folder: str, identity: str) -> None:
+    """A provider of one real layer group, 576 to 576; with `identity` its product is the rows themselves."""
+    import torch
+
+    from provider.core import ProviderCore
+    from provider.identity import StateDir
+    from provider.models import load, resolve
+    from provider.service import Server
+    from provider.weights import serve_model
+
+    class IdentityCore(ProviderCore):
+        """Answers with what came."""
+
+        def compute(self, call: Any, rows: torch.Tensor, tenant: str = "local", request_id: int = 0) -> torch.Tensor:
+            """No arithmetic."""
+            return rows
+
+    served = serve_model(load(resolve(folder)), "int8", "*o_proj")
+    server = Server("127.0.0.1", 0, StateDir(Path(state)))
+    server.start(IdentityCore(served) if identity == "identity" else ProviderCore(served))
+    print(f"ready grpcs://127.0.0.1:{server.port}", flush=True)
+    sys.stdin.read()
+    server.stop()
+
+
+def make_model(folder: Path) -> None:
+    """One random Llama layer of SmolLM2's width."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=FEATURES, intermediate_size=64, num_hidden_layers=1, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+class _Child:
+    """A server process, ended by closing its input."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.transport", *arguments]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.url = (self.process.stdout.readline() if self.process.stdout else "").split()[1]
+
+    def close(self) -> None:
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+
+def median_us(call: Callable[[], Any], count: int) -> float:
+    """Median microseconds of one call."""
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e6
+
+
+def run(repeats: int = 7) -> dict[str, Any]:
+    """Microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
+    import torch
+
+    from provider.identity import StateDir
+    from provider.tenants import enroll
+    from tenant_sdk.identity import load_identity
+    from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
+    from wire.limits import CHUNK_BYTES
+    from wire.transport.grpc_client import GrpcConnection, open_channel
+
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        make_model(root / "model")
+        enroll(StateDir(root / "state"), "bench", root / "bench", "grpcs://127.0.0.1:1")
+        identity = load_identity(root / "bench")
+        echo_server = _Child("echo", str(root / "state"))
+        real = _Child("provider", str(root / "state"), str(root / "model"), "real")
+        plain = _Child("provider", str(root / "state"), str(root / "model"), "identity")
+        outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        channel = open_channel(echo_server.url, identity)
+        stream = channel.stream_stream(ECHO_METHOD)(iter(outgoing.get, None))
+        connections = {"real": GrpcConnection(real.url, identity), "identity": GrpcConnection(plain.url, identity)}
+        call = Call(0, Direction.FORWARD, Arithmetic.RING)
+        row = torch.ones(1, FEATURES, dtype=torch.int32)
+
+        def echo_small() -> None:
+            outgoing.put(b"x" * (HEADER_BYTES + 4 * FEATURES))
+            next(stream)
+
+        def echo_large(size_mib: int) -> None:
+            for _ in range(size_mib):
+                outgoing.put(b"x" * (HEADER_BYTES + CHUNK_BYTES))
+            for _ in range(size_mib):
+                next(stream)
+
+        rows = {size: torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32) for size in SIZES_MIB}
+        small, large = {"echo": [], "real": [], "identity": []}, {size: [] for size in SIZES_MIB}  # type: ignore[var-annotated]
+        for repeat in range(repeats + 1):
+            times = {"echo": median_us(echo_small, 300)}
+            for name, connection in connections.items():
+                times[name] = median_us(lambda c=connection: c.submit(call, row, FEATURES).result(), 300)
+            shares = {}
+            for size in SIZES_MIB:
+                count = 48 // size
+                echo_us = median_us(lambda s=size: echo_large(s), count)
+                ours = connections["identity"]
+                ours_us = median_us(lambda c=ours, s=size: c.submit(call, rows[s], FEATURES).result(), count)
+                shares[size] = (echo_us / ours_us, (size << 20) / ours_us)
+            if repeat:
+                for name, value in times.items():
+                    small[name].append(value)
+                for size, pair in shares.items():
+                    large[size].append(pair)
+        for connection in connections.values():
+            connection.close()
+        outgoing.put(None)
+        channel.close()
+        for child in (echo_server, real, plain):
+            child.close()
+    above = statistics.median(a - b for a, b in zip(small["real"], small["echo"], strict=True))
+    return {
+        "small_us": {name: statistics.median(values) for name, values in small.items()},
+        "above_echo_us": above,
+        "share": {size: statistics.median(pair[0] for pair in pairs) for size, pairs in large.items()},
+        "mb_per_s": {size: statistics.median(pair[1] for pair in pairs) for size, pairs in large.items()},
+    }
+
+
+def main() -> None:
+    """Prints the tables."""
+    result = run()
+    print("| one row, 576 → 576 | µs |\n|---|---|")
+    for name, value in result["small_us"].items():
+        print(f"| {name} | {value:.0f} |")
+    print(f"| real call above the echo | {result['above_echo_us']:.0f} |")
+    print("\n| one tensor each way, MiB | MB/s each way | share of the echo |\n|---|---|---|")
+    for size, share in result["share"].items():
+        print(f"| {size} | {result['mb_per_s'][size]:.0f} | {share:.2f} |")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["echo"]:
+        serve_echo(sys.argv[2])
+    elif sys.argv[1:2] == ["provider"]:
+        serve_provider(*sys.argv[2:])
+    else:
+        main()
