@@ -106,7 +106,7 @@ def main() -> None:
         print(f"Provider ready at {url}", flush=True)
         enroll = [sys.executable, "-m", "provider", "enroll", "acme", "--out", str(WORK / "acme")]
         subprocess.run([*enroll, "--state", str(WORK / "provider"), "--endpoint", url], check=True)
-        environment = {**os.environ, "VEILBASE_CACHE": str(WORK / "cache")}
+        environment = {**os.environ, "VEILBASE_CACHE": str(WORK / "cache"), "PYTHONUNBUFFERED": "1"}
         subprocess.run([sys.executable, __file__, "--tenant", url], check=True, env=environment)
         what_the_provider_saw()
     except subprocess.CalledProcessError as exc:

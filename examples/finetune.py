@@ -2,6 +2,8 @@
 
     python examples/finetune.py                                            # a provider inside this process
     python examples/finetune.py --url grpcs://127.0.0.1:8443 --identity acme/   # one across the network
+
+The second form needs a provider that serves and an identity: see examples/two_terminals.md.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from peft import LoraConfig
-
+# tenant_sdk comes first: it sets how long OpenMP's threads spin, which is read once, when torch is loaded.
 from tenant_sdk import TenantClient
+
+# isort: split
+from peft import LoraConfig
 
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 

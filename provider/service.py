@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ import grpc
 from provider.core import LOCAL_TENANT, ProviderCore
 from provider.executor import Executor
 from provider.identity import StateDir, issue_server_certificate, peer_identity
-from provider.session import Session
+from provider.session import SWEEP_S, Session
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, WireCode
 from wire.frame import FrameType, Header
@@ -84,8 +85,7 @@ class _Gate:
         return access
 
     def _refusal(self, serial: int) -> WireCode | None:
-        assert self._revocations is not None  # noqa: S101 - for the type checker
-        if self._revocations.is_enrolled(serial):
+        if self._revocations is None or self._revocations.is_enrolled(serial):
             return None
         revoked = self._revocations.is_revoked(serial)
         return WireCode.NOT_PERMITTED if revoked else WireCode.UNAUTHENTICATED
@@ -103,6 +103,8 @@ class ProviderService:
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._sessions: set[Session] = set()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._sweep, name="veilbase-sweep", daemon=True).start()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Raw bytes in, raw bytes out."""
@@ -168,6 +170,14 @@ class ProviderService:
             if self._calls[tenant] <= 0:
                 del self._calls[tenant]
 
+    def _sweep(self) -> None:
+        """Looks at every stream from outside: one that only waits for messages would not see a revocation."""
+        while not self._stopped.wait(SWEEP_S):
+            with self._lock:
+                sessions = list(self._sessions)
+            for session in sessions:
+                session.sweep(time.monotonic())
+
     def _drop(self, session: Session) -> None:
         session.close()
         with self._lock:
@@ -175,6 +185,7 @@ class ProviderService:
 
     def close(self) -> None:
         """Tells every open stream, then ends the compute thread."""
+        self._stopped.set()
         with self._lock:
             sessions = list(self._sessions)
         for session in sessions:

@@ -181,10 +181,11 @@ class Session:
             request = self._admit_or_answer(header)
             if request is None:
                 return
-        elif header.offset == 0 or request.assembler is None:
+        elif header.offset == 0:
             raise MalformedFrame("a request id that is in flight was used again")
         assembler = request.assembler
-        assert assembler is not None  # noqa: S101 - for the type checker: set until the tensor is complete
+        if assembler is None:  # only a request that came whole has none
+            raise MalformedFrame("a request id that is in flight was used again")
         if assembler.add(header, payload):
             request.assembler = None
             self._compute(request, assembler.tensor())
@@ -200,7 +201,7 @@ class Session:
         self._highest_id = max(self._highest_id, header.request_id)
         now = time.monotonic()
         if now >= self._sweep_at:
-            self._sweep(now)
+            self.sweep(now)
         code = self._refusal()
         if code is not None:
             raise _Refused(code)
@@ -279,7 +280,7 @@ class Session:
             request.job.cancel()
         return True
 
-    def _sweep(self, now: float) -> None:
+    def sweep(self, now: float) -> None:
         """Drops what has expired; ends a stream whose tenant was revoked, or that never said HELLO."""
         self._sweep_at = now + SWEEP_S
         with self._lock:
@@ -329,7 +330,7 @@ class Session:
             return self._output.get(timeout=SWEEP_S)
         except queue.Empty:
             if wait:
-                self._sweep(time.monotonic())
+                self.sweep(time.monotonic())
             return None
 
     def _read_here(self) -> None:

@@ -88,8 +88,10 @@ def _remove_unsafe_settings(folder: Path) -> None:
         if path.exists():
             try:
                 content = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
-                raise MalformedFrame(f"the bundle file {name} is not JSON") from None
+                if not isinstance(content, dict):
+                    raise TypeError
+            except (ValueError, TypeError, RecursionError):
+                raise MalformedFrame(f"the bundle file {name} is not a JSON object") from None
             path.write_text(json.dumps(without_unsafe(content)), encoding="utf-8")
 
 
@@ -104,5 +106,3 @@ def without_unsafe(value: Any) -> Any:
     if isinstance(value, list):
         return [without_unsafe(item) for item in value]
     return value
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +84,7 @@ def generate(
 
 def main() -> None:
     """Entry point: one line for an error the user can act on."""
+    warnings.showwarning = lambda message, *_, **__: typer.echo(f"tenant: warning: {message}", err=True)
     try:
         app()
     except VeilbaseError as exc:

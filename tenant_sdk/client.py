@@ -81,7 +81,11 @@ class TenantClient:
         self.url = url
         self._identity = load_identity(identity) if identity is not None else None
         self._mask, self._arithmetic, self._mask_options = mask, arithmetic, dict(mask_options or {})
-        self._weights, self._dtype, self._device = weights, dtype, torch.device(device)
+        self._weights, self._dtype = weights, dtype
+        try:
+            self._device = torch.device(device)
+        except RuntimeError:
+            raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from None
         self._cache = Path(cache) if cache is not None else None
         self._lock = threading.RLock()
         self._connection: Connection | None = None

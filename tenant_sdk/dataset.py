@@ -38,7 +38,7 @@ _UNSUPPORTED_KEYS = ("tools", "chat_template_kwargs")
 _SHOWN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _MAX_SHOWN_KEYS = 8
 # What a template that does not fit a conversation raises besides jinja2's own errors.
-_RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +401,7 @@ class _Rendered:
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **options)
         except TemplateSyntaxError:
             raise ConfigurationError("the tokenizer's chat template does not compile") from None
-        except _RENDER_ERRORS:
+        except RENDER_ERRORS:
             roles = ", ".join(message["role"] for message in messages[:_MAX_SHOWN_KEYS])
             raise DatasetError(
                 f"{self._where}: the chat template refuses a conversation that begins with the roles {roles}"

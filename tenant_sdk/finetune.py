@@ -7,17 +7,20 @@ when the same call is made again; the adapter folder appears whole or not at all
 from __future__ import annotations
 
 import inspect
+import json
 import math
+import pickle
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
+from safetensors import SafetensorError
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -25,12 +28,16 @@ from transformers.utils import logging as transformers_logging
 
 from tenant_sdk.checkpoints import Checkpoints, fingerprint, save_adapter
 from tenant_sdk.dataset import Collator, load_rows, tokenize
-from tenant_sdk.model import ignore_renamings
+from tenant_sdk.model import context_length, ignore_renamings
 from tenant_sdk.progress import ProgressBar
 from wire.errors import ConfigurationError, VeilbaseError
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
+
+
+_SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
+"""transformers' schedules that need no further argument."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,23 @@ class _Settings:
     seed: int
     gradient_checkpointing: bool
 
+    def check(self) -> None:
+        """Raises ConfigurationError for a value with which no run is possible, before anything is sent or written."""
+        positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
+        positive += () if self.max_steps is None else ("max_steps",)
+        for name in positive:
+            if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
+                raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name} must be a finite number from 0, got {getattr(self, name)}")
+        if self.seed >= 1 << 32:  # numpy's generator takes no more
+            raise ConfigurationError(f"seed must be below 2^32, got {self.seed}")
+        if self.lr_scheduler_type not in _SCHEDULERS:
+            raise ConfigurationError(
+                f"lr_scheduler_type must be one of {', '.join(_SCHEDULERS)}, got {self.lr_scheduler_type!r}"
+            )
+
 
 def default_peft_config() -> LoraConfig:
     """LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
@@ -105,7 +129,7 @@ def finetune(
         data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`, or
             `text`.
         peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default.
-        output_dir: where the adapter goes; checkpoints lie in `checkpoints` beside it until the run is complete.
+        output_dir: where the adapter goes; checkpoints lie beside it, in `OUTPUT_DIR.checkpoints`, until the run ends.
         max_steps: optimizer steps; `num_epochs` counts when it is None.
         max_length: longest row in tokens; the model's context by default. A longer row is an error.
         save_steps: optimizer steps between checkpoints.
@@ -122,15 +146,16 @@ def finetune(
         TransportError, ProtocolError, AccessError: the run can go on with the same call.
         VeilbaseError: the adapter or a checkpoint could not be written.
     """
-    if (max_steps is not None and max_steps < 1) or batch_size < 1 or save_steps < 1 or num_epochs <= 0:
-        raise ConfigurationError("max_steps, batch_size, save_steps and num_epochs must be positive")
     settings = _Settings(
         max_steps, num_epochs, batch_size, gradient_accumulation_steps, learning_rate, lr_scheduler_type, warmup_steps,
         weight_decay, max_grad_norm, save_steps, seed, gradient_checkpointing,
     )  # fmt: skip
+    settings.check()
+    if max_length is not None and max_length < 1:
+        raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)
     tokenizer, manifest = client.tokenizer, client.connect()
-    context = int(manifest.config.get("max_position_embeddings") or manifest.config.get("n_positions") or 1 << 20)
+    context = context_length(manifest)
     rows = tokenize(parsed, tokenizer, min(max_length or context, context))
     peft_config = peft_config or default_peft_config()
     output_dir = Path(output_dir)
@@ -142,10 +167,12 @@ def finetune(
     with _adapter_errors(), warnings.catch_warnings():
         ignore_renamings()
         model = get_peft_model(client.load_model(), peft_config)
-    trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer), progress)
+    if gradient_checkpointing:
+        _checkpoint_activations(model.get_base_model())
+    trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer))
     before, began = client.traffic, time.monotonic()
-    with _saving_errors():
-        with _quiet_trainer():
+    with _saving_errors(), _reading_errors(start):
+        with _quiet_trainer(), _progress_bar(trainer) if progress else nullcontext():
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         save_adapter(model, output_dir)
     seconds, after = time.monotonic() - began, client.traffic
@@ -155,6 +182,18 @@ def finetune(
         after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
         int(start.name.rpartition("-")[2]) if start else 0,
     )  # fmt: skip
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """What Trainer's own switch does, except that the embeddings do not come to require a gradient.
+
+    They would send backward calls below the adapters; checkpointing that is not re-entrant needs none.
+    """
+    try:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    except ValueError:
+        raise ConfigurationError(f"{type(model).__name__} does not support gradient_checkpointing") from None
+    model.disable_input_require_grads()
 
 
 def _pad_token(tokenizer: Any) -> int:
@@ -174,17 +213,15 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
 
         The vocabulary is by far the widest layer, and in completion-only training most positions have no label.
         """
-        labels = inputs.pop("labels")
         self.num_tokens += int(inputs["attention_mask"].sum())
+        if not self._keeps_logits(model):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        labels = inputs.pop("labels")
         targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
         keep = (targets != -100).any(dim=0).nonzero().squeeze(1)
-        if self._keeps_logits(model):
-            outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
-            targets = targets[:, keep]
-        else:
-            outputs = model(**inputs, use_cache=False)
+        outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
         logits = outputs.logits.float().flatten(0, 1)
-        total = functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
+        total = functional.cross_entropy(logits, targets[:, keep].flatten(), ignore_index=-100, reduction="sum")
         count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
         loss = total / count
         return (loss, outputs) if return_outputs else loss
@@ -209,7 +246,6 @@ def _make_trainer(
     settings: _Settings,
     checkpoints: Checkpoints,
     pad: int,
-    progress: bool,
 ) -> CompletionTrainer:
     arguments = TrainingArguments(
         output_dir=str(checkpoints.folder),
@@ -223,9 +259,6 @@ def _make_trainer(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
-        activation_checkpointing=settings.gradient_checkpointing,
-        # re-entrant checkpointing makes the embeddings require a gradient and sends backward calls below the adapters
-        activation_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
         use_cpu=model.device.type == "cpu",
         logging_steps=1,
         logging_first_step=True,
@@ -244,9 +277,17 @@ def _make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    if progress:
-        trainer.add_callback(ProgressBar())
     return trainer
+
+
+@contextmanager
+def _progress_bar(trainer: Trainer) -> Iterator[None]:
+    bar = ProgressBar()
+    trainer.add_callback(bar)
+    try:
+        yield
+    finally:
+        bar.stop()  # Trainer says nothing to its callbacks when a run breaks
 
 
 @contextmanager
@@ -276,12 +317,23 @@ def _saving_errors() -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def _reading_errors(checkpoint: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except (json.JSONDecodeError, pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError) as exc:
+        read_by_torch = not isinstance(exc, RuntimeError) or "PytorchStreamReader" in str(exc)
+        if checkpoint is None or not read_by_torch or _full_disk(exc) is not None:
+            raise
+        raise ConfigurationError(f"{checkpoint} is damaged: pass resume=False to start over") from None
+
+
 def _full_disk(exc: BaseException) -> str | None:
     """Why a file could not be written, or None for another failure; safetensors and torch wrap the OSError."""
     if isinstance(exc, OSError):
         return exc.strerror or "write error"
     text = str(exc)
-    writes = ("No space left", "Disk quota", "File too large", "PytorchStreamWriter", "inline_container", "os error")
+    writes = ("No space left", "Disk quota", "File too large", "PytorchStreamWriter", "unexpected pos", "os error")
     return "no space or no permission" if any(word in text for word in writes) else None
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
+from safetensors import SafetensorError
 from transformers import TextStreamer
 
-from tenant_sdk.model import ignore_renamings
+from tenant_sdk.dataset import RENDER_ERRORS
+from tenant_sdk.model import context_length, ignore_renamings
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def generate(
     tokenizer = client.tokenizer
     model = adapted_model(client, adapter)
     inputs = encode_prompt(tokenizer, prompt).to(model.device)
+    context = context_length(client.connect())
+    if inputs.shape[1] >= context:
+        raise ConfigurationError(f"the prompt has {inputs.shape[1]} tokens, the model's context holds {context}")
     settings = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
     if not settings["do_sample"]:  # sampling defaults of the provider's generation config would only warn
         settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
@@ -70,10 +75,21 @@ def generate(
 
 def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> torch.Tensor:
     """Token ids of a prompt, shape (1, length)."""
-    if isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
-        return torch.tensor([tokenizer(prompt)["input_ids"]])
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(turn) for turn in prompt]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if getattr(tokenizer, "chat_template", None):
+        try:
+            turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
+            ids = tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)["input_ids"]
+        except RENDER_ERRORS as exc:  # a template may raise nearly anything; its text would show the prompt
+            raise ConfigurationError(
+                f"the model's chat template does not take this prompt ({type(exc).__name__}): expected a text, or "
+                "messages with role and content"
+            ) from None
+    elif isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        raise ConfigurationError("this model has no chat template: expected a text, not messages")
+    if not ids:
+        raise ConfigurationError("the prompt is empty")
     return torch.tensor([ids])
 
 
@@ -88,7 +104,7 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
                 with warnings.catch_warnings():
                     ignore_renamings()
                     model = PeftModel.from_pretrained(model, str(adapter)).eval()
-            except (ValueError, OSError, KeyError, RuntimeError, TypeError) as exc:
+            except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
         client.loaded = (key, model)
     return client.loaded[1]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -25,7 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from noise.scheme import GroupSpec
 from tenant_sdk.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
-from wire.errors import ConfigurationError, MalformedFrame
+from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
 from wire.manifest import GroupInfo, LayerInfo, Manifest
 
 _METHOD = "veilbase-remote"
@@ -113,7 +114,11 @@ def load_remote_model(
                 folder, config=config, quantization_config=_RemoteConfig(layers), dtype=dtype, local_files_only=True,
                 trust_remote_code=False, use_safetensors=True, output_loading_info=True,
             )  # fmt: skip
-        except (KeyError, ValueError, OSError) as exc:
+        except VeilbaseError:
+            raise
+        except SafetensorError:
+            raise MalformedFrame("the bundle's model.safetensors cannot be read") from None
+        except Exception as exc:  # noqa: BLE001 - a peer's config may make transformers raise anything
             raise ConfigurationError(
                 f"this transformers cannot build the provider's {config_kind(manifest)} model ({type(exc).__name__})"
             ) from None
@@ -132,13 +137,21 @@ def config_kind(manifest: Manifest) -> str:
     return str(manifest.config.get("model_type", "unknown"))[:64]
 
 
+def context_length(manifest: Manifest) -> int:
+    """Most tokens that the model's positions can count; a very large number where its config names none."""
+    return int(manifest.config.get("max_position_embeddings") or manifest.config.get("n_positions") or 1 << 20)
+
+
 def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """α by layer name, float32, checked against the manifest's shapes.
 
     Raises:
         MalformedFrame: a scale is missing, has another shape, or is not a positive number.
     """
-    alphas: dict[str, torch.Tensor] = load_file(folder / "scales.safetensors")
+    try:
+        alphas: dict[str, torch.Tensor] = load_file(folder / "scales.safetensors")
+    except (SafetensorError, OSError):
+        raise MalformedFrame("the bundle's scales.safetensors is missing or cannot be read") from None
     for group in manifest.groups:
         for layer in group.layers:
             alpha = alphas.get(layer.name)
@@ -152,9 +165,7 @@ def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 def group_spec(group: GroupInfo, alphas: dict[str, torch.Tensor], device: torch.device) -> GroupSpec:
     """What a mask needs to know of one group."""
     alpha = torch.cat([alphas[layer.name] for layer in group.layers]).to(device)
-    return GroupSpec(
-        group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha
-    )
+    return GroupSpec(group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha)
 
 
 def _attach(

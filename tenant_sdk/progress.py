@@ -33,4 +33,8 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Ends it."""
         self._bar.update(self._task, completed=state.global_step)
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends it where a run broke; a second time does nothing."""
         self._bar.stop()

@@ -101,6 +101,20 @@ def test_revocation_ends_an_idle_stream(provider: Provider) -> None:
     stream.close()
 
 
+def test_revocation_ends_a_stream_that_idles_after_small_calls(provider: Provider) -> None:
+    """After small calls the sending thread waits for the next message, so only a look from outside can end it."""
+    connection = provider.connect("idle")
+    for _ in range(3):
+        ask(connection, ring_rows(1))
+    stream = connection._stream
+    assert stream is not None
+    revoke(provider.state, "idle")
+    stream._call.code()  # returns when the provider has ended the stream
+    with pytest.raises(AccessError):
+        ask(connection, ring_rows(1))
+    connection.close()
+
+
 @pytest.mark.parametrize("method", [MANIFEST_METHOD, BUNDLE_METHOD])
 def test_revocation_closes_the_other_methods(provider: Provider, method: str) -> None:
     identity = provider.identity("fired")

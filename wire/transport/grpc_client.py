@@ -94,10 +94,13 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
     Raises:
         ConfigurationError: another scheme, no host, no identity, or plain text to another machine.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("grpc", "grpcs") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+    except ValueError:  # a port that is no number, an open bracket
+        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from None
+    if parts.scheme not in ("grpc", "grpcs") or not host:
         raise ConfigurationError(f"expected grpcs://host:port, got {url!r}")
-    host, port = parts.hostname, parts.port or DEFAULT_PORT
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if parts.scheme == "grpcs":
         if identity is None:
@@ -109,8 +112,12 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
     return grpc.insecure_channel(target, channel_options(host))
 
 
-def _translate(exc: grpc.RpcError) -> VeilbaseError:
-    """This side's error for a gRPC status; the peer's details are not passed on."""
+def _translate(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
+    """This side's error for a gRPC status; the peer's details are not passed on.
+
+    Args:
+        connected: the provider had accepted this identity on the same connection.
+    """
     code = exc.code() if hasattr(exc, "code") else None
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return Unauthenticated("the provider does not accept this certificate: enrol again")
@@ -125,7 +132,9 @@ def _translate(exc: grpc.RpcError) -> VeilbaseError:
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
         return MalformedFrame("the two ends do not understand each other: is the URL a Veilbase provider?")
     details = str(exc.details() or "") if hasattr(exc, "details") else ""
-    if any(word in details for word in ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")):
+    if not connected and any(
+        word in details for word in ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")
+    ):
         # A provider that refuses the certificate closes the socket, and gRPC calls that UNAVAILABLE.
         return Unauthenticated(
             "the TLS connection was closed: this identity belongs to another provider, has expired, or is missing"
@@ -177,6 +186,7 @@ class _Stream:
         self._reading = threading.Lock()
         self._waiting: dict[int, _Request] = {}
         self._leader: _Request | None = None
+        self._makes_room = False
         self._held_bytes = 0
         self._ids = itertools.count(1)
         self.failure: VeilbaseError | None = None
@@ -241,7 +251,7 @@ class _Stream:
         except StopIteration:
             self.fail(Unavailable("the provider ended the stream; the run can go on from its last checkpoint"))
         except grpc.RpcError as exc:
-            self.fail(_translate(exc))
+            self.fail(_translate(exc, connected=isinstance(self._welcome.outcome, torch.Tensor)))
         except VeilbaseError as exc:
             self.fail(exc)
             self._call.cancel()
@@ -258,7 +268,6 @@ class _Stream:
     def _expire(self, request: _Request) -> None:
         if self._forget(request.request_id) is None:
             return
-        leads = self._leader is request
         if request.request_id == 0:
             error = Unavailable(f"the provider did not answer the handshake within {CONNECT_TIMEOUT_S:.0f} s")
             request.settle(error)
@@ -266,7 +275,9 @@ class _Stream:
         else:
             request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
             self._outgoing.put(Header(FrameType.CANCEL, request.request_id).pack())
-        if leads:  # it is inside gRPC's read, which has no timeout: only the end of the stream frees it
+        # Looked at after `settle`: whoever begins to lead now sees the outcome. A reader is inside gRPC's read, which has
+        # no timeout: only the end of the stream frees it.
+        if self._leader is request or self._makes_room:
             self._call.cancel()
 
     def submit(self, call: Call, rows: torch.Tensor, reply_cols: int) -> _Request:
@@ -304,9 +315,12 @@ class _Stream:
     def _make_room(self) -> None:
         """Reads a frame, or waits a moment for whoever is reading: a caller that only sends must read as well."""
         if self._reading.acquire(blocking=False):
+            self._makes_room = True
             try:
-                self._read_one()
+                if self._requests:  # nothing to read, and nothing that could expire, where the last one just did
+                    self._read_one()
             finally:
+                self._makes_room = False
                 self._stop_leading(None)
         else:
             with self._state:
@@ -408,7 +422,11 @@ class GrpcConnection:
         """The provider's manifest, fetched once."""
         with self._lock:
             if self._manifest is None:
-                data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
+                try:
+                    data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
+                except TransportError:
+                    self._drop_channel()
+                    raise
                 self._manifest = parse_manifest(data)
             return self._manifest
 
@@ -448,10 +466,18 @@ class GrpcConnection:
         limits = self.manifest().limits
         with self._lock:
             if self._stream is None or not self._stream.is_usable():
+                if self._stream is not None:
+                    self._drop_channel()
                 stream = _Stream(self._open_channel(), limits, self.traffic)
                 self._stream = stream
                 stream.wait_welcome()
             return self._stream
+
+    def _drop_channel(self) -> None:
+        """After a failure: gRPC would let the old channel wait for up to two minutes before it tries again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     def close(self) -> None:
         """Ends the stream and the channel."""
@@ -460,6 +486,4 @@ class GrpcConnection:
         self._closed = True
         if self._stream is not None:
             self._stream.close()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        self._drop_channel()

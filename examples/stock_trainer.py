@@ -1,0 +1,77 @@
+"""Fine-tune with transformers' own Trainer: `load_model()` gives a model that stock tools take as it is.
+
+    python examples/stock_trainer.py                                            # a provider inside this process
+    python examples/stock_trainer.py --url grpcs://127.0.0.1:8443 --identity acme/   # one across the network
+
+`TenantClient.finetune` adds checks of the data set, resume after a broken run and a whole-or-nothing adapter folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+# tenant_sdk comes first: it sets how long OpenMP's threads spin, which is read once, when torch is loaded.
+from tenant_sdk import TenantClient
+
+# isort: split
+from peft import LoraConfig, get_peft_model
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
+
+DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
+
+
+def encode(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, list[int]]:
+    """Token ids of a conversation, with labels on the last answer only."""
+    prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    return {"input_ids": whole, "labels": [-100] * len(prompt) + whole[len(prompt) :]}
+
+
+def main() -> None:
+    """Trains and saves a LoRA adapter."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="inproc:smollm2-135m")
+    parser.add_argument("--identity", help="folder made by `provider enroll`")
+    parser.add_argument("--max-steps", type=int, default=28)
+    parser.add_argument("--output", default="adapters/harborlight-stock")
+    args = parser.parse_args()
+
+    set_seed(0)
+    with TenantClient(args.url, identity=args.identity) as client:
+        tokenizer = client.tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        lines = DATA.read_text(encoding="utf-8").splitlines()
+        rows = [encode(tokenizer, json.loads(line)["messages"]) for line in lines]
+        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(client.load_model(), config)
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=f"{args.output}.trainer",
+                max_steps=args.max_steps,
+                per_device_train_batch_size=8,
+                learning_rate=2e-3,
+                warmup_steps=3,
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                dataloader_num_workers=0,  # a worker would be forked after the connection is open
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=rows,
+            data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
+        )
+        trainer.train()
+        # False: PEFT would look the base model up on a hub to see whether its vocabulary was changed
+        model.save_pretrained(args.output, save_embedding_layers=False)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        print(f"adapter {args.output}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

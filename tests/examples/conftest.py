@@ -1,0 +1,56 @@
+"""A tiny chat model whose context holds the examples' rows, and a folder that looks like the repository's root."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.tenant_sdk.tiny import tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One token per character, so a row of the examples has up to some hundred tokens."""
+    folder = tmp_path_factory.mktemp("examples") / "tiny-chat"
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    """An empty folder with `examples` in it, to run documented commands in."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return folder
+
+
+@pytest.fixture
+def env(tmp_path: Path, tiny_chat: Path) -> dict[str, str]:
+    """The commands on the path, and the provider's settings by environment: model, port, state."""
+    scripts = Path(sys.executable).parent
+    return {
+        **os.environ,
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "VEILBASE_CACHE": str(tmp_path / "cache"),
+        "VEILBASE_PROVIDER_MODEL": str(tiny_chat),
+        "VEILBASE_PROVIDER_PORT": "0",
+        "VEILBASE_PROVIDER_STATE": str(tmp_path / "state"),
+        "STEPS": "2",
+        "TOKENS": "3",
+    }

@@ -1,0 +1,111 @@
+"""What README and docs show is what the code does: targets, commands, links, bytes, the Python snippet."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+
+from provider.cli import app as provider_app
+from provider.config import ProviderSettings, load_settings
+from tenant_sdk.cli import app as tenant_app
+from tests.examples.conftest import ROOT
+from wire import frame, ring
+from wire.errors import WireCode
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
+from wire.limits import deadline_s
+
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+APPS = {"provider": provider_app, "tenant": tenant_app}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}[^\n]*\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [shlex.split(re.sub(r"\$\{\w+:-(\w+)\}", r"\1", line)) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_parse(page: Path) -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for words in commands(page):
+        if words[0] == "make":
+            assert words[1] in targets
+        elif words[0] in APPS:
+            command = typer.main.get_command(APPS[words[0]]).commands[words[1]]
+            command.make_context(words[1], words[2:])  # raises on an unknown option, a missing argument, a wrong type
+        else:
+            assert words[0] == "source"
+
+
+def test_readme_shows_the_two_commands() -> None:
+    shown = commands(ROOT / "README.md")
+    assert shown[:2] == [["make", "demo"], ["make", "test"]]
+    assert sum(words[0] in APPS for words in shown) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), target
+
+
+def test_readme_python(
+    tiny_chat: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = blocks(ROOT / "README.md", "python")
+    replaced = {
+        '"grpcs://127.0.0.1:8443", identity="acme"': repr(f"inproc:{tiny_chat}"),
+        "max_steps=28": "max_steps=2",
+        "max_new_tokens=24": "max_new_tokens=3",
+    }
+    for shown, used in replaced.items():
+        assert code.count(shown) == 1
+        code = code.replace(shown, used)
+    monkeypatch.chdir(workdir)
+    names: dict[str, object] = {}
+    exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own page
+    assert (workdir / "adapters/harborlight/adapter_config.json").is_file()
+    assert type(names["model"]).__name__ == "LlamaForCausalLM"
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+def test_protocol_bytes() -> None:
+    shown = {
+        name: bytes.fromhex(body)
+        for name, body in re.findall(
+            r"^```hex (\w+)\n(.*?)^```$", (ROOT / "docs/protocol.md").read_text(), re.MULTILINE | re.DOTALL
+        )
+    }
+    call = Call(7, Direction.FORWARD, Arithmetic.RING)
+    weight = torch.tensor([[1, -2], [3, 4], [-127, 5]], dtype=torch.int8)
+    rows = torch.tensor([[1, 2, 3], [-1, 0, 2147483647]], dtype=torch.int32)
+    reply = ring.product(rows, weight)
+    request = Header(FrameType.REQUEST, 1, call, 2, 3, 0, 24, int(1000 * deadline_s(24 + 16)))
+    assert shown == {
+        "hello": frame.hello(FrameType.HELLO),
+        "request": b"".join(frame.frames(request, frame.tensor_bytes(rows))),
+        "reply": b"".join(frame.frames(Header(FrameType.REPLY, 1, call, 2, 2, 0, 16), frame.tensor_bytes(reply))),
+        "error": Header(FrameType.ERROR, 1, code=WireCode.LIMIT).pack(),
+    }
+
+
+def test_settings_of_operations_md(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs/operations.md"
+    variables = set(re.findall(r"`VEILBASE_PROVIDER_([A-Z_]+)`", page.read_text()))
+    assert {name.lower() for name in variables if name} == set(ProviderSettings.model_fields)
+    (text,) = blocks(page, "yaml")
+    (tmp_path / "provider.yaml").write_text(text)
+    settings = load_settings({"port": 1}, tmp_path / "provider.yaml")
+    assert settings.model_dump(mode="json", include=set(yaml.safe_load(text))) == {**yaml.safe_load(text), "port": 1}
+    monkeypatch.setenv("VEILBASE_PROVIDER_THREADS", "3")
+    assert load_settings({}, tmp_path / "provider.yaml").threads == 3

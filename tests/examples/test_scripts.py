@@ -1,0 +1,38 @@
+"""The example scripts as a user starts them, with a tiny model. The demo itself takes minutes: `make demo` runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import PeftConfig
+from safetensors.torch import load_file
+
+from tests.examples.conftest import ROOT
+
+
+def run(script: str, *arguments: object, env: dict[str, str], cwd: Path) -> str:
+    command = [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py"])
+def test_script_trains_an_adapter(script: str, tiny_chat: Path, env: dict[str, str], workdir: Path) -> None:
+    out = run(script, "--url", f"inproc:{tiny_chat}", "--max-steps", 2, "--output", "adapter", env=env, cwd=workdir)
+    assert "adapter adapter: loss " in out
+    assert PeftConfig.from_pretrained(str(workdir / "adapter")).r == 16
+    tensors = load_file(workdir / "adapter" / "adapter_model.safetensors")
+    assert any(bool(tensor.any()) for name, tensor in tensors.items() if "lora_B" in name)  # zero before training
+
+
+@pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py", "demo.py"])
+def test_tenant_sdk_is_imported_before_torch(script: str) -> None:
+    text = (ROOT / "examples" / script).read_text()
+    ours = text.index("from tenant_sdk import TenantClient")
+    assert all(
+        ours < text.find(f"from {other} import") for other in ("peft", "transformers") if f"from {other} " in text
+    )

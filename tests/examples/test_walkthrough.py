@@ -1,0 +1,69 @@
+"""examples/two_terminals.md, block by block: each `sh` block runs as it is printed.
+
+The first word after `sh` tells what a block is: `setup` and `two-machines` are not run here, `serve` runs until the
+end, `fails` must fail with the one line that the page announces, all others must succeed.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.examples.conftest import ROOT
+
+PAGE = ROOT / "examples" / "two_terminals.md"
+BLOCK = re.compile(r"^```sh *([a-z-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REVOKED = "tenant: the provider has revoked this identity: ask its operator for a new one"
+
+
+def bash(script: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=cwd)
+
+
+@contextmanager
+def serving(script: str, env: dict[str, str], cwd: Path) -> Iterator[str]:
+    command = ["bash", "-c", f"exec {script}"]  # exec: the signal must reach the provider, not a shell
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=cwd)
+    try:
+        assert process.stdout is not None
+        word, url = process.stdout.readline().split()
+        assert word == "ready"
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
+def test_every_documented_command_runs(env: dict[str, str], workdir: Path) -> None:
+    text = PAGE.read_text()
+    assert REVOKED in " ".join(text.split())
+    blocks = [(kind, body) for kind, body in BLOCK.findall(text) if kind not in ("setup", "two-machines")]
+    (kind, serve), *rest = blocks
+    assert (kind, len(rest)) == ("serve", 5)
+    outputs = []
+    with serving(serve, env, workdir) as url:
+        for kind, body in rest:
+            done = bash(body, env, workdir)
+            outputs.append(done.stdout)
+            if kind == "fails":
+                assert (done.returncode, done.stderr.strip()) == (1, REVOKED)
+            else:
+                assert done.returncode == 0, f"{body}\n{done.stderr}"
+        assert (workdir / "acme" / "endpoint").read_text().strip() == url
+    enrolled, trained, answered, revoked, refused = outputs
+    assert "acme" in enrolled
+    assert "active" in enrolled
+    assert "adapter adapters/harborlight\nloss " in trained
+    assert answered
+    assert "revoked" in revoked
+    assert not refused.strip()
+    assert (workdir / "adapters/harborlight/adapter_model.safetensors").is_file()

@@ -1,0 +1,29 @@
+"""One tiny chat model a session; clients with native weights and float arithmetic, so that results equal local ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from provider.core import ProviderCore
+from tenant_sdk import TenantClient
+from tests.tenant_sdk import tiny
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chat_model(tmp_path_factory.mktemp("chat") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def chat_core(chat_folder: Path) -> ProviderCore:
+    return tiny.make_core(chat_folder)
+
+
+@pytest.fixture(scope="session")
+def chat_client(chat_folder: Path) -> Iterator[TenantClient]:
+    cache = chat_folder.with_name("cache")
+    with TenantClient(f"inproc:{chat_folder}", weights="native", arithmetic="float", cache=cache) as client:
+        yield client

@@ -1,0 +1,273 @@
+"""TenantClient and `tenant`: what cannot be is one error at once; answers equal local ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from provider.core import ProviderCore
+from provider.identity import StateDir, current_time
+from provider.tenants import enroll
+from tenant_sdk import TenantClient, cli
+from tenant_sdk.generate import encode_prompt
+from tests.tenant_sdk import tiny
+from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from wire.errors import ConfigurationError, Unauthenticated, Unavailable, VeilbaseError
+
+PROMPT = "who?"
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def trained(chat_client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that answers with words: enough steps on one row."""
+    out = tmp_path_factory.mktemp("trained") / "adapter"
+    targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
+    result = chat_client.finetune(
+        ROWS[:1], lora(r=16, lora_alpha=64, target_modules=targets), out, **QUICK | {"max_steps": 40, "save_steps": 99}
+    )
+    return Path(result.adapter_dir)
+
+
+@pytest.fixture
+def identity(tmp_path: Path) -> Path:
+    enroll(StateDir(tmp_path / "state"), "acme", tmp_path / "acme", "grpcs://127.0.0.1:1")
+    return tmp_path / "acme"
+
+
+def refused(*arguments: Any, **options: Any) -> str:
+    """The one line with which a client that is entered fails."""
+    with pytest.raises(VeilbaseError) as failure, TenantClient(*arguments, **options):
+        pass
+    assert "\n" not in str(failure.value)
+    return f"{type(failure.value).__name__}: {failure.value}"
+
+
+# ---- what cannot be -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "url", ["", "nonsense", "http://127.0.0.1:1", "grpcs://", "grpc://example.org:1", "grpcs://127.0.0.1:port",
+            "grpcs://127.0.0.1:99999", "grpc://[::1", "inproc:/no/such/folder", "inproc:"],
+)  # fmt: skip
+def test_a_url_that_cannot_be(url: str, identity: Path) -> None:
+    options = {} if url.startswith("inproc:") else {"identity": identity}
+    assert refused(url, **options).startswith("ConfigurationError: ")
+
+
+def test_options_that_cannot_be(chat_folder: Path, identity: Path) -> None:
+    inproc = f"inproc:{chat_folder}"
+    assert "takes no identity" in refused(inproc, identity=identity)
+    assert "inproc: only" in refused("grpc://127.0.0.1:1", weights="int8")
+    assert "int8 or native" in refused(inproc, weights="int4")
+    assert "needs identity" in refused("grpcs://127.0.0.1:1")
+    for options in ({"mask": "invisible"}, {"arithmetic": "complex"}, {"mask_options": {"pool_size": 3}}):
+        assert refused(inproc, **options).startswith(("ConfigurationError", "WeakParameters")), options
+    with pytest.raises(ConfigurationError):
+        TenantClient(inproc, device="abacus")
+
+
+def test_an_identity_that_cannot_be(tmp_path: Path, identity: Path) -> None:
+    url = "grpcs://127.0.0.1:1"
+    assert "provider enroll" in refused(url, identity=tmp_path / "nowhere")
+    (identity / "key.pem").chmod(0o640)
+    assert "chmod 600" in refused(url, identity=identity)
+    (identity / "key.pem").chmod(0o600)
+    (identity / "cert.pem").write_text("garbage")
+    assert "not a certificate" in refused(url, identity=identity)
+    long_ago = current_time() - timedelta(days=30)
+    enroll(StateDir(tmp_path / "state"), "late", tmp_path / "late", url, days=1, now=long_ago)
+    with pytest.raises(Unauthenticated, match=r"expired on .* enrol again"):
+        TenantClient(url, identity=tmp_path / "late")
+
+
+def test_nobody_listens(identity: Path) -> None:
+    with pytest.raises(Unavailable), TenantClient("grpcs://127.0.0.1:1", identity=identity):
+        pass
+
+
+def test_a_closed_client(chat_folder: Path, tmp_path: Path) -> None:
+    with TenantClient(f"inproc:{chat_folder}") as client:
+        pass
+    client.close()
+    for use in (client.connect, client.load_model, client.describe_privacy, lambda: client.generate("x")):
+        with pytest.raises(ConfigurationError, match="closed"):
+            use()
+    with pytest.raises(ConfigurationError, match="closed"):
+        client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
+
+
+# ---- generate -------------------------------------------------------------------------------------------------------
+
+
+def local_answer(folder: Path, adapter: Path | None, prompt: Any, num_tokens: int = 24) -> str:
+    tokenizer = tiny.tokenizer()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter).eval()
+    ids = encode_prompt(tokenizer, prompt)
+    output = model.generate(input_ids=ids, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_greedy_text_equals_local(chat_client: TenantClient, chat_folder: Path, trained: Path) -> None:
+    for adapter in (None, trained):
+        assert chat_client.generate(PROMPT, adapter, 24) == local_answer(chat_folder, adapter, PROMPT)
+    assert chat_client.generate(PROMPT, trained) == "Ada Quill"
+    assert chat_client.generate(PROMPT, None) != "Ada Quill"
+
+
+def test_messages_as_prompt(chat_client: TenantClient, chat_folder: Path, trained: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, ROWS[0]["messages"][0]]
+    got = chat_client.generate(iter(messages), trained, 24)
+    assert got == local_answer(chat_folder, trained, messages)
+    assert chat_client.generate([ROWS[0]["messages"][0]], trained) == chat_client.generate(PROMPT, trained)
+
+
+def test_streamed_pieces_are_the_text(chat_client: TenantClient, trained: Path) -> None:
+    for adapter in (None, trained):
+        pieces: list[str] = []
+        text = chat_client.generate(PROMPT, adapter, 24, pieces.append)
+        assert "".join(pieces) == text
+    assert len(pieces) > 1, "nothing was streamed"
+
+
+def test_sampling_options_reach_generate(chat_client: TenantClient) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(chat_client.generate(PROMPT, max_new_tokens=20, do_sample=True, temperature=2.0))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_without_a_template_the_text_is_continued(tmp_path: Path) -> None:
+    folder = tiny.chat_model(tmp_path / "plain", template=None)
+    with TenantClient(f"inproc:{folder}", weights="native", arithmetic="float") as client:
+        tokenizer = client.tokenizer
+        ids = torch.tensor([tokenizer("abc")["input_ids"]])
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        want = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert client.generate("abc", max_new_tokens=8) == tokenizer.decode(want[0, 3:], skip_special_tokens=True)
+        with pytest.raises(ConfigurationError, match="template"):
+            client.generate([{"role": "user", "content": "abc"}])
+
+
+def test_prompts_that_cannot_be(chat_client: TenantClient) -> None:
+    for prompt in ([], ["text"], "x" * 500):
+        with pytest.raises(ConfigurationError) as failure:
+            chat_client.generate(prompt)  # type: ignore[arg-type]
+        assert "\n" not in str(failure.value)
+        assert "xxx" not in str(failure.value)
+
+
+def test_adapters_that_cannot_be(chat_client: TenantClient, trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is it an adapter folder"):
+        chat_client.generate(PROMPT, tmp_path / "nowhere")
+    other = tmp_path / "other"
+    with TenantClient(f"inproc:{tiny.chat_model(tmp_path / 'gpt2', 'gpt2')}") as client:
+        client.finetune(ROWS, lora(fan_in_fan_out=True), other, **QUICK | {"max_steps": 1})
+    damaged = shutil.copytree(trained, tmp_path / "damaged")
+    (damaged / "adapter_model.safetensors").write_bytes(b"garbage")
+    no_config = shutil.copytree(trained, tmp_path / "no_config")
+    (no_config / "adapter_config.json").unlink()
+    for adapter in (other, damaged, no_config):
+        with pytest.raises(ConfigurationError, match="is no adapter for this model") as failure:
+            chat_client.generate(PROMPT, adapter)
+        assert "\n" not in str(failure.value)
+    assert chat_client.generate(PROMPT, trained) == "Ada Quill"
+
+
+def test_an_adapter_that_was_trained_again_is_loaded_again(
+    chat_client: TenantClient, trained: Path, tmp_path: Path
+) -> None:
+    adapter = shutil.copytree(trained, tmp_path / "adapter")
+    assert chat_client.generate(PROMPT, adapter) == "Ada Quill"
+    chat_client.finetune(ROWS, lora(), adapter, **QUICK | {"max_steps": 1})
+    assert chat_client.generate(PROMPT, adapter) != "Ada Quill"
+
+
+# ---- the shell ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def enrolled(chat_core: ProviderCore, tmp_path: Path) -> Iterator[Path]:
+    """A tenant's folder at a provider that runs here."""
+    state = StateDir(tmp_path / "served")
+    with tiny.serving(chat_core, state=state) as server:
+        enroll(state, "acme", tmp_path / "tenant", f"grpcs://127.0.0.1:{server.port}")
+        yield tmp_path / "tenant"
+
+
+def tenant(*arguments: Any, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tenant_sdk", *map(str, arguments)], capture_output=True, text=True,
+        timeout=TIMEOUT_S, input=text, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_finetune_and_generate_from_a_shell(enrolled: Path, chat_folder: Path, tmp_path: Path) -> None:
+    data, out = tmp_path / "data.jsonl", tmp_path / "adapter"
+    data.write_text('{"text": "hello"}\n{"text": "good day"}\n')
+    done = tenant("finetune", data, "--output", out, "--identity", enrolled, "--max-steps", 2, "--batch-size", 2)
+    assert done.returncode == 0, done.stderr
+    first, loss, tokens = done.stdout.splitlines()
+    assert first == f"adapter {out}"
+    assert loss.startswith("loss ")
+    assert tokens.startswith(f"tokens {2 * (len('hello') + len('good day') + 2)} ")
+    assert (out / "adapter_model.safetensors").is_file()
+    assert "Traceback" not in done.stderr
+    answer = tenant(
+        "generate", "-", "--identity", enrolled, "--adapter", out, "--max-new-tokens", 8, text=PROMPT
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.endswith("\n")
+    with TenantClient((enrolled / "endpoint").read_text().strip(), identity=enrolled) as client:
+        assert answer.stdout[:-1] == client.generate(PROMPT, out, 8)
+
+
+def test_an_error_in_a_shell_is_one_line(enrolled: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "hello"}\nnonsense\n')
+    done = tenant("finetune", data, "--output", tmp_path / "out", "--identity", enrolled)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tenant: ")
+    assert "line 2" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--identity", "nowhere"], "endpoint"),
+        ([], "--identity"),
+        (["--identity", "acme"], "cannot be reached"),
+        (["--url", "inproc:CHAT", "--mask", "invisible"], "invisible"),
+        (["--url", "inproc:CHAT", "--adapter", "nowhere"], "adapter folder"),
+    ],
+    ids=str,
+)
+def test_errors_of_the_command(
+    arguments: list[str], expected: str, identity: Path, chat_folder: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(identity.parent)
+    arguments = [word.replace("CHAT", str(chat_folder)) for word in arguments]
+    monkeypatch.setattr(sys, "argv", ["tenant", "generate", "x", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("tenant: ")
+    assert expected in line

@@ -1,0 +1,380 @@
+"""The tenant's end of the stream against forks, proxies, restarts and providers that misbehave."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from provider.core import ProviderCore
+from provider.identity import StateDir
+from provider.service import SERVICE_NAME, server_options
+from provider.tenants import enroll
+from tenant_sdk import TenantClient
+from tests.tenant_sdk import tiny
+from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from wire import frame
+from wire.errors import (
+    DeadlineExceeded,
+    LimitExceeded,
+    MalformedFrame,
+    RemoteFault,
+    Unavailable,
+    VeilbaseError,
+    VersionMismatch,
+    WireCode,
+)
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
+from wire.limits import Limits
+from wire.manifest import Manifest
+from wire.transport import grpc_client
+from wire.transport.grpc_client import GrpcConnection
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
+COLS, REPLY_COLS = 32, 64
+TIMEOUT_S = 30.0
+Frames = Iterator[bytes]
+
+
+def rows(num_rows: int = 2, fill: float = 1.0) -> torch.Tensor:
+    return torch.full((num_rows, COLS), fill)
+
+
+def reply_to(request: Header, **changes: Any) -> Header:
+    size = request.rows * REPLY_COLS * 4
+    header = Header(FrameType.REPLY, request.request_id, request.call, request.rows, REPLY_COLS, 0, size)
+    return replace(header, **changes)
+
+
+def answer(request: Header, fill: float = 0.5) -> bytes:
+    return next(frame.frames(reply_to(request), frame.tensor_bytes(torch.full((request.rows, REPLY_COLS), fill))))
+
+
+class FakeProvider:
+    """An honest manifest, and a stream on which a test says what comes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest.to_bytes()
+        self.script: Callable[[Header], list[bytes]] = lambda request: [answer(request)]
+        self.greeting = frame.hello(FrameType.WELCOME)
+        self.received: queue.SimpleQueue[Header] = queue.SimpleQueue()
+        self.done = threading.Event()
+        self._server = grpc.server(ThreadPoolExecutor(8), options=server_options())
+        handlers = {
+            "Manifest": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([self._manifest])),
+            "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+        self.url = f"grpc://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def _stream(self, messages: Frames, context: Any) -> Frames:
+        next(messages)
+        yield self.greeting
+        for message in messages:
+            header, _ = frame.parse(message)
+            self.received.put(header)
+            if header.kind is FrameType.REQUEST:
+                yield from self.script(header)
+
+    def next_received(self) -> Header:
+        return self.received.get(timeout=TIMEOUT_S)
+
+    def stop(self) -> None:
+        self.done.set()
+        self._server.stop(0).wait()
+
+
+@pytest.fixture
+def fake(chat_core: ProviderCore) -> Iterator[FakeProvider]:
+    made = FakeProvider(chat_core.manifest())
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def connection(fake: FakeProvider) -> Iterator[GrpcConnection]:
+    made = GrpcConnection(fake.url)
+    yield made
+    made.close()
+
+
+def works(connection: GrpcConnection) -> None:
+    assert torch.equal(connection.submit(CALL, rows(), REPLY_COLS).result(), torch.full((2, REPLY_COLS), 0.5))
+
+
+# ---- deadlines ------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_is_never_answered(
+    fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(connection)
+    monkeypatch.setattr(grpc_client, "deadline_s", lambda num_bytes: 0.2)
+    fake.script = lambda request: []
+    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(2)]
+    # first the one that does not read: its end must not depend on the other's
+    for one in reversed(pending):
+        with pytest.raises((DeadlineExceeded, Unavailable)) as failure:
+            one.result()
+        assert "\n" not in str(failure.value)
+    with pytest.raises(DeadlineExceeded):
+        pending[0].result()
+    monkeypatch.undo()
+    fake.script = lambda request: [answer(request)]
+    works(connection)
+
+
+def test_cancel_is_sent_for_what_expired(
+    fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_client, "deadline_s", lambda num_bytes: 0.2)
+    fake.script = lambda request: []
+    pending = connection.submit(CALL, rows(), REPLY_COLS)
+    assert fake.next_received().kind is FrameType.REQUEST
+    cancel = fake.next_received()  # nobody waits for the reply: the watchdog alone ends it
+    assert (cancel.kind, cancel.request_id) == (FrameType.CANCEL, 1)
+    with pytest.raises(DeadlineExceeded, match="request 1"):
+        pending.result()
+    monkeypatch.undo()
+    fake.script = lambda request: [answer(replace(request, request_id=1), 9.0), answer(request)]  # late, and ours
+    works(connection)
+
+
+def test_a_handshake_that_is_never_answered(
+    fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_client, "CONNECT_TIMEOUT_S", 0.3)
+    connection.manifest()
+    fake.greeting = Header(FrameType.REPLY, 77).pack()  # for an unknown id: skipped
+    with pytest.raises(Unavailable, match="handshake"):
+        connection.submit(CALL, rows(), REPLY_COLS).result()
+    monkeypatch.undo()
+    fake.greeting = frame.hello(FrameType.WELCOME)
+    works(connection)
+
+
+# ---- replies that are none ------------------------------------------------------------------------------------------
+
+HALF = REPLY_COLS * 4  # one of two rows
+BAD_REPLIES: dict[str, tuple[type[VeilbaseError], Callable[[Header], list[bytes]]]] = {
+    "empty": (MalformedFrame, lambda request: [b""]),
+    "garbage": (MalformedFrame, lambda request: [b"\xa5" * 100]),
+    "short header": (MalformedFrame, lambda request: [answer(request)[:40]]),
+    "rows": (MalformedFrame, lambda request: [answer(replace(request, rows=3))]),
+    "cols": (MalformedFrame, lambda request: [reply_to(request, cols=COLS, total_bytes=2 * COLS * 4).pack()]),
+    "group": (MalformedFrame, lambda request: [answer(replace(request, call=replace(CALL, group=1)))]),
+    "direction": (
+        MalformedFrame,
+        lambda request: [answer(replace(request, call=replace(CALL, direction=Direction.BACKWARD)))],
+    ),
+    "arithmetic": (
+        MalformedFrame,
+        lambda request: [answer(replace(request, call=replace(CALL, arithmetic=Arithmetic.RING)))],
+    ),
+    "terabytes": (MalformedFrame, lambda request: [reply_to(request, rows=1 << 30, total_bytes=1 << 40).pack()]),
+    "no payload": (MalformedFrame, lambda request: [reply_to(request).pack()]),
+    "second half first": (MalformedFrame, lambda request: [reply_to(request, offset=HALF).pack() + bytes(HALF)]),
+    "first half twice": (MalformedFrame, lambda request: [reply_to(request).pack() + bytes(HALF)] * 2),
+    "too much": (MalformedFrame, lambda request: [answer(request) + b"x"]),
+    "a request": (MalformedFrame, lambda request: [replace(request, offset=0).pack()]),
+    "stream error": (RemoteFault, lambda request: [Header(FrameType.ERROR, 0, code=WireCode.INTERNAL).pack()]),
+    "unknown error": (RemoteFault, lambda request: [Header(FrameType.ERROR, request.request_id, code=999).pack()]),
+    "other protocol": (VersionMismatch, lambda request: [Header(FrameType.WELCOME, code=9).pack()]),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD_REPLIES))
+def test_a_bad_reply_is_one_error(fake: FakeProvider, connection: GrpcConnection, name: str) -> None:
+    kind, fake.script = BAD_REPLIES[name]
+    with pytest.raises(kind) as failure:
+        connection.submit(CALL, rows(), REPLY_COLS).result()
+    assert "\n" not in str(failure.value)
+    fake.script = lambda request: [answer(request)]
+    works(connection)
+
+
+def test_a_bad_reply_ends_all_that_waits(fake: FakeProvider, connection: GrpcConnection) -> None:
+    works(connection)
+    fake.script = lambda request: [b"garbage"] if request.request_id == 4 else []
+    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(3)]
+    with ThreadPoolExecutor(3) as waiting:
+        errors = [future.exception(TIMEOUT_S) for future in [waiting.submit(one.result) for one in pending]]
+    assert [type(error) for error in errors] == [MalformedFrame] * 3
+
+
+def test_frames_for_unknown_requests_are_skipped(fake: FakeProvider, connection: GrpcConnection) -> None:
+    fake.script = lambda request: [
+        answer(replace(request, request_id=1 << 40), 9.0),
+        Header(FrameType.ERROR, 1 << 41, code=WireCode.INTERNAL).pack(),
+        answer(request),
+        answer(request, 9.0),  # a second reply to the same request
+    ]
+    works(connection)
+    works(connection)
+
+
+def test_replies_in_any_order(fake: FakeProvider, connection: GrpcConnection) -> None:
+    held: list[Header] = []
+
+    def backwards(request: Header) -> list[bytes]:
+        held.append(request)
+        return [answer(one, float(one.request_id)) for one in reversed(held)] if len(held) == 8 else []
+
+    fake.script = backwards
+    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(8)]
+    assert [float(one.result()[0, 0]) for one in pending] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+NUM_ROWS = 10
+TWO_FIT = Limits(max_rows=64, max_tensor_bytes=8192, max_in_flight_bytes=8192)
+"""Two requests of NUM_ROWS and their replies: 2 × 10 × (32 + 64) × 4 = 7680 bytes."""
+
+
+@pytest.fixture
+def narrow(chat_core: ProviderCore) -> Iterator[FakeProvider]:
+    made = FakeProvider(chat_core.manifest().model_copy(update={"limits": TWO_FIT}))
+    yield made
+    made.stop()
+
+
+def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
+    """One thread that submits more than fits has to read answers first, since nobody else does."""
+    narrow.script = lambda request: [answer(request, float(request.request_id))]
+    connection = GrpcConnection(narrow.url)
+    with pytest.raises(LimitExceeded):
+        connection.submit(CALL, rows(3 * NUM_ROWS), REPLY_COLS)
+    pending: list[Any] = []
+    for number in range(8):
+        pending.append(connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS))
+        assert all(one.outcome is not None for one in pending[: max(0, number - 1)]), "three were in flight"
+    assert [float(one.result()[0, 0]) for one in pending] == [1, 2, 3, 4, 5, 6, 7, 8]
+    connection.close()
+
+
+def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_client, "deadline_s", lambda num_bytes: 0.2)
+    narrow.script = lambda request: []
+    connection = GrpcConnection(narrow.url)
+    pending = [connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS) for _ in range(2)]
+    with pytest.raises((DeadlineExceeded, Unavailable)):
+        connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS).result()  # room, once the first two have expired
+    for one in pending:
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            one.result()
+    connection.close()
+
+
+# ---- real providers -------------------------------------------------------------------------------------------------
+
+
+def test_the_same_client_works_after_a_restart(chat_core: ProviderCore, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    with tiny.serving(chat_core, state=state) as server:
+        url = f"grpcs://127.0.0.1:{server.port}"
+        enroll(state, "acme", tmp_path / "acme", url)
+        client = TenantClient(url, identity=tmp_path / "acme", arithmetic="float")
+        model = client.load_model()
+        ids = torch.tensor([[5, 6, 7]])
+        with torch.no_grad():
+            want = model(ids).logits
+    with client:
+        for _ in range(3):
+            with pytest.raises(Unavailable), torch.no_grad():
+                model(ids)
+        with tiny.serving(chat_core, server.port, state), torch.no_grad():
+            assert torch.equal(model(ids).logits, want)
+
+
+def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ProviderCore, tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    with tiny.serving(chat_core, state=state) as server:
+        url = f"grpcs://127.0.0.1:{server.port}"
+        for name in ("honest", "other"):
+            enroll(state, name, tmp_path / name, url)
+        with TenantClient(url, identity=tmp_path / "honest", arithmetic="float") as honest:
+            want = honest.finetune(ROWS, lora(), tmp_path / "alone", **QUICK)
+            ended = threading.Event()
+            refused: list[WireCode] = []
+
+            def disturb() -> None:
+                identity = grpc_client.TlsIdentity(
+                    *((tmp_path / "other" / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem"))
+                )
+                channel = grpc_client.open_channel(url, identity)
+                method = channel.stream_stream(grpc_client.STREAM_METHOD)
+                while not ended.is_set() or not refused:
+                    replies = method(iter([frame.hello(FrameType.HELLO), os.urandom(200)]), timeout=TIMEOUT_S)
+                    refused.extend(
+                        WireCode(header.code)
+                        for header in (frame.parse(message)[0] for message in replies)
+                        if header.kind is FrameType.ERROR
+                    )
+                channel.close()
+
+            other = threading.Thread(target=disturb)
+            other.start()
+            try:
+                got = honest.finetune(ROWS, lora(), tmp_path / "disturbed", **QUICK)
+            finally:
+                ended.set()
+                other.join(TIMEOUT_S)
+        assert not other.is_alive()
+        assert set(refused) == {WireCode.MALFORMED}
+        assert got.losses == want.losses
+        assert got.bytes_up == want.bytes_up
+
+
+FORKS = """
+import os, sys, torch
+from tenant_sdk import TenantClient
+from wire.errors import ForkedConnection
+
+torch.set_num_threads(1)
+with TenantClient(sys.argv[1], arithmetic="float") as client:
+    model = client.load_model()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        want = model(ids).logits
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with torch.no_grad():
+                model(ids)
+        except ForkedConnection as exc:
+            code = 0 if "fork" in str(exc) and "\\n" not in str(exc) else 2
+        finally:
+            client.close()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, want)
+    print(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("proxy", [None, "http://127.0.0.1:1"], ids=["plain", "dead-proxy"])
+def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ProviderCore, proxy: str | None) -> None:
+    """Run a second time with a proxy that nobody answers at: loopback does not use one."""
+    names = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {name: proxy for name in names} if proxy else {}
+    with tiny.serving(chat_core) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", FORKS, f"grpc://127.0.0.1:{server.port}"],
+            capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0\n", done.stderr
