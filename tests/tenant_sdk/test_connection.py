@@ -365,12 +365,12 @@ with TenantClient(sys.argv[1], arithmetic="float") as client:
 """
 
 
-@pytest.mark.parametrize("proxy", [None, "http://127.0.0.1:1"], ids=["plain", "dead-proxy"])
-def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ProviderCore, proxy: str | None) -> None:
-    """Run a second time with a proxy that nobody answers at: loopback does not use one."""
-    names = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ProviderCore) -> None:
+    """Behind a proxy that nobody answers at: loopback does not use one."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment |= {name: proxy for name in names} if proxy else {}
+    environment |= dict.fromkeys(
+        ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1"
+    )
     with tiny.serving(chat_core) as server:
         done = subprocess.run(
             [sys.executable, "-c", FORKS, f"grpc://127.0.0.1:{server.port}"],

