@@ -28,7 +28,7 @@ class Off:
         call = Call(group.id, direction, self.arithmetic)
         if self.arithmetic is Arithmetic.FLOAT:
             check_finite(rows)
-            return Masked((Message(call, rows),), lambda replies: replies[0])
+            return Masked((Message(call, rows),), lambda replies: replies[0].clone())  # a reply may be read-only
         encoded, scales = encode_rows(group, direction, rows)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,6 @@ from provider.identity import StateDir, issue_server_certificate, peer_identity
 from provider.session import SWEEP_S, Session
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, WireCode
-from wire.frame import FrameType, Header
 from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
 
 SERVICE_NAME = "veilbase.v1.Provider"
@@ -133,8 +132,8 @@ class ProviderService:
     def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         access = self._gate.admit(context)
         if not self._occupy(access.tenant, context):
-            yield Header(FrameType.ERROR, 0, code=WireCode.QUOTA).pack()
-            return
+            # A status, not a frame: a tenant that never reads could hold this thread with a frame it does not take.
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         limits = self._core.manifest().limits
         session = Session(
             access.tenant, limits, self._core.check, self._core.compute, self._executor, access.refusal, context.cancel
@@ -176,7 +175,10 @@ class ProviderService:
             with self._lock:
                 sessions = list(self._sessions)
             for session in sessions:
-                session.sweep(time.monotonic())
+                try:
+                    session.sweep(time.monotonic())
+                except Exception as exc:  # noqa: BLE001 - the thread looks after every tenant and must go on
+                    _LOGGER.error("a sweep of %s failed: %s", session.tenant, type(exc).__name__)
 
     def _drop(self, session: Session) -> None:
         session.close()

@@ -65,6 +65,7 @@ class _Request:
         self.expires_at = expires_at
         self.assembler: Assembler | None = Assembler(header)
         self.job: Job | None = None
+        self.reply: torch.Tensor | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -267,8 +268,11 @@ class Session:
         if isinstance(outcome, VeilbaseError):
             self._forget(number)
             self._put_error(number, code_of(outcome))
+        elif self._output.qsize() > MAX_REQUESTS:
+            self._give_up()
         else:
-            self._output.put(self._reply_frames(request, outcome))
+            request.reply = outcome  # kept there, so that a request that is forgotten takes its reply with it
+            self._output.put(self._reply_frames(request))
 
     def _forget(self, request_id: int) -> bool:
         with self._lock:
@@ -276,6 +280,7 @@ class Session:
             if request is None:
                 return False
             self._held_bytes -= request.held_bytes
+        request.reply = None
         if request.job is not None:
             request.job.cancel()
         return True
@@ -283,6 +288,9 @@ class Session:
     def sweep(self, now: float) -> None:
         """Drops what has expired; ends a stream whose tenant was revoked, or that never said HELLO."""
         self._sweep_at = now + SWEEP_S
+        if self._closed:
+            self._hang_up()  # whoever sends is held by a tenant that does not read
+            return
         with self._lock:
             expired = [number for number, request in self._requests.items() if now >= request.expires_at]
         for number in expired:
@@ -342,24 +350,33 @@ class Session:
                 self._reads_here = False
                 self._turns.put(True)
 
-    def _reply_frames(self, request: _Request, reply: torch.Tensor) -> Iterator[bytes]:
-        asked = request.header
+    def _reply_frames(self, request: _Request) -> Iterator[bytes]:
+        asked, reply = request.header, request.reply
+        if reply is None:
+            return  # cancelled or expired before its turn
         size = asked.rows * request.reply_cols * frame.ITEM_BYTES
         header = Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, request.reply_cols, 0, size)
         left = size
+        request.reply = None  # from here on this generator holds it
         for message in frame.frames(header, frame.tensor_bytes(reply)):
             left -= len(message) - frame.HEADER_BYTES
+            if self._requests.get(asked.request_id) is not request:
+                return
             if left == 0:
                 # Released before the last chunk leaves: the tenant may use the room as soon as it has that chunk.
                 self._forget(asked.request_id)
-            elif self._requests.get(asked.request_id) is not request:
-                return
             yield message
 
     def _put_error(self, request_id: int, code: WireCode) -> None:
         if self._output.qsize() > MAX_REQUESTS:
-            raise QuotaExceeded("too many unread answers")
+            self._give_up()
+            return
         self._output.put(Header(FrameType.ERROR, request_id, code=code).pack())
+
+    def _give_up(self) -> None:
+        """Ends a stream whose tenant asks and does not read."""
+        self.end(WireCode.QUOTA)
+        self._hang_up()
 
     def end(self, code: WireCode) -> None:
         """Ends the stream with one error about all of it."""

@@ -108,6 +108,21 @@ class _MarkComplete(TrainerCallback):  # type: ignore[misc]
         (checkpoint / _MARKER).touch()
 
 
+def check_replaceable(output_dir: Path) -> None:
+    """Refuses, before any work, an output folder that holds anything but an adapter: it would be replaced whole.
+
+    Raises:
+        ConfigurationError: a file, or a folder with other things in it.
+    """
+    if output_dir.is_dir():
+        names = {path.name for path in output_dir.iterdir()}
+        if not names or ("adapter_config.json" in names and not any((output_dir / name).is_dir() for name in names)):
+            return
+    elif not output_dir.exists():
+        return
+    raise ConfigurationError(f"{output_dir} holds something other than an adapter: name a folder of its own")
+
+
 def save_adapter(model: Any, output_dir: Path) -> None:
     """Writes PEFT's files beside the target, then puts them in place; an older adapter there is replaced.
 
@@ -122,6 +137,12 @@ def save_adapter(model: Any, output_dir: Path) -> None:
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as scratch:
         fresh, old = Path(scratch) / "new", Path(scratch) / "old"
         model.save_pretrained(fresh, save_embedding_layers=False)
-        if output_dir.exists():
+        replaced = output_dir.exists()
+        if replaced:
             output_dir.rename(old)
-        fresh.rename(output_dir)
+        try:
+            fresh.rename(output_dir)
+        except BaseException:
+            if replaced:
+                old.rename(output_dir)
+            raise

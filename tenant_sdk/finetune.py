@@ -26,7 +26,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
-from tenant_sdk.checkpoints import Checkpoints, fingerprint, save_adapter
+from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.dataset import Collator, load_rows, tokenize
 from tenant_sdk.model import context_length, ignore_renamings
 from tenant_sdk.progress import ProgressBar
@@ -159,6 +159,7 @@ def finetune(
     rows = tokenize(parsed, tokenizer, min(max_length or context, context))
     peft_config = peft_config or default_peft_config()
     output_dir = Path(output_dir)
+    check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
     checkpoints = Checkpoints(output_dir.with_name(output_dir.name + ".checkpoints"))
     start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)

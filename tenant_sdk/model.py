@@ -7,6 +7,7 @@ base layers for remote ones before loading, so no model code is changed and buff
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,7 +135,7 @@ def load_remote_model(
 
 def config_kind(manifest: Manifest) -> str:
     """The model type that the manifest names, bounded for an error text."""
-    return str(manifest.config.get("model_type", "unknown"))[:64]
+    return re.sub(r"[^A-Za-z0-9_.-]", "?", str(manifest.config.get("model_type", "unknown"))[:64])
 
 
 def context_length(manifest: Manifest) -> int:

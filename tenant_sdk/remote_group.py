@@ -91,8 +91,13 @@ class _Product(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
         out_dtype = autocast_dtype(x)
-        members = product.split(group.member_features, dim=1) if len(group.member_features) > 1 else (product,)
-        return tuple(part.to(out_dtype).contiguous().view(*x.shape[:-1], part.shape[1]) for part in members)
+        if len(group.member_features) == 1:
+            return (product.to(out_dtype),)
+        # copies, not views: model code may change an output in place, as it may a local layer's
+        return tuple(
+            part.to(out_dtype, copy=True, memory_format=torch.contiguous_format)
+            for part in product.split(group.member_features, dim=1)
+        )
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -112,7 +117,8 @@ class _Product(torch.autograd.Function):
 
 
 def _apply(x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
-    return cast(tuple[torch.Tensor, ...], _Product.apply(x, group))  # type: ignore[no-untyped-call]
+    parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, group))  # type: ignore[no-untyped-call]
+    return parts if x.dim() == 2 else tuple(part.view(*x.shape[:-1], part.shape[1]) for part in parts)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
@@ -165,7 +171,7 @@ class RemoteGroup:
         if len(self.member_features) == 1:
             return _apply(x, self)[0]
         shared: _Shared | None = getattr(self._local, "shared", None)
-        context = (torch.is_grad_enabled(), autocast_dtype(x))
+        context = (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x))
         tracked = not x.is_inference()  # inference tensors count no versions, so nothing says they are unchanged
         if (
             tracked

@@ -15,6 +15,8 @@ MAX_FRAME_BYTES = CHUNK_BYTES + 4096
 MAX_MANIFEST_BYTES = 64 * MIB
 MAX_BUNDLE_BYTES = 64 << 30
 MAX_BUNDLE_FILES = 32
+MAX_TEXT_FILE_BYTES = 128 * MIB
+"""Configs and tokenizers are read whole; safetensors files are not."""
 MAX_FEATURES = 1 << 22
 MAX_GROUPS = 1 << 16
 MAX_DEADLINE_MS = 3_600_000

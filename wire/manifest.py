@@ -14,7 +14,15 @@ from pydantic_core import from_json
 
 from wire.errors import MalformedFrame, VersionMismatch
 from wire.frame import PROTOCOL_VERSION
-from wire.limits import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, MAX_FEATURES, MAX_GROUPS, MAX_MANIFEST_BYTES, Limits
+from wire.limits import (
+    MAX_BUNDLE_BYTES,
+    MAX_BUNDLE_FILES,
+    MAX_FEATURES,
+    MAX_GROUPS,
+    MAX_MANIFEST_BYTES,
+    MAX_TEXT_FILE_BYTES,
+    Limits,
+)
 from wire.quantise import INT8_MAX
 
 BUNDLE_FILE_NAMES = frozenset(
@@ -94,6 +102,8 @@ class BundleFile(_Strict):
 
     @model_validator(mode="after")
     def _known_name(self) -> BundleFile:
+        if not self.name.endswith(".safetensors") and self.size_bytes > MAX_TEXT_FILE_BYTES:
+            raise ValueError("a text file too large to be read whole")
         if self.name not in BUNDLE_FILE_NAMES:
             raise ValueError("a file name that no bundle may hold")
         return self

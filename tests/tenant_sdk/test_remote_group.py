@@ -151,6 +151,31 @@ def test_large_calls_are_split_by_rows(client: TenantClient, calls: Any) -> None
     assert max(shape[0] for _, shape in calls) == 5
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_outputs_can_be_changed_in_place(client: TenantClient, name: str, rows: int) -> None:
+    """As a local layer's can, in training too, and without touching another member's output."""
+    attention: Any = client.load_model().model.layers[0].self_attn
+    x = torch.randn(2, rows, 32, requires_grad=True)
+    y = getattr(attention, name)(x)
+    want = y.detach().clone().relu()
+    other = attention.k_proj(x) if name == "q_proj" else None
+    kept = other.detach().clone() if other is not None else None
+    y.relu_()
+    y.sum().backward()
+    assert torch.equal(y.detach(), want)
+    assert x.grad is not None
+    assert kept is None or torch.equal(other, kept)
+
+
+def test_an_input_that_comes_to_need_a_gradient_makes_a_new_call(client: TenantClient, calls: Any) -> None:
+    attention: Any = client.load_model().model.layers[0].self_attn
+    x = torch.randn(3, 32)
+    attention.q_proj(x)
+    assert attention.k_proj(x.requires_grad_()).requires_grad
+    assert len(calls) == 2
+
+
 def test_zero_rows_make_no_call(client: TenantClient, calls: Any) -> None:
     attention: Any = client.load_model().model.layers[0].self_attn
     assert attention.q_proj(torch.empty(0, 32)).shape == (0, 32)

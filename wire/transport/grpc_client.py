@@ -28,6 +28,7 @@ from wire.errors import (
     LimitExceeded,
     MalformedFrame,
     NotPermitted,
+    QuotaExceeded,
     TransportError,
     Unauthenticated,
     Unavailable,
@@ -53,7 +54,6 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
 DEFAULT_PORT = 8443
-_FILE_IDLE_TIMEOUT_S = 600.0
 WATCH_S = 0.5
 """How often deadlines are looked at; they are tens of seconds."""
 
@@ -126,7 +126,7 @@ def _translate(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
     if code == grpc.StatusCode.FAILED_PRECONDITION:
         return VersionMismatch("the provider speaks another protocol version: install matching releases")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return LimitExceeded("a message was larger than the limit of the other end")
+        return QuotaExceeded("the provider has too many calls open, or refused the size of one: try again later")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("the provider did not answer in time")
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
@@ -240,8 +240,7 @@ class _Stream:
         self._reading.release()
         for other in list(self._waiting.values()):
             if other is not request and other.nudged is not None:
-                other.nudged.set()  # this one leads next
-                return
+                other.nudged.set()  # all of them: one that has just been answered would not lead
 
     def _read_one(self) -> None:
         try:
@@ -255,6 +254,10 @@ class _Stream:
         except VeilbaseError as exc:
             self.fail(exc)
             self._call.cancel()
+        except (KeyboardInterrupt, SystemExit):
+            self.fail(Unavailable("the reading thread was interrupted"))
+            self._call.cancel()
+            raise
         except Exception as exc:  # noqa: BLE001 - whoever else waits must not be left waiting
             self.fail(TransportError(f"reading replies failed: {type(exc).__name__}"))
             self._call.cancel()
@@ -435,7 +438,9 @@ class GrpcConnection:
         sizes = {file.name: file.size_bytes for file in self.manifest().bundle}
         if file_name not in sizes:
             raise ConfigurationError(f"the provider's bundle has no file {file_name!r}")
-        yield from self._unary_stream(BUNDLE_METHOD, file_name.encode(), _FILE_IDLE_TIMEOUT_S, sizes[file_name])
+        yield from self._unary_stream(
+            BUNDLE_METHOD, file_name.encode(), deadline_s(sizes[file_name]), sizes[file_name]
+        )
 
     def _unary_stream(self, method: str, request: bytes, timeout_s: float, max_bytes: int) -> Iterator[bytes]:
         channel = self._open_channel()
