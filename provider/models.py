@@ -65,7 +65,8 @@ def resolve(model: str) -> ModelSource:
         if not (path / "config.json").is_file():
             raise ConfigurationError(f"expected a Hugging Face folder with a config.json, got {model!r}")
         return ModelSource(path.resolve().name or "model", str(path.resolve()))
-    if _HUB_ID.fullmatch(model) is None or path.exists():
+    # a hub id without its owner is far more often a typing mistake, and looking it up takes a minute offline
+    if "/" not in model or _HUB_ID.fullmatch(model) is None or path.exists():
         raise _unknown(model)
     return ModelSource(model, model)
 

@@ -139,7 +139,10 @@ def _translate(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
         return Unauthenticated(
             "the TLS connection was closed: this identity belongs to another provider, has expired, or is missing"
         )
-    return Unavailable("the provider cannot be reached or went away; the run can go on from its last checkpoint")
+    return Unavailable(
+        "the provider cannot be reached or went away: check its URL and that it runs; "
+        "a fine-tuning run that broke goes on from its last checkpoint when it is started again"
+    )
 
 
 class _Request:
