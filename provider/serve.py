@@ -30,9 +30,6 @@ def serve(settings: ProviderSettings) -> None:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     from provider.service import Server  # here, not above: torch takes seconds to import
-    from provider.threads import share_heaps
-
-    share_heaps()
     state = _open_state(settings)
     server = Server(settings.host, settings.port, state)
     core = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 from pathlib import Path
@@ -10,15 +9,6 @@ from pathlib import Path
 import torch
 
 _local = threading.local()
-_M_ARENA_MAX = -8  # mallopt(3)
-_ARENAS = 2
-
-
-def share_heaps() -> None:
-    """Before threads start: a few malloc heaps for all of them. glibc's default gives each thread its own, and
-    what every tenant's threads once needed for a large request would stay with the process."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def use_one_core() -> None:
