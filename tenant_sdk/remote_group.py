@@ -87,6 +87,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
+        """Sends the rows and keeps their shape only."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
         product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
@@ -102,6 +103,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        """Sends the outputs' gradients through the transpose; members without one count as zeros."""
         group: RemoteGroup = ctx.group
         present = [grad for grad in grads if grad is not None]
         if not present:
