@@ -11,6 +11,7 @@ import torch
 from provider import executor
 from provider.weights import ServedModel
 from wire.errors import RemoteFault, VeilbaseError
+from wire.expand import Rows
 from wire.frame import Call
 from wire.manifest import Manifest
 
@@ -41,7 +42,7 @@ class ProviderCore:
         """See `provider.executor.check_call`."""
         return executor.check_call(self.served, call, cols)
 
-    def compute(self, call: Call, rows: torch.Tensor, tenant: str = LOCAL_TENANT, request_id: int = 0) -> torch.Tensor:
+    def compute(self, call: Call, rows: Rows, tenant: str = LOCAL_TENANT, request_id: int = 0) -> torch.Tensor:
         """One product; see `provider.executor.compute`.
 
         Raises:

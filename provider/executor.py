@@ -18,10 +18,13 @@ import torch
 from provider.weights import ServedGroup, ServedModel
 from wire import ring
 from wire.errors import DeadlineExceeded, InvalidTensor, UnknownLayer, VeilbaseError
-from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
+from wire.expand import Rows, SeededRows
+from wire.frame import Arithmetic, Call, Direction, Purpose, check_rows
 
 _BLOCK_ELEMENTS = 1 << 24
 """Weights that become float32 on demand do so in pieces of 64 MiB: a head's full copy would take gigabytes."""
+_HINT_SCRATCH_BYTES = 64 << 20
+"""A hint's rows are expanded and multiplied in pieces that need no more: one of a wide layer would take gigabytes."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -37,14 +40,10 @@ def check_call(served: ServedModel, call: Call, cols: int) -> int:
         Numbers per row of the reply.
 
     Raises:
-        UnknownLayer: no such group, or a purpose that is not served.
+        UnknownLayer: no such group, or a hint in float arithmetic.
         InvalidTensor: not the number of features of this group and direction.
     """
-    if call.group >= len(served.groups):
-        raise UnknownLayer(f"expected a group below {len(served.groups)}, got {call.group}")
-    if call.purpose is Purpose.HINT:
-        raise UnknownLayer("this provider expands no seeds")
-    info = served.groups[call.group].info
+    info = _find(served, call).info
     given, replied = info.in_features, info.out_features
     if call.direction is Direction.BACKWARD:
         given, replied = replied, given
@@ -53,29 +52,39 @@ def check_call(served: ServedModel, call: Call, cols: int) -> int:
     return replied
 
 
-def compute(served: ServedModel, call: Call, rows: torch.Tensor) -> torch.Tensor:
+def _find(served: ServedModel, call: Call) -> ServedGroup:
+    if call.group >= len(served.groups):
+        raise UnknownLayer(f"expected a group below {len(served.groups)}, got {call.group}")
+    if call.purpose is Purpose.HINT and call.arithmetic is not Arithmetic.RING:
+        raise UnknownLayer("hints exist in ring arithmetic only")
+    return served.groups[call.group]
+
+
+def compute(served: ServedModel, call: Call, rows: Rows) -> torch.Tensor:
     """One product.
 
     Args:
         served: the model.
         call: which product.
         rows: shape (num_rows, features of the direction), int32 (ring) or float32 (float), CPU; not written to.
+            For a hint, the seed that they come from.
 
     Returns:
         Shape (num_rows, features of the other side), same dtype.
 
     Raises:
-        UnknownLayer, InvalidTensor: see `check_call`; another dtype; NaN or infinity.
+        UnknownLayer, InvalidTensor: see `check_call`; rows for a hint, or a seed for another purpose; another dtype;
+            NaN or infinity.
     """
-    if rows.dim() != 2 or rows.dtype != DTYPES[call.arithmetic]:
-        raise InvalidTensor(f"expected a matrix of {DTYPES[call.arithmetic]}, got {rows.dim()}-d {rows.dtype}")
+    check_rows(call, rows)
+    if isinstance(rows, SeededRows):
+        return _hint(_ring_weight(_find(served, call), call.direction), rows)
     reply_cols = check_call(served, call, rows.shape[1])
     if rows.shape[0] == 0:
         return torch.empty(0, reply_cols, dtype=rows.dtype)
     group = served.groups[call.group]
     if call.arithmetic is Arithmetic.RING:
-        forward = call.direction is Direction.FORWARD
-        return ring.product(rows, group.quantised if forward else group.quantised.t())
+        return ring.product(rows, _ring_weight(group, call.direction))
     if not _all_finite(rows):
         raise InvalidTensor("a row holds NaN or infinity")
     if call.direction is Direction.BACKWARD:
@@ -83,6 +92,22 @@ def compute(served: ServedModel, call: Call, rows: torch.Tensor) -> torch.Tensor
     reply = _float_forward(group, rows)
     if call.purpose is Purpose.PRODUCT and group.bias is not None:
         reply += group.bias  # the same sum for every caller: the two forms differ by exactly b
+    return reply
+
+
+def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
+    """W̃, int8, shape (features of the request, features of the reply)."""
+    return group.quantised if direction is Direction.FORWARD else group.quantised.t()
+
+
+def _hint(weight: torch.Tensor, rows: SeededRows) -> torch.Tensor:
+    """The expanded rows times `weight`; int32, shape (num_rows, features of the reply)."""
+    features, reply_features = weight.shape
+    reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32)
+    row_bytes = 8 * features + 16 * reply_features  # the numbers and their limbs; four limbs of int32 sums
+    for piece in rows.split(max(1, _HINT_SCRATCH_BYTES // row_bytes)):
+        start = piece.first_row - rows.first_row
+        reply[start : start + piece.num_rows] = ring.product(piece.expand(features), weight)
     return reply
 
 
@@ -123,8 +148,8 @@ def _block_columns(weight: torch.Tensor) -> int:
 
 
 Outcome = torch.Tensor | VeilbaseError
-Work = Callable[[Call, torch.Tensor, str, int], torch.Tensor]
-"""Call, rows, tenant's name and request id to the reply; raises nothing but `wire.errors`."""
+Work = Callable[[Call, Rows, str, int], torch.Tensor]
+"""Call, rows or seed, tenant's name and request id to the reply; raises nothing but `wire.errors`."""
 
 
 class Job:
@@ -133,7 +158,7 @@ class Job:
     def __init__(
         self,
         call: Call,
-        rows: torch.Tensor,
+        rows: Rows,
         tenant: str,
         request_id: int,
         expires_at: float,
@@ -144,7 +169,7 @@ class Job:
         self.tenant, self.request_id = tenant, request_id
         self.expires_at = expires_at
         self._done = done
-        self._rows: torch.Tensor | None = rows
+        self._rows: Rows | None = rows
 
     def cancel(self) -> None:
         """Drops the rows: what waits in the queue afterwards has no size."""

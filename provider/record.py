@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save
 
 from wire.errors import ConfigurationError
+from wire.expand import Rows, SeededRows
 from wire.frame import Call
 from wire.manifest import GroupInfo
 
@@ -59,8 +60,8 @@ class Recorder:
             "the manifest tells every tenant.", folder, limit_bytes,
         )  # fmt: skip
 
-    def record(self, tenant: str, call: Call, request: torch.Tensor, reply: torch.Tensor) -> None:
-        """Writes one request; safe under threads."""
+    def record(self, tenant: str, call: Call, request: Rows, reply: torch.Tensor) -> None:
+        """Writes one request; safe under threads. A hint's `request` is what came: the payload's 48 bytes, uint8."""
         if call.group not in self._groups or self._failed:
             return
         with self._lock:
@@ -71,10 +72,10 @@ class Recorder:
                 "direction": call.direction.name.lower(),
                 "arithmetic": call.arithmetic.name.lower(),
                 "purpose": call.purpose.name.lower(),
-                "rows": request.shape[0],
+                "rows": reply.shape[0],
             }
             try:
-                line["file"] = self._write_tensors(request, reply)
+                line["file"] = self._write_tensors(_as_tensor(request), reply)
                 line["truncated"] = line["file"] is None
                 self._index.write(json.dumps(line) + "\n")
                 self._index.flush()
@@ -97,6 +98,12 @@ class Recorder:
         with self._lock:
             self._failed = True
             self._index.close()
+
+
+def _as_tensor(request: Rows) -> torch.Tensor:
+    if isinstance(request, SeededRows):
+        return torch.frombuffer(bytearray(request.pack()), dtype=torch.uint8)
+    return request
 
 
 def _wanted(group: GroupInfo, patterns: str) -> bool:

@@ -30,6 +30,7 @@ def serve(settings: ProviderSettings) -> None:
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     from provider.service import Server  # here, not above: torch takes seconds to import
+
     state = _open_state(settings)
     server = Server(settings.host, settings.port, state)
     core = None

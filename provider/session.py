@@ -36,7 +36,7 @@ from wire.errors import (
     WireCode,
     code_of,
 )
-from wire.frame import Assembler, Call, Direction, FrameType, Header
+from wire.frame import Assembler, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_DEADLINE_MS, Limits
 
 INLINE_ROWS = 8
@@ -189,7 +189,7 @@ class Session:
             raise MalformedFrame("a request id that is in flight was used again")
         if assembler.add(header, payload):
             request.assembler = None
-            self._compute(request, assembler.tensor())
+            self._compute(request, assembler)
 
     def _check_leftover(self, header: Header) -> None:
         """Chunks of a request that was refused, cancelled or expired are skipped; others have no first chunk."""
@@ -244,14 +244,19 @@ class Session:
 
     # ---- compute ----------------------------------------------------------------------------------------------------
 
-    def _compute(self, request: _Request, rows: torch.Tensor) -> None:
-        header = request.header
+    def _compute(self, request: _Request, assembler: Assembler) -> None:
+        header, call = request.header, request.header.call
+        try:
+            rows = assembler.rows()
+        except VeilbaseError as exc:  # a seed that does not fit its header: a fault of this request alone
+            self._answer(request, exc)
+            return
 
         def done(outcome: Outcome) -> None:
             self._answer(request, outcome)
 
-        job = Job(header.call, rows, self.tenant, header.request_id, request.expires_at, done)
-        if header.rows <= INLINE_ROWS and header.call.direction is Direction.FORWARD:
+        job = Job(call, rows, self.tenant, header.request_id, request.expires_at, done)
+        if header.rows <= INLINE_ROWS and call.direction is Direction.FORWARD and call.purpose is not Purpose.HINT:
             use_one_core()
             job.run(self._work)
             self._answered_at_once = True

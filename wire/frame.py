@@ -15,7 +15,8 @@ from enum import IntEnum
 
 import torch
 
-from wire.errors import LimitExceeded, MalformedFrame
+from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
+from wire.expand import PACKED_BYTES, Rows, SeededRows
 from wire.limits import CHUNK_BYTES
 
 PROTOCOL_VERSION = 1
@@ -58,7 +59,7 @@ class Arithmetic(IntEnum):
 
 
 class Purpose(IntEnum):
-    """PRODUCT: with bias where the arithmetic adds one. EFFECT: bias-free. HINT: bias-free, rows from a seed."""
+    """PRODUCT: with bias where the arithmetic adds one. EFFECT: bias-free. HINT: ring only, rows from a seed."""
 
     PRODUCT = 0
     EFFECT = 1
@@ -154,6 +155,26 @@ def hello(kind: FrameType) -> bytes:
     return Header(kind, code=PROTOCOL_VERSION, total_bytes=len(MAGIC)).pack() + MAGIC
 
 
+def check_rows(call: Call, rows: Rows) -> None:
+    """Raises InvalidTensor unless a hint comes as a seed, and any other call as a matrix of its arithmetic's dtype."""
+    if isinstance(rows, SeededRows) != (call.purpose is Purpose.HINT):
+        raise InvalidTensor("expected a seed with a call for a hint, and rows with any other")
+    if isinstance(rows, torch.Tensor) and (rows.dim() != 2 or rows.dtype != DTYPES[call.arithmetic]):
+        raise InvalidTensor(f"expected a matrix of {DTYPES[call.arithmetic]}, got {rows.dim()}-d {rows.dtype}")
+
+
+def payload_bytes(kind: FrameType, call: Call, rows: int, cols: int) -> int:
+    """Bytes that the header of a REQUEST or REPLY of this shape must announce: 48 where the rows come as a seed."""
+    if kind is FrameType.REQUEST and call.purpose is Purpose.HINT:
+        return PACKED_BYTES
+    return rows * cols * ITEM_BYTES
+
+
+def rows_bytes(rows: Rows) -> memoryview:
+    """The payload of a request: a flat byte view of its rows (no copy), or the 48 bytes of a seed."""
+    return memoryview(rows.pack()) if isinstance(rows, SeededRows) else tensor_bytes(rows)
+
+
 def tensor_bytes(rows: torch.Tensor) -> memoryview:
     """A flat byte view of a contiguous CPU tensor of four-byte numbers, shape (rows, cols); no copy."""
     return rows.detach().contiguous().numpy().data.cast("B") if rows.numel() else memoryview(b"")
@@ -204,14 +225,34 @@ class Assembler:
         self._received += len(payload)
         return self._received == first.total_bytes
 
+    def rows(self) -> Rows:
+        """What a complete REQUEST carries: its tensor, or for a hint the seed of the rows that its header announces.
+
+        Raises:
+            InvalidTensor: a seed for another number of rows, or for rows beyond 2^40.
+        """
+        first = self.header
+        if first.kind is not FrameType.REQUEST or first.call.purpose is not Purpose.HINT:
+            return self.tensor()
+        seeded = SeededRows.unpack(self._data())
+        if seeded.num_rows != first.rows:
+            raise InvalidTensor(f"expected a seed for the {first.rows} rows of its header, got {seeded.num_rows}")
+        return seeded
+
+    def _data(self) -> memoryview | bytearray:
+        data = self._whole if self._whole is not None else self._buffer
+        return memoryview(b"") if data is None else data
+
     def tensor(self) -> torch.Tensor:
-        """The complete tensor, shape (rows, cols), dtype of its arithmetic. Read-only: it may view the frame."""
+        """The complete tensor, shape (rows, cols), dtype of its arithmetic. Read-only: it may view the frame.
+
+        Only where `payload_bytes` counts numbers: `rows` reads a request, whatever its purpose.
+        """
         first = self.header
         dtype = DTYPES[first.call.arithmetic]
         if first.total_bytes == 0:
             return torch.empty(first.rows, first.cols, dtype=dtype)
-        data = self._whole if self._whole is not None else self._buffer
-        return torch.frombuffer(data, dtype=dtype).view(first.rows, first.cols)
+        return torch.frombuffer(self._data(), dtype=dtype).view(first.rows, first.cols)
 
 
 def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) -> None:
@@ -219,11 +260,13 @@ def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) ->
 
     Raises:
         LimitExceeded: more rows or bytes than the limits.
-        MalformedFrame: byte count other than rows × cols × 4.
+        MalformedFrame: byte count other than rows × cols × 4, or than 48 in a request for a hint.
     """
-    if header.rows > max_rows or header.total_bytes > max_tensor_bytes:
+    size = max(header.total_bytes, header.rows * header.cols * ITEM_BYTES)  # a seed stands for as many numbers
+    if header.rows > max_rows or size > max_tensor_bytes:
         raise LimitExceeded(
-            f"expected at most {max_rows} rows and {max_tensor_bytes} bytes, got {header.rows} and {header.total_bytes}"
+            f"expected at most {max_rows} rows and {max_tensor_bytes} bytes, got {header.rows} and {size}"
         )
-    if header.total_bytes != header.rows * header.cols * ITEM_BYTES:
+    expected = payload_bytes(header.kind, header.call, header.rows, header.cols)
+    if header.total_bytes != expected:
         raise MalformedFrame(f"{header.rows} × {header.cols} numbers do not make {header.total_bytes} bytes")

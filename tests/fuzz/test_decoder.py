@@ -19,7 +19,19 @@ from hypothesis import strategies as st
 from tests.wire.test_manifest import valid
 from wire import frame
 from wire.errors import VeilbaseError, code_of, error_from_code
-from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose, check_tensor_header, parse
+from wire.expand import Rows, SeededRows
+from wire.frame import (
+    Arithmetic,
+    Assembler,
+    Call,
+    Direction,
+    FrameType,
+    Header,
+    Purpose,
+    check_tensor_header,
+    parse,
+    payload_bytes,
+)
 from wire.manifest import Manifest, parse_manifest
 
 MAX_ROWS = 64
@@ -53,7 +65,7 @@ class Receiver:
 
     def __init__(self) -> None:
         self.open: dict[int, Assembler] = {}
-        self.tensors: list[tuple[Header, torch.Tensor]] = []
+        self.complete: list[tuple[Header, Rows]] = []
 
     def take(self, message: bytes) -> None:
         header, payload = parse(message)
@@ -66,7 +78,7 @@ class Receiver:
             assembler = self.open[header.request_id] = Assembler(header)
         if assembler.add(header, payload):
             del self.open[header.request_id]
-            self.tensors.append((assembler.header, assembler.tensor()))
+            self.complete.append((assembler.header, assembler.rows()))
 
     def take_all(self, messages: list[bytes]) -> None:
         """Until the first error, which ends a stream."""
@@ -75,11 +87,16 @@ class Receiver:
                 self.take(message)
         except VeilbaseError as exc:
             check_error(exc)
-        for header, tensor in self.tensors:
-            assert tensor.shape == (header.rows, header.cols)
-            assert tensor.dtype == frame.DTYPES[header.call.arithmetic]
-            assert tensor.numel() * 4 == header.total_bytes <= MAX_TENSOR_BYTES
-            tensor.sum()  # every byte of it is there
+        for header, rows in self.complete:
+            if isinstance(rows, SeededRows):
+                assert (header.kind, header.call.purpose) == (FrameType.REQUEST, Purpose.HINT)
+                assert rows.num_rows == header.rows <= MAX_ROWS
+                assert rows.expand(3).shape == (header.rows, 3)
+                continue
+            assert rows.shape == (header.rows, header.cols)
+            assert rows.dtype == frame.DTYPES[header.call.arithmetic]
+            assert rows.numel() * 4 == header.total_bytes <= MAX_TENSOR_BYTES
+            rows.sum()  # every byte of it is there
 
 
 def check_error(exc: VeilbaseError) -> None:
@@ -96,11 +113,13 @@ calls = st.builds(
 
 @st.composite
 def tensor_messages(draw: st.DrawFn) -> list[bytes]:
-    """The frames of one valid tensor, in chunks of any size."""
+    """The frames of one valid tensor or seed, in chunks of any size."""
     num_rows, cols = draw(st.integers(0, 8)), draw(st.integers(1, 8))
+    kind, call = draw(st.sampled_from([FrameType.REQUEST, FrameType.REPLY])), draw(calls)
     data = bytes(range(256))[: num_rows * cols * 4]
-    kind = draw(st.sampled_from([FrameType.REQUEST, FrameType.REPLY]))
-    header = Header(kind, draw(st.integers(0, 2)), draw(calls), num_rows, cols, 0, len(data), 1000)
+    if kind is FrameType.REQUEST and call.purpose is Purpose.HINT:
+        data = bytes(range(32)) + struct.pack("<QQ", draw(st.integers(0, 2**40 - num_rows)), num_rows)
+    header = Header(kind, draw(st.integers(0, 2)), call, num_rows, cols, 0, len(data), 1000)
     size = draw(st.integers(1, 300))
     starts = range(0, max(len(data), 1), size)
     return [replace(header, offset=start).pack() + data[start : start + size] for start in starts]
@@ -184,21 +203,44 @@ def test_valid_streams_pass(messages: list[bytes]) -> None:
     receiver = Receiver()
     for message in messages:
         receiver.take(message)
-    ((header, tensor),) = receiver.tensors
-    assert tensor.contiguous().view(-1).view(torch.uint8).tolist() == list(range(header.total_bytes))
+    ((header, rows),) = receiver.complete
+    if isinstance(rows, SeededRows):
+        assert (rows.seed, rows.num_rows) == (bytes(range(32)), header.rows)
+    else:
+        assert rows.contiguous().view(-1).view(torch.uint8).tolist() == list(range(header.total_bytes))
 
 
-@given(*[st.sampled_from(SPECIAL[:-3]) | st.integers(0, 100)] * 2, st.sampled_from(SPECIAL) | st.integers(0, 10_000))
+@given(
+    calls, *[st.sampled_from(SPECIAL[:-3]) | st.integers(0, 100)] * 2, st.sampled_from(SPECIAL) | st.integers(0, 10_000)
+)
 @settings(max_examples=300, deadline=None)
-def test_accepted_headers_are_within_the_limits(rows: int, cols: int, total_bytes: int) -> None:
-    header = Header(FrameType.REQUEST, 1, rows=rows, cols=cols, total_bytes=total_bytes)
+def test_accepted_headers_are_within_the_limits(call: Call, rows: int, cols: int, total_bytes: int) -> None:
+    header = Header(FrameType.REQUEST, 1, call, rows, cols, total_bytes=total_bytes)
     try:
         check_tensor_header(header, MAX_ROWS, MAX_TENSOR_BYTES)
     except VeilbaseError as exc:
         check_error(exc)
     else:
         assert rows <= MAX_ROWS
-        assert rows * cols * 4 == total_bytes <= MAX_TENSOR_BYTES
+        assert payload_bytes(FrameType.REQUEST, call, rows, cols) == total_bytes <= MAX_TENSOR_BYTES
+
+
+ROW_NUMBERS = st.integers(0, 2**41) | st.sampled_from(SPECIAL)
+
+
+@given(
+    st.binary(max_size=60)
+    | st.builds(lambda *rows: bytes(range(32)) + struct.pack("<QQ", *rows), ROW_NUMBERS, ROW_NUMBERS)
+)
+@settings(max_examples=300, deadline=None)
+def test_seeds_of_random_bytes(payload: bytes) -> None:
+    try:
+        rows = SeededRows.unpack(payload)
+    except VeilbaseError as exc:
+        check_error(exc)
+    else:
+        assert 0 <= rows.first_row <= rows.first_row + rows.num_rows <= 2**40
+        assert rows.pack() == payload
 
 
 def test_the_counter_counts(allocations: Allocations) -> None:

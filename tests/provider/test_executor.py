@@ -16,7 +16,9 @@ from provider.core import ProviderCore
 from provider.embedded import make_core
 from provider.executor import Executor, Job, Outcome
 from tests.conftest import make_tiny
+from wire import ring
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, UnknownLayer
+from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
 from wire.quantise import digest, quantise
 
@@ -103,6 +105,44 @@ def test_product_and_effect_differ_by_exactly_the_bias(served: tuple[ProviderCor
         assert torch.equal(product, effect + weights_of(core, folder, group.info.id)[1])
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 9])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_hint_is_the_product_of_the_expanded_rows(
+    served: tuple[ProviderCore, Path], direction: Direction, num_rows: int
+) -> None:
+    core, _ = served
+    seeded = SeededRows(bytes(range(32)), 2**33 - 4, num_rows)
+    for info in core.manifest().groups:
+        cols = info.in_features if direction is FORWARD else info.out_features
+        hint = core.compute(Call(info.id, direction, RING, Purpose.HINT), seeded)
+        assert hint.dtype == torch.int32
+        assert torch.equal(hint, core.compute(Call(info.id, direction, RING), seeded.expand(cols)))
+
+
+@pytest.mark.parametrize("scratch_bytes", [1, 10_000, 1 << 16])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_hints_are_made_in_pieces_of_bounded_size(
+    served: tuple[ProviderCore, Path], monkeypatch: pytest.MonkeyPatch, direction: Direction, scratch_bytes: int
+) -> None:
+    core, _ = served
+    call, seeded = Call(0, direction, RING, Purpose.HINT), SeededRows(bytes(32), 3, 75)
+    whole = core.compute(call, seeded)
+    pieces: list[int] = []
+    exact = ring.product
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # an upper bound of what a piece holds at once: its numbers, their limbs, and four limbs of sums
+        assert rows.shape[0] == 1 or 8 * rows.numel() + 16 * rows.shape[0] * weight.shape[1] <= scratch_bytes
+        pieces.append(rows.shape[0])
+        return exact(rows, weight)
+
+    monkeypatch.setattr("provider.executor._HINT_SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr("provider.executor.ring.product", product)
+    assert torch.equal(core.compute(call, seeded), whole)
+    assert sum(pieces) == 75
+    assert len(pieces) > 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_native_weights_keep_the_checkpoints_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     make_tiny("llama", tmp_path).to(dtype).save_pretrained(tmp_path / "half")
@@ -133,7 +173,12 @@ def test_wide_weights_are_converted_in_pieces(
     ("call", "rows", "error"),
     [
         (Call(99, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32), UnknownLayer),
-        (Call(0, FORWARD, RING, Purpose.HINT), torch.zeros(1, 32, dtype=torch.int32), UnknownLayer),
+        (Call(0, FORWARD, RING, Purpose.HINT), torch.zeros(1, 32, dtype=torch.int32), InvalidTensor),
+        (Call(0, FORWARD, RING), SeededRows(bytes(32), 0, 1), InvalidTensor),
+        (Call(0, FORWARD, RING, Purpose.EFFECT), SeededRows(bytes(32), 0, 1), InvalidTensor),
+        (Call(99, FORWARD, RING, Purpose.HINT), SeededRows(bytes(32), 0, 1), UnknownLayer),
+        (Call(0, BACKWARD, FLOAT, Purpose.HINT), SeededRows(bytes(32), 0, 0), UnknownLayer),
+        (Call(0, FORWARD, FLOAT, Purpose.HINT), torch.zeros(1, 32), InvalidTensor),
         (Call(0, FORWARD, RING), torch.zeros(1, 31, dtype=torch.int32), InvalidTensor),
         (Call(0, BACKWARD, RING), torch.zeros(1, 32, dtype=torch.int32), InvalidTensor),
         (Call(0, FORWARD, RING), torch.zeros(1, 32), InvalidTensor),
@@ -143,11 +188,20 @@ def test_wide_weights_are_converted_in_pieces(
         (Call(0, FORWARD, FLOAT), torch.full((1, 32), float("-inf")), InvalidTensor),
     ],
 )
-def test_bad_requests(
-    served: tuple[ProviderCore, Path], call: Call, rows: torch.Tensor, error: type[Exception]
-) -> None:
+def test_bad_requests(served: tuple[ProviderCore, Path], call: Call, rows: Rows, error: type[Exception]) -> None:
     with pytest.raises(error):
         served[0].compute(call, rows)
+
+
+def test_the_header_of_a_hint_is_checked_like_any_other(served: tuple[ProviderCore, Path]) -> None:
+    core = served[0]
+    info = core.manifest().groups[0]
+    assert core.check(Call(0, FORWARD, RING, Purpose.HINT), info.in_features) == info.out_features
+    assert core.check(Call(0, BACKWARD, RING, Purpose.HINT), info.out_features) == info.in_features
+    with pytest.raises(InvalidTensor):
+        core.check(Call(0, FORWARD, RING, Purpose.HINT), info.in_features + 1)
+    with pytest.raises(UnknownLayer, match="ring"):
+        core.check(Call(0, FORWARD, FLOAT, Purpose.HINT), info.in_features)
 
 
 def test_large_finite_rows_are_not_mistaken_for_infinite(served: tuple[ProviderCore, Path]) -> None:
@@ -158,9 +212,10 @@ def test_large_finite_rows_are_not_mistaken_for_infinite(served: tuple[ProviderC
 
 def test_a_result_depends_on_nothing_before_it(served: tuple[ProviderCore, Path]) -> None:
     core = served[0]
-    rows = {
+    rows: dict[Call, Rows] = {
         call: random_rows(core, call, 4) for call in (Call(g, d, a) for g in (0, 1) for d in Direction for a in DTYPES)
     }
+    rows |= {Call(g, d, RING, Purpose.HINT): SeededRows(bytes(32), g, 4) for g in (0, 1) for d in Direction}
     first = {call: core.compute(call, given) for call, given in rows.items()}
     again = {call: core.compute(call, given) for call, given in reversed(rows.items())}
     assert all(torch.equal(first[call], again[call]) for call in rows)

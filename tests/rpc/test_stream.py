@@ -214,7 +214,7 @@ def test_garbage_after_small_requests(provider: Provider, raw: RawStream) -> Non
     ("call", "changes", "code"),
     [
         (Call(10_000, Direction.FORWARD, Arithmetic.RING), {}, WireCode.UNKNOWN_LAYER),
-        (Call(0, Direction.FORWARD, Arithmetic.RING, frame.Purpose.HINT), {}, WireCode.UNKNOWN_LAYER),
+        (Call(0, Direction.FORWARD, Arithmetic.RING, frame.Purpose.HINT), {}, WireCode.INVALID_TENSOR),
         (Call(0, Direction.BACKWARD, Arithmetic.RING), {}, WireCode.INVALID_TENSOR),
         (CALL, {"cols": 31}, WireCode.INVALID_TENSOR),
         (CALL, {"rows": 4}, WireCode.INVALID_TENSOR),

@@ -38,7 +38,7 @@ from wire.errors import (
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
 from wire.manifest import Manifest
-from wire.transport import grpc_client
+from wire.transport import grpc_client, multiplex
 from wire.transport.grpc_client import GrpcConnection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
@@ -121,7 +121,7 @@ def test_a_request_that_is_never_answered(
     fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works(connection)
-    monkeypatch.setattr(grpc_client, "deadline_s", lambda num_bytes: 0.2)
+    monkeypatch.setattr(multiplex, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
     pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(2)]
     # first the one that does not read: its end must not depend on the other's
@@ -139,7 +139,7 @@ def test_a_request_that_is_never_answered(
 def test_cancel_is_sent_for_what_expired(
     fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_client, "deadline_s", lambda num_bytes: 0.2)
+    monkeypatch.setattr(multiplex, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
     pending = connection.submit(CALL, rows(), REPLY_COLS)
     assert fake.next_received().kind is FrameType.REQUEST
@@ -155,7 +155,7 @@ def test_cancel_is_sent_for_what_expired(
 def test_a_handshake_that_is_never_answered(
     fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grpc_client, "CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(multiplex, "HANDSHAKE_S", 0.3)
     connection.manifest()
     fake.greeting = Header(FrameType.REPLY, 77).pack()  # for an unknown id: skipped
     with pytest.raises(Unavailable, match="handshake"):
@@ -264,7 +264,7 @@ def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
 
 
 def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_client, "deadline_s", lambda num_bytes: 0.2)
+    monkeypatch.setattr(multiplex, "deadline_s", lambda num_bytes: 0.2)
     narrow.script = lambda request: []
     connection = GrpcConnection(narrow.url)
     pending = [connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS) for _ in range(2)]
@@ -284,7 +284,7 @@ def test_the_same_client_works_after_a_restart(chat_core: ProviderCore, tmp_path
     with tiny.serving(chat_core, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
-        client = TenantClient(url, identity=tmp_path / "acme", arithmetic="float")
+        client = TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float")
         model = client.load_model()
         ids = torch.tensor([[5, 6, 7]])
         with torch.no_grad():
@@ -303,7 +303,7 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: Provide
         url = f"grpcs://127.0.0.1:{server.port}"
         for name in ("honest", "other"):
             enroll(state, name, tmp_path / name, url)
-        with TenantClient(url, identity=tmp_path / "honest", arithmetic="float") as honest:
+        with TenantClient(url, identity=tmp_path / "honest", mask="off", arithmetic="float") as honest:
             want = honest.finetune(ROWS, lora(), tmp_path / "alone", **QUICK)
             ended = threading.Event()
             refused: list[WireCode] = []
@@ -342,7 +342,7 @@ from tenant_sdk import TenantClient
 from wire.errors import ForkedConnection
 
 torch.set_num_threads(1)
-with TenantClient(sys.argv[1], arithmetic="float") as client:
+with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
     model = client.load_model()
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():

@@ -1,7 +1,8 @@
 """Makes the golden vectors beside it: python tests/vectors/make_vectors.py
 
 An independent, slow and obvious reading of wire/SPEC.md, sections 3 and 5: Python integers and exact fractions, numpy
-only to round a number to float32. It imports nothing of Veilbase, so that a mistake in `wire` cannot prove itself.
+only to round a number to float32, OpenSSL's AES-CTR a row at a time. It imports nothing of Veilbase, so that a mistake
+in `wire` cannot prove itself.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 HERE = Path(__file__).resolve().parent
 Q = 2**32
@@ -156,6 +158,39 @@ def ring_cases() -> list[dict[str, Any]]:
     ]
 
 
+def expand_row(seed: bytes, row: int, cols: int) -> list[int]:
+    """SPEC.md, section 5: one row of a seed's expansion."""
+    key = hashlib.sha256(b"veilbase expand v1\x00" + seed).digest()
+    aes_ctr = Cipher(algorithms.AES(key), modes.CTR(row.to_bytes(8, "big") + bytes(8))).encryptor()
+    return list(struct.unpack(f"<{cols}i", aes_ctr.update(bytes(4 * cols))))
+
+
+def expand_cases() -> list[dict[str, Any]]:
+    rng = random.Random(48)
+    ranges = {
+        "zero seed, first row": (bytes(32), 0, 1, 8),
+        "counting seed": (bytes(range(32)), 0, 4, 12),
+        "the same rows, fewer features": (bytes(range(32)), 0, 4, 5),
+        "rows from the middle": (bytes(range(32)), 2, 2, 12),
+        "one number": (b"\xff" * 32, 7, 1, 1),
+        "a block and one number": (b"\xff" * 32, 7, 2, 5),
+        "row numbers that need more than one byte": (rng.randbytes(32), 254, 4, 4),
+        "row numbers beyond 32 bits": (rng.randbytes(32), 2**32 - 1, 3, 6),
+        "the last rows": (rng.randbytes(32), 2**40 - 2, 2, 4),
+        "block numbers that need more than one byte": (rng.randbytes(32), 3, 1, 4 * 258),
+        "no rows": (rng.randbytes(32), 5, 0, 3),
+        "no features": (rng.randbytes(32), 5, 2, 0),
+    }
+    return [
+        {
+            "name": name, "seed": seed.hex(), "first_row": first, "num_rows": count, "features": cols,
+            "payload": (seed + first.to_bytes(8, "little") + count.to_bytes(8, "little")).hex(),
+            "rows": [expand_row(seed, row, cols) for row in range(first, first + count)],
+        }
+        for name, (seed, first, count, cols) in ranges.items()
+    ]  # fmt: skip
+
+
 FIELDS = (  # SPEC.md, section 3: offset, bytes, name
     (0, 1, "type"), (1, 1, "direction"), (2, 1, "arithmetic"), (3, 1, "purpose"), (4, 4, "group"), (8, 8, "request_id"),
     (16, 4, "rows"), (20, 4, "cols"), (24, 8, "offset"), (32, 8, "total_bytes"), (40, 4, "deadline_ms"),
@@ -183,8 +218,8 @@ def frame_cases() -> list[dict[str, Any]]:
         ("reply, ring", {"type": 4, "request_id": 7, **call, **shape}, numbers),
         ("reply, float", {"type": 4, "request_id": 8, "arithmetic": 1, "rows": 1, "cols": 2, "total_bytes": 8},
          struct.pack("<2f", 1.5, -0.1)),
-        ("hint, reserved", {"type": 3, "request_id": 10, "purpose": 2, "rows": 1, "cols": 8, "total_bytes": 32,
-                            "deadline_ms": 3_600_000}, bytes(range(32))),
+        ("request for a hint", {"type": 3, "request_id": 10, "purpose": 2, "rows": 5, "cols": 8, "total_bytes": 48,
+                                "deadline_ms": 3_600_000}, bytes(range(32)) + struct.pack("<2Q", 1, 5)),
         ("error about a request", {"type": 5, "request_id": 7, "code": 3}, b""),
         ("error about the stream", {"type": 5, "code": 10}, b""),
         ("cancel", {"type": 6, "request_id": 7}, b""),
@@ -208,6 +243,7 @@ def main() -> None:
     write("quantise.json", quantise_cases())
     write("ring.json", ring_cases())
     write("frames.json", frame_cases())
+    write("expand.json", expand_cases())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.vectors import load
 from wire import frame
-from wire.errors import LimitExceeded, MalformedFrame
+from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
+from wire.expand import SeededRows
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose, check_tensor_header, parse
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
 
@@ -244,6 +245,97 @@ def test_nothing_is_allocated_before_a_chunk_comes(monkeypatch: pytest.MonkeyPat
     parsed, payload = parse(whole)
     Assembler(parsed).add(parsed, payload)
     assert made == []
+
+
+# ---- hints -----------------------------------------------------------------------------------------------------------
+
+HINT = Call(3, Direction.BACKWARD, Arithmetic.RING, Purpose.HINT)
+SEEDED = SeededRows(bytes(range(32)), 2**40 - 5, 5)
+
+
+def hint_header(rows: int = 5, total_bytes: int = 48) -> Header:
+    return Header(FrameType.REQUEST, 7, HINT, rows, 1000, 0, total_bytes)
+
+
+def received(header: Header, payload: bytes, size: int = 48) -> Assembler:
+    """An assembler that took the payload in chunks of `size` bytes."""
+    assembler = Assembler(header)
+    for start in range(0, len(payload), size):
+        assembler.add(replace(header, offset=start), memoryview(payload)[start : start + size])
+    return assembler
+
+
+@pytest.mark.parametrize("size", [1, 32, 47, 48])
+def test_a_hint_carries_a_seed(size: int) -> None:
+    check_tensor_header(hint_header(), 10, 4096)
+    assert received(hint_header(), bytes(frame.rows_bytes(SEEDED)), size).rows() == SEEDED
+
+
+def test_a_hint_without_rows_carries_a_seed_too() -> None:
+    check_tensor_header(hint_header(0), 10, 4096)
+    nothing = SeededRows(bytes(32), 9, 0)
+    assert received(hint_header(0), nothing.pack()).rows() == nothing
+
+
+@pytest.mark.parametrize("total_bytes", [0, 20_000, 47, 49])
+def test_refuses_another_size_of_a_hint(total_bytes: int) -> None:
+    with pytest.raises(MalformedFrame, match="do not make"):
+        check_tensor_header(hint_header(total_bytes=total_bytes), 10, 40_960)
+
+
+def test_a_hint_may_not_ask_for_more_rows_than_the_limit() -> None:
+    with pytest.raises(LimitExceeded, match="at most 4 rows"):
+        check_tensor_header(hint_header(), 4, 4096)
+
+
+@pytest.mark.parametrize(
+    ("first_row", "num_rows"), [(0, 4), (0, 6), (0, 0), (2**40 - 4, 5), (2**64 - 1, 5), (0, 2**64 - 1), (0, 2**32 + 5)]
+)
+def test_refuses_a_seed_that_does_not_fit_its_header(first_row: int, num_rows: int) -> None:
+    payload = bytes(range(32)) + struct.pack("<QQ", first_row, num_rows)
+    with pytest.raises(InvalidTensor, match="seed"):
+        received(hint_header(), payload).rows()
+
+
+def test_other_frames_carry_tensors() -> None:
+    rows = numbers(5, 3)
+    for kind, purpose in [(FrameType.REQUEST, Purpose.EFFECT), (FrameType.REPLY, Purpose.HINT)]:
+        header = replace(tensor_header(rows, kind), call=replace(HINT, purpose=purpose))
+        check_tensor_header(header, 10, 4096)
+        content = received(header, bytes(frame.rows_bytes(rows)), 60).rows()
+        assert isinstance(content, torch.Tensor)
+        assert torch.equal(content, rows)
+        with pytest.raises(MalformedFrame):
+            check_tensor_header(replace(header, total_bytes=48), 10, 4096)
+
+
+@pytest.mark.parametrize(
+    ("kind", "purpose", "expected"),
+    [
+        (FrameType.REQUEST, Purpose.PRODUCT, 60),
+        (FrameType.REQUEST, Purpose.EFFECT, 60),
+        (FrameType.REQUEST, Purpose.HINT, 48),
+        (FrameType.REPLY, Purpose.HINT, 60),
+    ],
+)
+def test_payload_bytes(kind: FrameType, purpose: Purpose, expected: int) -> None:
+    assert frame.payload_bytes(kind, replace(HINT, purpose=purpose), 5, 3) == expected
+
+
+def test_rows_suit_their_call() -> None:
+    frame.check_rows(HINT, SEEDED)
+    frame.check_rows(CALL, numbers(2, 3))
+    frame.check_rows(replace(CALL, arithmetic=Arithmetic.FLOAT), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "rows"),
+    [(HINT, numbers(2, 3)), (CALL, SEEDED), (CALL, torch.zeros(2, 3)), (CALL, numbers(2, 3)[0]),
+     (replace(CALL, arithmetic=Arithmetic.FLOAT), numbers(2, 3))],
+)  # fmt: skip
+def test_rows_that_do_not_suit_their_call(call: Call, rows: torch.Tensor | SeededRows) -> None:
+    with pytest.raises(InvalidTensor, match="expected"):
+        frame.check_rows(call, rows)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------

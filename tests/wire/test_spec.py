@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import wire
-from wire import frame, limits
+from wire import expand, frame, limits
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Direction, FrameType, Purpose
 from wire.manifest import BUNDLE_FILE_NAMES, GroupInfo, LayerInfo, Manifest
@@ -55,6 +55,15 @@ def test_header_numbers(field: str, enum: type[FrameType]) -> None:
         assert told[member.name] == member.value
 
 
+def test_seeds() -> None:
+    (seeds,) = [line for line in re.split(r"^- ", SECTIONS[3], flags=re.MULTILINE) if line.startswith("**Seeds.**")]
+    text = " ".join(seeds.split())
+    assert f"{expand.PACKED_BYTES} bytes" in text
+    assert f"a seed of {expand.SEED_BYTES} bytes" in text
+    assert "first_row + num_rows MUST NOT exceed 2^40" in text
+    assert re.findall(r"SHA-256\(`(.*?)` ‖ one zero byte ‖ seed\)", SECTIONS[5])[0].encode() + b"\0" == expand.DOMAIN
+
+
 def test_error_table() -> None:
     rows = [row for row in table(6, 4) if row[0].isdigit()]
     assert {row[1]: int(row[0]) for row in rows} == {code.name: code.value for code in WireCode}
@@ -99,4 +108,6 @@ def test_fixed_numbers() -> None:
     assert limits.MAX_BUNDLE_BYTES == 64 << 30
     assert limits.MAX_BUNDLE_FILES == 32
     assert frame.PROTOCOL_VERSION == 1
+    assert expand.MAX_ROWS == 2**40
+    assert (expand.SEED_BYTES, expand.PACKED_BYTES) == (32, 48)
     assert frame.MAGIC == b"VEIL"

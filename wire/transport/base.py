@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from wire.expand import Rows
 from wire.frame import Call
 from wire.manifest import Manifest
 
@@ -70,8 +71,17 @@ class Connection(Protocol):
         """The chunks of one bundle file."""
         ...
 
-    def submit(self, call: Call, rows: torch.Tensor, reply_cols: int) -> Pending:
-        """Sends rows, shape (num_rows, features) of the call's dtype on the CPU; splitting is the caller's part."""
+    def submit(self, call: Call, rows: Rows, reply_cols: int) -> Pending:
+        """Sends one request; splitting is the caller's part.
+
+        Args:
+            call: which product.
+            rows: shape (num_rows, features), the call's dtype, CPU; `SeededRows` where the purpose is HINT.
+            reply_cols: features of the reply.
+
+        Raises:
+            VeilbaseError: `InvalidTensor` for rows that do not suit the call, or whatever keeps it from being sent.
+        """
         ...
 
     def close(self) -> None:

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from wire.errors import InvalidTensor
-from wire.frame import DTYPES, ITEM_BYTES, Call
+from wire.expand import PACKED_BYTES, Rows, SeededRows
+from wire.frame import ITEM_BYTES, Call, check_rows
 from wire.manifest import Manifest
 from wire.transport.base import Pending, Traffic
 
@@ -25,7 +26,7 @@ class Handler(Protocol):
         """As over the wire."""
         ...
 
-    def compute(self, call: Call, rows: torch.Tensor) -> torch.Tensor:
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """One product; blocks."""
         ...
 
@@ -55,14 +56,15 @@ class InprocConnection:
         """The chunks of one bundle file."""
         return self._handler.read_file(file_name)
 
-    def submit(self, call: Call, rows: torch.Tensor, reply_cols: int) -> Pending:
+    def submit(self, call: Call, rows: Rows, reply_cols: int) -> Pending:
         """Computes at once; raises what the provider raises."""
-        if rows.dtype != DTYPES[call.arithmetic]:
-            raise InvalidTensor(f"expected {DTYPES[call.arithmetic]}, got {rows.dtype}")
+        check_rows(call, rows)
         reply = self._handler.compute(call, rows)
-        if reply.shape != (rows.shape[0], reply_cols):
+        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
+        if reply.shape != (num_rows, reply_cols):
             raise InvalidTensor(f"expected {reply_cols} outputs a row, got {reply.shape[1]}")
-        self.traffic.add(rows.numel() * ITEM_BYTES, reply.numel() * ITEM_BYTES, 1)
+        up = PACKED_BYTES if isinstance(rows, SeededRows) else rows.numel() * ITEM_BYTES
+        self.traffic.add(up, reply.numel() * ITEM_BYTES, 1)
         return _Done(reply)
 
     def close(self) -> None:

@@ -1,0 +1,293 @@
+"""Threads that wait for replies on one connection: whatever the order, and whoever is slow or gives up, nobody hangs.
+
+One of the waiting threads may read for all, so these tests make trouble for each in turn. They know the public
+`GrpcConnection` alone; the provider is a real gRPC server that sends what a test tells it to, when it tells it to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType as CodeFrame
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from provider.core import ProviderCore
+from provider.service import SERVICE_NAME, server_options
+from wire import frame
+from wire.errors import DeadlineExceeded, Unavailable, VeilbaseError
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
+from wire.limits import Limits
+from wire.transport.base import Pending
+from wire.transport.grpc_client import GrpcConnection
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
+COLS, REPLY_COLS = 32, 64
+TIMEOUT_S = 10.0
+"""Until a thread counts as hanging; requests have 30 s here where a test does not say otherwise."""
+HELD_S = 0.3
+"""How long a slow thread is kept from running, at most."""
+SHORT_S = 0.2
+NUM_THREADS = 3
+LARGE_ROWS = 64
+LARGE_BYTES = LARGE_ROWS * (COLS + REPLY_COLS) * 4
+"""Payload and reply of `LARGE_ROWS`: what a deadline depends on."""
+MORE_THAN_FITS = 65_536
+"""Rows of 8 MiB; HTTP/2 lets some 64 KiB go before the peer reads."""
+
+
+class Script:
+    """A provider that answers when it is told to."""
+
+    def __init__(self, core: ProviderCore) -> None:
+        manifest = core.manifest().model_copy(update={"limits": Limits()}).to_bytes()
+        self.reads = threading.Event()
+        self.reads.set()
+        self._received: queue.SimpleQueue[Header] = queue.SimpleQueue()
+        self._outgoing: list[queue.SimpleQueue[list[bytes] | None]] = []
+        self._server = grpc.server(ThreadPoolExecutor(8), options=server_options())
+        handlers = {
+            "Manifest": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([manifest])),
+            "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+        self.url = f"grpc://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def _stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        outgoing: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self._outgoing.append(outgoing)
+        context.add_callback(lambda: outgoing.put(None))
+        threading.Thread(target=self._take, args=(messages,), daemon=True).start()
+        yield frame.hello(FrameType.WELCOME)
+        while (burst := outgoing.get()) is not None:
+            yield from burst
+
+    def _take(self, messages: Iterator[bytes]) -> None:
+        try:
+            for message in messages:
+                header, _ = frame.parse(message)
+                if header.kind is FrameType.REQUEST:
+                    self._received.put(header)
+                self.reads.wait()
+        except grpc.RpcError:
+            pass  # the stream has ended
+
+    def requests(self, number: int) -> list[Header]:
+        """The next requests, in the order in which they came."""
+        return [self._received.get(timeout=TIMEOUT_S) for _ in range(number)]
+
+    def answer(self, *requests: Header) -> None:
+        """Replies to them on the latest stream, in this order and without a pause; see `expected`."""
+        self._outgoing[-1].put([one for request in requests for one in _reply(request)])
+
+    def stop(self) -> None:
+        self.reads.set()
+        self._server.stop(0).wait()
+
+
+def _reply(request: Header) -> list[bytes]:
+    size = request.rows * REPLY_COLS * 4
+    header = Header(FrameType.REPLY, request.request_id, request.call, request.rows, REPLY_COLS, 0, size)
+    return list(frame.frames(header, frame.tensor_bytes(expected(request.rows))))
+
+
+def expected(num_rows: int) -> torch.Tensor:
+    """Rows tell requests apart."""
+    return torch.full((num_rows, REPLY_COLS), float(num_rows))
+
+
+@pytest.fixture
+def script(tiny_core: ProviderCore) -> Iterator[Script]:
+    made = Script(tiny_core)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def connection(script: Script) -> Iterator[GrpcConnection]:
+    made = GrpcConnection(script.url)
+    yield made
+    made.close()
+
+
+def submit(connection: GrpcConnection, num_rows: int) -> Pending:
+    return connection.submit(CALL, torch.zeros(num_rows, COLS), REPLY_COLS)
+
+
+def works(script: Script, connection: GrpcConnection) -> None:
+    pending = submit(connection, 7)
+    script.answer(*script.requests(1))
+    assert torch.equal(pending.result(), expected(7))
+
+
+def shorten(monkeypatch: pytest.MonkeyPatch, deadline_s: Callable[[int], float]) -> None:
+    """Deadlines of requests, in whichever module of the transport looks at them."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("wire.transport") and hasattr(module, "deadline_s"):
+            monkeypatch.setattr(module, "deadline_s", deadline_s)
+
+
+class Waiter(threading.Thread):
+    """A thread that waits for one reply; while `held` it does not get on, as if the machine had no time for it."""
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        super().__init__(daemon=True)
+        self.held, self.released = threading.Event(), threading.Event()
+        self.outcome: torch.Tensor | VeilbaseError | None = None
+        self._work = work
+        self.start()
+
+    def run(self) -> None:
+        sys.settrace(self._trace)
+        try:
+            self.outcome = self._work()
+        except VeilbaseError as exc:
+            self.outcome = exc
+        finally:
+            sys.settrace(None)
+
+    def _trace(self, code_frame: CodeFrame, event: str, _argument: object) -> Any:
+        if not code_frame.f_code.co_filename.endswith("threading.py") and self.held.is_set():
+            self.released.wait(HELD_S)  # not for ever: it may hold a lock that the others need
+            self.held.clear()
+        return self._trace
+
+    def wait_until_it_waits(self) -> None:
+        """Until its stack no longer changes; if that is wrong, a test is kinder than meant, not broken."""
+        seen: list[object] = []
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while len(seen) < 4 or len({*seen[-4:]}) > 1:
+            assert time.monotonic() < give_up_at
+            top = sys._current_frames().get(self.ident or 0)
+            seen.append((id(top), top.f_lasti) if top is not None else None)
+            threading.Event().wait(0.001)
+
+    def expect_end(self) -> torch.Tensor | VeilbaseError:
+        self.join(TIMEOUT_S)
+        assert self.outcome is not None, "a thread waits for ever"
+        return self.outcome
+
+
+def start_waiters(connection: GrpcConnection, num_rows: list[int]) -> list[Waiter]:
+    """One after the other, so that the first one leads if anybody does."""
+    pending = [submit(connection, number) for number in num_rows]
+    waiters = []
+    for one in pending:
+        waiters.append(Waiter(one.result))
+        waiters[-1].wait_until_it_waits()
+    return waiters
+
+
+# ---- every order ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slow", range(NUM_THREADS))
+def test_replies_in_every_order_reach_threads_of_which_one_is_slow(
+    script: Script, connection: GrpcConnection, slow: int
+) -> None:
+    """The slow one may be told to read for the others after its own reply has come: then somebody else must."""
+    for order in itertools.permutations(range(NUM_THREADS)):
+        sizes = [number + 1 for number in range(NUM_THREADS)]
+        waiters = start_waiters(connection, sizes)
+        requests = script.requests(NUM_THREADS)
+        waiters[slow].held.set()
+        script.answer(*[requests[index] for index in order])
+        for index, waiter in enumerate(waiters):
+            if index != slow:
+                assert torch.equal(waiter.expect_end(), expected(sizes[index]))  # type: ignore[arg-type]
+        waiters[slow].released.set()
+        assert torch.equal(waiters[slow].expect_end(), expected(sizes[slow]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slow", range(NUM_THREADS))
+def test_threads_that_come_late_are_served(script: Script, connection: GrpcConnection, slow: int) -> None:
+    """Replies that are there before anybody waits, and threads that wait again and again while others do."""
+    failures: list[BaseException] = []
+
+    def work(size: int) -> None:
+        try:
+            for _ in range(20):
+                assert torch.equal(submit(connection, size).result(), expected(size))
+        except BaseException as exc:  # noqa: BLE001 - reported by the test
+            failures.append(exc)
+
+    threads = [threading.Thread(target=work, args=(size,), daemon=True) for size in range(1, NUM_THREADS + 1)]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        requests = script.requests(NUM_THREADS)
+        script.answer(*requests[slow:], *requests[:slow])
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+
+
+# ---- whoever gives up -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("expiring", range(NUM_THREADS))
+def test_a_thread_whose_deadline_passes_leaves_nobody_hanging(
+    script: Script, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch, expiring: int
+) -> None:
+    """The first of them reads if anybody does; it must neither wait on nor take the others' replies with it."""
+    works(script, connection)
+    sizes = [1 if index == expiring else LARGE_ROWS + index for index in range(NUM_THREADS)]
+    with monkeypatch.context() as patched:
+        shorten(patched, lambda num_bytes: SHORT_S if num_bytes < LARGE_BYTES else 30.0)
+        waiters = start_waiters(connection, sizes)
+    requests = script.requests(NUM_THREADS)
+    assert isinstance(waiters[expiring].expect_end(), (DeadlineExceeded, Unavailable))
+    script.answer(*[request for request in requests if request.rows != 1])
+    for waiter, size in zip(waiters, sizes, strict=True):
+        outcome = waiter.expect_end()  # the reply, or the one error of a stream that had to be ended
+        assert isinstance(outcome, (DeadlineExceeded, Unavailable)) or torch.equal(outcome, expected(size))
+    works(script, connection)
+
+
+def test_all_threads_end_where_nothing_is_ever_answered(
+    script: Script, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works(script, connection)
+    with monkeypatch.context() as patched:
+        shorten(patched, lambda num_bytes: SHORT_S)
+        waiters = start_waiters(connection, [1, 2, 3])
+    for waiter in waiters:
+        assert isinstance(waiter.expect_end(), (DeadlineExceeded, Unavailable))
+    script.requests(3)
+    works(script, connection)
+
+
+def test_a_provider_that_stops_reading_keeps_nobody(
+    script: Script, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then not even a CANCEL leaves, so nothing that is sent can wake a thread that reads."""
+    works(script, connection)
+    script.reads.clear()
+    shorten(monkeypatch, lambda num_bytes: SHORT_S)
+    waiters = [Waiter(lambda size=size: submit(connection, size).result()) for size in (1, MORE_THAN_FITS, 2)]
+    for waiter in waiters:
+        assert isinstance(waiter.expect_end(), (DeadlineExceeded, Unavailable))
+
+
+def test_close_frees_every_thread(script: Script, connection: GrpcConnection) -> None:
+    waiters = start_waiters(connection, [1, 2, 3])
+    connection.close()
+    for waiter in waiters:
+        assert isinstance(waiter.expect_end(), Unavailable)
+
+
+def test_a_provider_that_goes_frees_every_thread(script: Script, connection: GrpcConnection) -> None:
+    waiters = start_waiters(connection, [1, 2, 3])
+    script.stop()
+    for waiter in waiters:
+        assert isinstance(waiter.expect_end(), VeilbaseError)

@@ -1,0 +1,326 @@
+"""A tenant that asks and never reads: what it may hold of the provider, and how the provider gets rid of it.
+
+Its HTTP/2 window is the smallest there is: the first frame, WELCOME, already keeps the provider's sending thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+import provider.service
+import provider.session
+from provider.core import LOCAL_TENANT, ProviderCore
+from provider.service import MAX_CALLS_PER_TENANT, ProviderService
+from provider.session import Session
+from provider.tenants import revoke
+from tests.rpc.conftest import Provider
+from tests.rpc.test_stream import CALL, COLS, TIMEOUT_S, RawStream, assert_served
+from wire import frame
+from wire.frame import Call, FrameType, Header
+from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
+from wire.transport.grpc_client import STREAM_METHOD
+
+SMALLEST_WINDOW = [
+    ("grpc.http2.lookahead_bytes", 5),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+]
+QUICK_S = 0.05
+"""Sweeps come this often here, every two seconds otherwise."""
+LARGE_ROWS, SMALL_ROWS = 4096, 8
+"""A reply of 1 MiB, made by the worker; one of 2 KiB, made by the thread that reads."""
+NUM_REQUESTS = 12
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Waits for what nothing announces."""
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < give_up_at, f"never came: {what}"
+        threading.Event().wait(0.005)
+
+
+def service_of(provider: Provider) -> ProviderService:
+    assert provider.server._service is not None
+    return provider.server._service
+
+
+def session_of(provider: Provider, tenant: str) -> Session:
+    service = service_of(provider)
+    until(lambda: any(one.tenant == tenant for one in list(service._sessions)), f"a session of {tenant}")
+    return next(one for one in list(service._sessions) if one.tenant == tenant)
+
+
+class Deaf:
+    """A client that sends what it likes and reads nothing."""
+
+    def __init__(self, provider: Provider, name: str = "deaf") -> None:
+        self.name = name
+        identity = provider.identity(name)
+        credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+        self._channel = grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials, SMALLEST_WINDOW)
+        self._streams: list[tuple[Any, queue.SimpleQueue[bytes | None]]] = []
+
+    def open(self) -> Any:
+        """Another stream; later `send`s go there."""
+        outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        method = self._channel.stream_stream(STREAM_METHOD)
+        call = method(iter(outgoing.get, None), timeout=10 * TIMEOUT_S)  # its end must not be what a test waits for
+        self._streams.append((call, outgoing))
+        self.send(frame.hello(FrameType.HELLO))
+        return call
+
+    def send(self, *messages: bytes) -> None:
+        for message in messages:
+            self._streams[-1][1].put(message)
+
+    def ask(self, request_id: int, num_rows: int, deadline_ms: int = 30_000) -> None:
+        size = num_rows * COLS * 4
+        header = Header(FrameType.REQUEST, request_id, CALL, num_rows, COLS, 0, size, deadline_ms)
+        self.send(*frame.frames(header, memoryview(bytes(size))))
+
+    def begin(self, request_id: int, deadline_ms: int = MAX_DEADLINE_MS) -> None:
+        """A request whose rest never comes: it keeps its place, and the provider's reader reading."""
+        size = LARGE_ROWS * COLS * 4
+        self.send(Header(FrameType.REQUEST, request_id, CALL, LARGE_ROWS, COLS, 0, size, deadline_ms).pack() + bytes(4))
+
+    def cancel(self, request_id: int) -> None:
+        self.send(Header(FrameType.CANCEL, request_id).pack())
+
+    def close(self) -> None:
+        for call, outgoing in self._streams:
+            outgoing.put(None)
+            call.cancel()
+        self._channel.close()
+
+
+@dataclass
+class Replies:
+    """Every reply's memory, to see when it is freed, and a count of those that a session has taken."""
+
+    memory: list[weakref.ref[Any]] = field(default_factory=list)
+    taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def num_alive(self) -> int:
+        return sum(one() is not None for one in self.memory)
+
+    def wait_taken(self, number: int) -> None:
+        for _ in range(number):
+            assert self.taken.acquire(timeout=TIMEOUT_S), "a reply was never made"
+
+
+@pytest.fixture
+def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies:
+    """Goes before `provider`, which takes `compute` as it is when it starts."""
+    made = Replies()
+    compute, answer = tiny_core.compute, Session._answer
+
+    def watched(call: Call, rows: torch.Tensor, tenant: str = LOCAL_TENANT, request_id: int = 0) -> torch.Tensor:
+        # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
+        array = compute(call, rows, tenant, request_id).numpy().copy()
+        made.memory.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    def counted(session: Session, *arguments: Any) -> None:
+        answer(session, *arguments)
+        made.taken.release()
+
+    monkeypatch.setattr(tiny_core, "compute", watched)
+    monkeypatch.setattr(Session, "_answer", counted)
+    return made
+
+
+@pytest.fixture
+def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes before `provider`, whose first wait begins when it starts."""
+    monkeypatch.setattr(provider.service, "SWEEP_S", QUICK_S)
+
+
+@pytest.fixture
+def deaf(provider: Provider) -> Iterator[Deaf]:
+    made = Deaf(provider)
+    yield made
+    made.close()
+
+
+def stuck_session(provider: Provider, deaf: Deaf) -> Session:
+    """A session whose sending thread is held by WELCOME, with nothing else to send yet."""
+    deaf.open()
+    session = session_of(provider, deaf.name)
+    until(lambda: session._greeted and session._output.empty(), "the greeting")
+    return session
+
+
+# ---- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_streams_above_the_limit_hold_no_thread(
+    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spare = 2
+    monkeypatch.setattr(provider.service, "_MAX_THREADS", MAX_CALLS_PER_TENANT + spare)
+    running = start(tiny_core)
+    service, deaf = service_of(running), Deaf(running)
+    for _ in range(MAX_CALLS_PER_TENANT):
+        deaf.open()
+    until(lambda: len(service._sessions) == MAX_CALLS_PER_TENANT, "all the streams that it may have")
+    for _ in range(4 * spare):
+        refused = deaf.open()
+        until(lambda call=refused: not call.is_active(), "a refusal")
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
+        assert refused.details() == "too many calls at once"  # ours, not gRPC's for all threads busy
+    assert dict(service._calls) == {"deaf": MAX_CALLS_PER_TENANT}
+    assert_served(running.connect("modest"), tiny_core)
+    deaf.close()
+    until(lambda: not service._calls.get("deaf"), "its calls are over")
+    assert not [one for one in list(service._sessions) if one.tenant == "deaf"]
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_rows", [LARGE_ROWS, SMALL_ROWS])
+@pytest.mark.parametrize("way", ["cancelled", "expired"])
+def test_replies_that_nobody_wants_any_more_are_freed(
+    replies: Replies, provider: Provider, deaf: Deaf, num_rows: int, way: str
+) -> None:
+    session = stuck_session(provider, deaf)
+    if num_rows == SMALL_ROWS:
+        deaf.begin(1)
+    for number in range(2, 2 + NUM_REQUESTS):
+        deaf.ask(number, num_rows)
+        replies.wait_taken(1)
+        assert replies.num_alive() == 1  # it waits to be sent
+        if way == "cancelled":
+            deaf.cancel(number)
+        else:
+            session.sweep(time.monotonic() + 1800)  # after its own deadline, before that of the one that was begun
+        until(lambda: replies.num_alive() == 0, f"the end of reply {number}")
+    assert len(replies.memory) == NUM_REQUESTS
+    deaf.cancel(1)
+    until(lambda: session._held_bytes == 0, "nothing is held")
+    assert not session._requests
+    assert session._output.qsize() <= 2 * NUM_REQUESTS  # what is left there has no size
+    assert session in service_of(provider)._sessions
+    assert_served(provider.connect("modest"), provider.core)
+
+
+def test_a_reply_that_is_half_sent_is_freed_with_its_stream(replies: Replies, provider: Provider) -> None:
+    stream = RawStream(provider)
+    widest = max(provider.core.manifest().groups, key=lambda group: group.out_features)
+    rows = torch.zeros(LARGE_ROWS, widest.in_features, dtype=torch.int32)
+    stream.send(*stream.request(1, rows, replace(CALL, group=widest.id)))
+    first = stream.receive()
+    assert first.kind is FrameType.REPLY
+    assert first.total_bytes > CHUNK_BYTES  # the second chunk is never read
+    stream.close()
+    until(lambda: not service_of(provider)._calls, "its thread is free")
+    until(lambda: replies.num_alive() == 0, "the end of the reply")
+    assert len(replies.memory) == 1
+
+
+# ---- the thread that looks after every stream -----------------------------------------------------------------------
+
+
+def fails(session: Session, _deaf: Deaf, _replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that raises what nobody foresaw."""
+    failed = threading.Event()
+
+    def broken(now: float) -> None:
+        failed.set()
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(session, "sweep", broken)
+    assert failed.wait(TIMEOUT_S)
+
+
+FEW = 8
+LAST = FEW + 3
+
+
+def fill(session: Session, deaf: Deaf, replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many unread answers as may be; the next request is the `LAST`."""
+    monkeypatch.setattr(provider.session, "MAX_REQUESTS", FEW)
+    deaf.begin(1)
+    for number in range(2, LAST):
+        deaf.ask(number, SMALL_ROWS)
+        replies.wait_taken(1)
+        deaf.cancel(number)
+    until(lambda: len(session._requests) == 1, "all but the first are cancelled")
+    assert session._output.qsize() == FEW + 1
+
+
+def gives_up(session: Session, deaf: Deaf, replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that finds an expired request, and no room left for its error."""
+    fill(session, deaf, replies, monkeypatch)
+    deaf.begin(LAST, deadline_ms=1)
+    until(lambda: session._closed, "the session gives up")
+
+
+def idle_stream(provider: Provider) -> RawStream:
+    """One whose sending thread waits for a message: only the sweep from outside can end it."""
+    stream = RawStream(provider, "idle")
+    session = session_of(provider, "idle")
+    for number in (1, 2):
+        stream.send(*stream.request(number, torch.zeros(1, COLS, dtype=torch.int32)))
+        assert stream.receive().request_id == number
+    until(lambda: session._reads_here, "the sending thread reads")
+    return stream
+
+
+@pytest.mark.parametrize("trouble", [fails, gives_up])
+def test_the_sweep_goes_on_after_one_stream_made_trouble(
+    replies: Replies,
+    quick_sweeps: None,
+    provider: Provider,
+    deaf: Deaf,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Callable[[Session, Deaf, Replies, pytest.MonkeyPatch], None],
+) -> None:
+    idle = idle_stream(provider)
+    trouble(stuck_session(provider, deaf), deaf, replies, monkeypatch)
+    revoke(provider.state, "idle")
+    until(lambda: not idle.call.is_active(), "the end of the idle stream")
+    assert idle.call.code() is grpc.StatusCode.CANCELLED
+    idle.close()
+
+
+@pytest.mark.parametrize("last", ["an answer", "an error"])
+def test_a_stream_with_too_many_unread_answers_is_dropped(
+    replies: Replies, provider: Provider, deaf: Deaf, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    session = stuck_session(provider, deaf)
+    fill(session, deaf, replies, monkeypatch)
+    if last == "an answer":
+        deaf.ask(LAST, SMALL_ROWS)
+    else:
+        deaf.begin(LAST, deadline_ms=0)
+    until(lambda: not service_of(provider)._calls, "its thread is free")
+    assert session not in service_of(provider)._sessions
+    assert session._held_bytes == 0
+    until(lambda: replies.num_alive() == 0, "the end of its replies")
+
+
+def test_a_revoked_tenant_that_never_reads_is_dropped(
+    replies: Replies, quick_sweeps: None, provider: Provider, deaf: Deaf
+) -> None:
+    service, session = service_of(provider), stuck_session(provider, deaf)
+    deaf.ask(1, LARGE_ROWS)
+    replies.wait_taken(1)
+    assert replies.num_alive() == 1
+    revoke(provider.state, "deaf")
+    until(lambda: session not in service._sessions, "the end of the session")
+    until(lambda: not service._calls, "its thread is free")
+    assert session._held_bytes == 0
+    until(lambda: replies.num_alive() == 0, "the end of its reply")
+    assert_served(provider.connect("modest"), provider.core)
