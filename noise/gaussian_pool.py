@@ -100,7 +100,7 @@ class GaussianPool:
         request_cols, reply_cols = group.widths(direction)
         noise = gaussian(self._pool_size, request_cols)
         call = Call(group.id, direction, Arithmetic.FLOAT, Purpose.EFFECT)
-        effect = self._effect_path(call, noise, reply_cols)
+        effect = self._effect_path(call, noise, reply_cols).result()
         return _Pool(noise.to(device), effect.to(device))
 
     def describe(self) -> Mapping[str, str]:

@@ -2,33 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from noise.gaussian_pool import GaussianPool
+from noise.hints import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
+from noise.lattice import Lattice
+from noise.ledger import Ledger
 from noise.off import Off
+from noise.pad import Pad, WeightOf
+from noise.params import LatticeParameters, choose
+from noise.pool import DEFAULT_BYTES
 from noise.scheme import MaskScheme
+from noise.shares import Shares
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic
+from wire.limits import Limits
 
-MASKS = ("off", "gaussian-pool")
+MASKS = ("lattice", "pad", "shares", "gaussian-pool", "off")
+DEFAULT_MASK = "lattice"
+RING_ONLY = frozenset({"lattice", "pad", "shares"})
 _ARITHMETIC = {"ring": Arithmetic.RING, "float": Arithmetic.FLOAT}
 
 
-def make_scheme(
-    mask: str, arithmetic: str | None, weights: str, offered: Collection[str], options: dict[str, Any]
-) -> MaskScheme:
-    """Makes the scheme a client asked for.
+@dataclass(frozen=True)
+class Setting:
+    """What a scheme may need of the session that makes it.
 
-    Args:
-        mask: one of MASKS.
-        arithmetic: `ring`, `float`, or None for what suits the mask and the provider's weights.
+    Attributes:
         weights: the provider's weights, `int8` or `native`.
         offered: arithmetics in the manifest.
-        options: keyword arguments of the scheme.
+        open_ledger: this identity's ledger; called only by masks that count secrets.
+        hints_folder: where lattice hints are kept.
+        num_providers: URLs of the client.
+        limits: the smallest of the providers'.
+        verified: whether replies are checked before a scheme sees them.
+        weight_of: the tenant's own quantised weights, or None.
+    """
+
+    weights: str
+    offered: Collection[str]
+    open_ledger: Callable[[], Ledger]
+    hints_folder: Path
+    num_providers: int = 1
+    limits: Limits | None = None
+    verified: bool = False
+    weight_of: WeightOf | None = None
+
+
+def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
+    """The arithmetic of a mask, or the sentence that refuses the pair.
 
     Raises:
-        ConfigurationError: an unknown mask or option, or a pair of mask and arithmetic that does not exist.
+        ConfigurationError: an unknown name, a pair that does not exist, or a wrong number of providers.
     """
     if mask not in MASKS:
         raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
@@ -36,10 +64,75 @@ def make_scheme(
         raise ConfigurationError(f"arithmetic is ring or float, got {arithmetic!r}")
     if mask == "gaussian-pool" and arithmetic == "ring":
         raise ConfigurationError("mask='gaussian-pool' runs on float arithmetic only")
-    chosen = arithmetic or ("float" if mask == "gaussian-pool" or weights == "native" else "ring")
-    if chosen not in offered:
+    if mask in RING_ONLY and arithmetic == "float":
+        raise ConfigurationError(f"mask={mask!r} runs on ring arithmetic only")
+    if setting.num_providers != (2 if mask == "shares" else 1):
+        raise ConfigurationError(
+            "mask='shares' takes exactly two provider URLs, every other mask one: "
+            f"mask={mask!r} was given {setting.num_providers}"
+        )
+    suits = "float" if mask == "gaussian-pool" or (mask == "off" and setting.weights == "native") else "ring"
+    chosen = arithmetic or suits
+    if chosen not in setting.offered:
         raise ConfigurationError(f"this provider does not offer {chosen} arithmetic")
+    return chosen
+
+
+def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], setting: Setting) -> MaskScheme:
+    """Makes the scheme a client asked for.
+
+    Args:
+        mask: one of MASKS.
+        arithmetic: `ring`, `float`, or None for what suits the mask and the provider's weights.
+        options: keyword arguments of the scheme.
+        setting: of the session.
+
+    Raises:
+        ConfigurationError: an unknown mask or option, or a pair of mask and arithmetic that does not exist.
+        WeakParameters: lattice parameters below the table.
+    """
+    chosen = choose_arithmetic(mask, arithmetic, setting)
+    makers: dict[str, Callable[..., MaskScheme]] = {
+        "lattice": _lattice, "pad": _pad, "shares": _shares, "gaussian-pool": _gaussian_pool,
+        "off": lambda _: Off(_ARITHMETIC[chosen]),
+    }  # fmt: skip
     try:
-        return GaussianPool(**options) if mask == "gaussian-pool" else Off(_ARITHMETIC[chosen], **options)
+        return makers[mask](setting, **options)
     except TypeError:
         raise ConfigurationError(f"mask={mask!r} does not know one of the options {sorted(options)}") from None
+
+
+def _gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:
+    return GaussianPool(**options)
+
+
+def _shares(setting: Setting) -> MaskScheme:
+    ledger = setting.open_ledger()
+    return Shares(lambda: ledger.fresh_seed("shares"), ledger.close)
+
+
+def _pad(setting: Setting, pool_bytes: int = DEFAULT_BYTES, background: bool = True) -> MaskScheme:
+    if setting.weight_of is None:
+        raise ConfigurationError("mask='pad' needs the tenant's own weights: verify='path or hub id' names them")
+    ledger = setting.open_ledger()
+    return Pad(setting.weight_of, lambda: ledger.fresh_seed("pad"), pool_bytes, background, ledger.close)
+
+
+def _lattice(
+    setting: Setting,
+    parameters: str | LatticeParameters = "default",
+    allow_toy: bool = False,
+    hints: str = "disk",
+    hint_bits: int = 32 - DEFAULT_DROPPED_BITS,
+    hint_ram_bytes: int = DEFAULT_RAM_BUDGET_BYTES,
+    pool_bytes: int = DEFAULT_BYTES,
+    background: bool = True,
+) -> MaskScheme:
+    chosen = choose(parameters, allow_toy)
+    if hints not in ("disk", "stream"):
+        raise ConfigurationError(f"hints is 'disk' or 'stream', got {hints!r}")
+    folder = setting.hints_folder if hints == "disk" else None
+    store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
+    return Lattice(
+        chosen, setting.open_ledger(), store, setting.verified, pool_bytes, background, setting.limits
+    )  # fmt: skip

@@ -1,12 +1,46 @@
-"""Noise from the operating system's CSPRNG. Never torch's or numpy's generators: they can be predicted or replayed."""
+"""Noise from the operating system's CSPRNG. Never torch's or numpy's generators: they can be predicted or replayed.
+
+`gaussian` and `other_index` read os.urandom directly. The lattice mask needs gigabytes: `Csprng` expands an os.urandom
+key by AES-256-CTR. Its samplers draw ternary secrets and errors; none branches on a drawn value but for the rejection
+of whole bytes (`ternary`), and only `discrete_gaussian` looks a secret number up in a table: the tenant's own machine
+is trusted (DESIGN.md section 6), shared caches are not defended against.
+"""
 
 from __future__ import annotations
 
+import decimal
+import functools
 import math
 import os
 import secrets
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+
+from noise.params import NOMINAL_SIGMA, LatticeParameters
+from noise.workers import share
+from wire.errors import ConfigurationError
+
+Bytes = npt.NDArray[np.uint8]
+
+_REKEY_BYTES = 1 << 36
+"""2^32 blocks of AES: a counter stream of that length differs from random by at most 2^64 / 2^129 (PRP/PRF switching,
+Bellare and Rogaway, "The security of triple encryption", EUROCRYPT 2006, lemma 1)."""
+
+_PIECE = bytes(1 << 18)
+"""Zeros that are encrypted piece by piece; 256 KiB stays in the cache (8 GB/s; 64 KiB: 7.9, 4 KiB: 5.2)."""
+
+_ETA = 21
+"""Of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
+
+_BATCH = 1 << 17
+"""Samples made at a time, so that their bytes stay in the cache."""
 
 
 def gaussian(rows: int, features: int) -> torch.Tensor:
@@ -33,3 +67,261 @@ def other_index(count: int, last: int | None) -> int:
         return secrets.randbelow(count)
     drawn = secrets.randbelow(count - 1)
     return drawn + (drawn >= last)
+
+
+class Csprng:
+    """AES-256-CTR under a key from os.urandom. One object may be used by several threads: a lock serves them in turn.
+
+    A forked child draws a key of its own before its first byte. Cannot be copied or pickled and prints nothing. Python
+    cannot wipe a key from memory: a dropped generator leaves that to the allocator.
+    """
+
+    def __init__(self) -> None:
+        """Draws no key before the first byte is asked for."""
+        self._forget()
+        _GENERATORS.add(self)
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()  # a fork may have copied it locked
+        self._context: CipherContext | None = None
+        self._left = 0
+        self._owner = -1
+
+    def fill(self, buffer: Bytes | bytearray | memoryview) -> None:
+        """Overwrites a contiguous writable buffer with random bytes."""
+        view = memoryview(buffer).cast("B")  # type: ignore[arg-type,unused-ignore]  # numpy's stubs lack __buffer__
+        if os.getpid() != self._owner:
+            self._notice_fork()
+        with self._lock:
+            for start in range(0, len(view), len(_PIECE)):
+                piece = view[start : start + len(_PIECE)]
+                self._stream(len(piece)).update_into(_PIECE[: len(piece)], piece)
+
+    def _notice_fork(self) -> None:
+        """Also for a fork that Python did not see: another process id, another key."""
+        with _FORK_LOCK:
+            if os.getpid() != self._owner:
+                self._forget()
+                self._owner = os.getpid()
+
+    def _stream(self, num_bytes: int) -> CipherContext:
+        if self._context is None or self._left < num_bytes:
+            # a fresh key, so that the counter may start at zero
+            self._context = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
+            self._left = _REKEY_BYTES
+        self._left -= num_bytes
+        return self._context
+
+    def random_bytes(self, count: int) -> torch.Tensor:
+        """uint8, shape (count,), CPU."""
+        drawn = torch.empty(count, dtype=torch.uint8)
+        self.fill(drawn.numpy())
+        return drawn
+
+    def array(self, count: int) -> Bytes:
+        """`random_bytes` for numpy."""
+        drawn = np.empty(count, dtype=np.uint8)
+        self.fill(drawn)
+        return drawn
+
+    def __repr__(self) -> str:
+        """Hides everything."""
+        return "<Csprng>"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """A copied generator would repeat its stream: two-time pads."""
+        raise TypeError("a Csprng cannot be copied or pickled: its stream would be used twice")
+
+
+_GENERATORS: weakref.WeakSet[Csprng] = weakref.WeakSet()
+_FORK_LOCK = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    global _FORK_LOCK
+    _FORK_LOCK = threading.Lock()
+    for generator in list(_GENERATORS):
+        generator._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
+    """Exactly uniform over {−1, 0, 1}: a byte below 3^5 = 243 is five trits, other bytes are thrown away.
+
+    Returns:
+        int8, of this shape, CPU.
+    """
+    count = math.prod(shape)
+    trits = np.empty((0, 5), dtype=np.int8)
+    while trits.size < count:
+        missing = -(-(count - trits.size) // 5)
+        drawn = rng.array(missing * 256 // 243 + missing // 16 + 16)  # seldom too few
+        trits = np.concatenate((trits, _five_trits(drawn[drawn < 243])))
+    return torch.from_numpy(trits.reshape(-1)[:count].copy()).view(*shape)
+
+
+def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
+    """Base-3 digits by division, not by a table that a cache would give away."""
+    digits = np.empty((below_243.size, 5), dtype=np.int8)
+    rest = below_243
+    for position in range(5):
+        digits[:, position] = rest % 3
+        rest = rest // 3
+    return digits - np.int8(1)
+
+
+def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torch.Tensor:
+    """Σ a_i − Σ b_i over η pairs of fair bits; variance η/2.
+
+    Drawn as the number of ones among 2η bits, less η: 1 − b_i is as fair as b_i. The bits of a sample are whole bytes
+    and an even rest that shares bytes with its neighbours.
+
+    Args:
+        rng: where the bits come from.
+        shape: of the result.
+        eta: 1 to 63; 21 has σ = 3.24.
+
+    Returns:
+        int8, of this shape, CPU.
+
+    Source: η as `_ETA` says.
+    """
+    if not 1 <= eta <= 63:
+        raise ConfigurationError(f"eta is 1 to 63, got {eta}")
+    ones = np.empty(math.prod(shape), dtype=np.uint8)
+
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            _count_ones(rng, ones[start : start + _BATCH], 2 * eta)
+
+    share(work, range(0, ones.size, _BATCH))
+    ones -= np.uint8(eta)  # wraps below zero to the two's complement of an int8
+    return torch.from_numpy(ones.view(np.int8)).view(*shape)
+
+
+def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
+    """Writes to each element of `out` the ones among `num_bits` fresh bits."""
+    count, whole, rest = out.size, num_bits // 8, num_bits % 8
+    share = 8 // rest if rest else 1  # samples that share a byte of rests
+    width = -(-count // share)
+    drawn = rng.array(whole * count + (width if rest else 0))
+    ones = np.bitwise_count(drawn[: whole * count].reshape(whole, count))
+    out[:] = 0
+    for plane in ones:
+        out += plane
+    for part in range(share if rest else 0):
+        piece = out[part * width : (part + 1) * width]
+        bits = (drawn[whole * count :] >> (part * rest)) & ((1 << rest) - 1)
+        piece += np.bitwise_count(bits[: piece.size])
+
+
+def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.Tensor:
+    """Integers x with probability proportional to exp(−x²/2σ²), by inverting their distribution function.
+
+    The function is kept as 80-bit numbers, and |x| > 11σ is left out (mass below 2^-86): within
+    (22σ + 1)·2^-81 + 2^-86 of the true distribution in statistical distance, 2^-71 at σ = 32. A sample's first 16
+    bits decide it, unless a boundary of the function lies in their cell; then 64 more bits are drawn.
+
+    Args:
+        rng: where the bits come from.
+        shape: of the result.
+        sigma: above 0, at most 2048.
+
+    Returns:
+        int16, of this shape, CPU.
+
+    Source: inversion as in Peikert, "An efficient and parallel Gaussian sampler for lattices", CRYPTO 2010, sec. 4.1.
+    """
+    if not 0 < sigma <= 2048:
+        raise ConfigurationError(f"a table-sampled sigma is above 0 and at most 2048, got {sigma}")
+    table = _gaussian_table(sigma)
+    out = np.empty(math.prod(shape), dtype=np.int16)
+
+    def work(starts: Iterator[int]) -> None:
+        for start in starts:
+            table.sample(rng, out[start : start + _BATCH])
+
+    share(work, range(0, out.size, _BATCH))
+    return torch.from_numpy(out).view(*shape)
+
+
+class _GaussianTable:
+    """The boundaries of a distribution function at 80 bits: cell = the top 16 bits, low = the other 64."""
+
+    def __init__(self, sigma: float) -> None:
+        tail = _tail(sigma)
+        boundaries = _boundaries(sigma, tail)
+        cells = np.array([boundary >> 64 for boundary in boundaries], dtype=np.int64)
+        self._low = np.array([boundary & (2**64 - 1) for boundary in boundaries], dtype=np.uint64)
+        # index of the first boundary in each cell and after it; x = -tail + boundaries at or below the drawn number
+        self._first = np.searchsorted(cells, np.arange(1 << 16), side="left")
+        self._end = np.searchsorted(cells, np.arange(1 << 16), side="right")
+        undecided = self._end > self._first
+        self._value = np.where(undecided, _UNDECIDED, self._first - tail).astype(np.int16)
+        self._steps = int((self._end - self._first).max()).bit_length()
+        self._tail = tail
+
+    def sample(self, rng: Csprng, out: npt.NDArray[np.int16]) -> None:
+        """Fills `out`."""
+        cell = rng.array(2 * out.size).view(np.uint16)
+        np.take(self._value, cell, out=out, mode="clip")  # no cell is out of range; clip lets numpy write in place
+        where = np.flatnonzero(out == _UNDECIDED)
+        out[where] = self._search(cell[where], rng.array(8 * where.size).view(np.uint64)) - self._tail
+
+    def _search(self, cell: npt.NDArray[np.uint16], low: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """Boundaries at or below each number (cell, low): a binary search among those of its cell, all at once."""
+        begin, end = self._first[cell], self._end[cell]
+        for _ in range(self._steps):
+            middle = (begin + end) // 2
+            above = (begin < end) & (low >= self._low[np.minimum(middle, self._low.size - 1)])
+            begin, end = np.where(above, middle + 1, begin), np.where(above, end, middle)
+        return begin
+
+
+_UNDECIDED = np.int16(-(2**15))
+"""No value: the tail at the largest σ is 22528."""
+
+
+def _tail(sigma: float) -> int:
+    return math.ceil(11 * sigma)
+
+
+def _boundaries(sigma: float, tail: int) -> list[int]:
+    """round(2^80·P(X ≤ x)) for x = −tail … tail − 1, from 50-digit exponentials."""
+    with decimal.localcontext(prec=50):
+        width = 2 * decimal.Decimal(sigma) ** 2
+        weights = [(-(decimal.Decimal(x) ** 2) / width).exp() for x in range(-tail, tail + 1)]
+        total = decimal.Decimal(0)
+        scale = 2**80 / sum(weights, total)
+        boundaries = []
+        for weight in weights[:-1]:
+            total += weight
+            boundaries.append(int((total * scale).to_integral_value()))
+    return [min(boundary, 2**80 - 1) for boundary in boundaries]
+
+
+@functools.cache
+def _gaussian_table(sigma: float) -> _GaussianTable:
+    return _GaussianTable(sigma)
+
+
+def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> torch.Tensor:
+    """The error of a parameter set: centred binomial for the nominal σ = 3.2, table-sampled Gaussian for others.
+
+    Returns:
+        int8 or int16, of this shape, CPU; zeros for a toy with σ = 0.
+    """
+    if parameters.sigma == NOMINAL_SIGMA:
+        return centred_binomial(rng, shape)
+    if parameters.sigma == 0:
+        return torch.zeros(tuple(shape), dtype=torch.int8)
+    return discrete_gaussian(rng, shape, parameters.sigma)
+
+
+def error_bound(parameters: LatticeParameters) -> int:
+    """The largest |e| that `error` can draw: for bounds that must hold whatever is drawn."""
+    if parameters.sigma == NOMINAL_SIGMA:
+        return _ETA
+    return _tail(parameters.sigma)

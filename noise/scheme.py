@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from wire import ring
+from wire.expand import Rows
 from wire.frame import Arithmetic, Call, Direction
 
 
@@ -27,6 +28,7 @@ class GroupSpec:
         in_features, out_features: shape of the group's weight W, outputs of all members side by side.
         column_norm, row_norm: largest Euclidean norms of W̃'s columns and rows.
         alpha: float32, shape (out_features,), on the tenant's device.
+        digest: of W̃ and α, from the manifest.
     """
 
     id: int
@@ -35,6 +37,7 @@ class GroupSpec:
     column_norm: float
     row_norm: float
     alpha: torch.Tensor = field(repr=False)
+    digest: str = ""
 
     def widths(self, direction: Direction) -> tuple[int, int]:
         """(columns of a request, columns of its reply)."""
@@ -44,10 +47,10 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class Message:
-    """One request: rows, shape (num_rows, features), for the provider at this index of the client's URLs."""
+    """One request: rows, shape (num_rows, features), or their seed, for the provider at this index of the URLs."""
 
     call: Call
-    rows: torch.Tensor = field(repr=False)
+    rows: Rows = field(repr=False)
     provider: int = 0
 
 
@@ -62,8 +65,16 @@ class Masked:
     unmask: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(repr=False)
 
 
-EffectPath = Callable[[Call, torch.Tensor, int], torch.Tensor]
-"""The provider's bias-free path: (call with purpose EFFECT, noise rows, reply columns) → effect rows."""
+class Reply(Protocol):
+    """Rows on their way."""
+
+    def result(self) -> torch.Tensor:
+        """Waits for them; where the session verifies, they have been checked when this returns."""
+        ...
+
+
+EffectPath = Callable[[Call, Rows, int], Reply]
+"""A provider's bias-free path: (call with purpose EFFECT or HINT, noise rows or their seed, reply columns) → effect."""
 
 
 class MaskScheme(Protocol):

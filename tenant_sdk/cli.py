@@ -14,22 +14,37 @@ from wire.errors import VeilbaseError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 
-Url = Annotated[str | None, typer.Option(help="grpcs://host:port or inproc:MODEL; default: the identity's endpoint.")]
-Identity = Annotated[Path | None, typer.Option(help="Folder made by `provider enroll`.")]
-Mask = Annotated[str, typer.Option(help="off or gaussian-pool.")]
+Url = Annotated[
+    list[str] | None, typer.Option(help="grpcs://host:port or inproc:MODEL; default: the identity's endpoint.")
+]
+Identity = Annotated[list[Path] | None, typer.Option(help="Folder made by `provider enroll`; one for each provider.")]
+Mask = Annotated[str, typer.Option(help="lattice, pad, shares (two providers), gaussian-pool or off.")]
+Verify = Annotated[
+    str | None, typer.Option(help="Checkpoint you trust (folder, GGUF, hub id, smollm2-135m): checks every reply.")
+]
+Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.")]
 
 
-def _client(url: str | None, identity: Path | None, mask: str) -> Any:
+def _client(
+    url: list[str] | None, identity: list[Path] | None, mask: str, verify: str | None, parameters: str | None
+) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
-    from tenant_sdk.client import DEFAULT_MASK, TenantClient
+    from noise.registry import DEFAULT_MASK
+    from tenant_sdk.client import TenantClient
     from tenant_sdk.identity import read_endpoint
     from wire.errors import ConfigurationError
 
-    if url is None and identity is None:
+    if not url and not identity:
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
-    if url is None and identity is not None:
-        url = read_endpoint(identity)
-    return TenantClient(str(url), identity=identity, mask=mask or DEFAULT_MASK)
+    urls = url or [read_endpoint(folder) for folder in identity or []]
+    options = {"parameters": parameters} if parameters else {}
+    return TenantClient(
+        urls if len(urls) > 1 else urls[0],
+        identity=(identity if len(urls) > 1 else identity[0]) if identity else None,
+        mask=mask or DEFAULT_MASK,
+        verify=verify,
+        mask_options=options,
+    )
 
 
 @app.command()
@@ -39,6 +54,8 @@ def finetune(
     url: Url = None,
     identity: Identity = None,
     mask: Mask = "",
+    verify: Verify = None,
+    parameters: Parameters = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
@@ -50,7 +67,7 @@ def finetune(
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
-    with _client(url, identity, mask) as client:
+    with _client(url, identity, mask, verify, parameters) as client:
         from peft import LoraConfig
 
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -72,14 +89,29 @@ def generate(
     url: Url = None,
     identity: Identity = None,
     mask: Mask = "",
+    verify: Verify = None,
+    parameters: Parameters = None,
     adapter: Annotated[Path | None, typer.Option(help="Adapter folder; default: the base model.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length limit.")] = 128,
 ) -> None:
     """Answer a prompt, printed as it is made."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    with _client(url, identity, mask) as client:
+    with _client(url, identity, mask, verify, parameters) as client:
         client.generate(text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False))
     typer.echo()
+
+
+@app.command()
+def explain(
+    url: Url = None,
+    identity: Identity = None,
+    mask: Mask = "",
+    verify: Verify = None,
+    parameters: Parameters = None,
+) -> None:
+    """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
+    with _client(url, identity, mask, verify, parameters) as client:
+        client.explain()
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
 """`TenantClient`: the one object a user of a provider needs.
 
 Guarantees: base weights never reach this process, adapters, data and optimizer state never leave it; what does leave
-is what the mask makes of activations and gradients (see `describe_privacy`). One error of wire/errors.py for whatever
+is what the mask makes of activations and gradients (see `explain`). One error of wire/errors.py for whatever
 goes wrong.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from noise.registry import make_scheme
-from noise.scheme import MaskScheme
+from noise.registry import DEFAULT_MASK, MASKS
 from tenant_sdk import embedded
 from tenant_sdk.bundle import fetch_bundle
+from tenant_sdk.explain import explain
 from tenant_sdk.identity import load_identity
 from tenant_sdk.model import load_remote_model, load_tokenizer
-from tenant_sdk.remote_group import RemoteExecutor
+from tenant_sdk.prepare import prefetch_hints, prepare_masks
+from tenant_sdk.progress import counting
+from tenant_sdk.session import Plan, Session, open_session
 from wire.errors import ConfigurationError
+from wire.frame import Direction
 from wire.manifest import Manifest
-from wire.transport.base import Connection, Traffic
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport.base import Traffic
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
     from tenant_sdk.finetune import FinetuneResult
-
-DEFAULT_MASK = "off"
 
 
 class TenantClient:
@@ -47,50 +47,50 @@ class TenantClient:
 
     def __init__(
         self,
-        url: str,
-        identity: str | Path | None = None,
+        url: str | Sequence[str],
+        identity: str | Path | Sequence[str | Path] | None = None,
         mask: str = DEFAULT_MASK,
+        verify: str | Path | None = None,
         *,
         arithmetic: str | None = None,
         mask_options: Mapping[str, Any] | None = None,
+        kappa: int = 40,
         weights: str | None = None,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         cache: str | Path | None = None,
+        progress: bool = True,
     ) -> None:
         """Prepares a client; the network is first used by `connect` or by whatever needs it.
 
         Args:
-            url: grpcs://host:port, grpc://127.0.0.1:port without TLS, or inproc:MODEL for a provider in this process.
-            identity: folder made by `provider enroll`; needed for grpcs.
-            mask: `off` or `gaussian-pool` (see docs/architecture.md).
+            url: grpcs://host:port, grpc://127.0.0.1:port without TLS, or inproc:MODEL for a provider in this process;
+                for mask="shares" a list of two.
+            identity: folder made by `provider enroll`, needed for grpcs; a list where `url` is one.
+            mask: lattice, pad, shares, gaussian-pool or off (see docs/masks.md).
+            verify: the checkpoint you trust (folder, GGUF file, hub id or smollm2-135m): every reply and the whole
+                bundle are checked against it. None warns once and says what then holds.
             arithmetic: `ring` or `float`; by default what suits the mask and the provider's weights.
-            mask_options: keyword arguments of the mask, such as {"pool_size": 8}.
+            mask_options: keyword arguments of the mask, such as {"parameters": "conservative"}.
+            kappa: with verify, a forged reply passes with probability at most 2^-kappa; 40 to 64.
             weights: `int8` or `native`, for inproc only; a networked provider chooses for itself.
             dtype: of activations and of the tenant's own tensors.
             device: where attention, norms and adapters run.
-            cache: folder for client bundles; $VEILBASE_CACHE or ~/.cache/veilbase by default.
+            cache: folder for bundles and hints; $VEILBASE_CACHE or ~/.cache/veilbase by default.
+            progress: bars on stderr while a checkpoint is read or hints are fetched.
 
         Raises:
             ConfigurationError: a URL, identity or option that cannot be.
         """
-        if url.startswith(embedded.SCHEME) and identity is not None:
-            raise ConfigurationError("an inproc: provider takes no identity")
-        if not url.startswith(embedded.SCHEME) and weights is not None:
-            raise ConfigurationError("weights is for inproc: only: a networked provider chooses for itself")
-        self.url = url
-        self._identity = load_identity(identity) if identity is not None else None
-        self._mask, self._arithmetic, self._mask_options = mask, arithmetic, dict(mask_options or {})
-        self._weights, self._dtype = weights, dtype
+        self._plan = _plan(url, identity, mask, verify, arithmetic, mask_options, kappa, weights, cache)
+        self.url = self._plan.urls[0]
+        self._dtype, self._progress = dtype, progress
         try:
             self._device = torch.device(device)
         except RuntimeError:
             raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from None
-        self._cache = Path(cache) if cache is not None else None
         self._lock = threading.RLock()
-        self._connection: Connection | None = None
-        self._scheme: MaskScheme | None = None
-        self._executor: RemoteExecutor | None = None
+        self._session: Session | None = None
         self._folder: Path | None = None
         self._tokenizer: Any = None
         self._closed = False
@@ -98,35 +98,32 @@ class TenantClient:
         """The adapter and model that `generate` used last."""
 
     def connect(self) -> Manifest:
-        """Connects, chooses the mask and returns the provider's manifest; later calls cost nothing."""
+        """Connects, compares the provider with the trusted checkpoint, returns the manifest; cheap when repeated."""
+        return self._open().manifest
+
+    def _open(self) -> Session:
         with self._lock:
             if self._closed:
                 raise ConfigurationError("this client was closed")
-            if self._connection is None:
-                if self.url.startswith(embedded.SCHEME):
-                    self._connection = embedded.connect_inproc(self.url, self._weights)
-                else:
-                    self._connection = GrpcConnection(self.url, self._identity)
-            manifest = self._connection.manifest()
-            if self._executor is None:
-                self._scheme = make_scheme(
-                    self._mask, self._arithmetic, manifest.weights, manifest.arithmetic, self._mask_options
-                )
-                self._executor = RemoteExecutor([self._connection], self._scheme, manifest.limits)
-            return manifest
+            if self._session is None:
+                with counting("checking the provider", self._progress and self._plan.verify is not None) as report:
+                    self._session = open_session(self._plan, report)
+            return self._session
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and calls so far."""
-        return self._connection.traffic.snapshot() if self._connection is not None else Traffic()
+        """Bytes and calls so far, to all providers."""
+        total = Traffic()
+        for connection in self._session.connections if self._session is not None else ():
+            seen = connection.traffic.snapshot()
+            total.add(seen.bytes_up, seen.bytes_down, seen.calls)
+        return total
 
     def _bundle(self) -> Path:
         with self._lock:
-            manifest = self.connect()
-            if self._folder is None and self._connection is not None:
-                self._folder = fetch_bundle(self._connection, manifest, self._cache)
+            session = self._open()
             if self._folder is None:
-                raise ConfigurationError("this client was closed")
+                self._folder = fetch_bundle(session.connections[0], session.manifest, self._plan.cache)
             return self._folder
 
     @property
@@ -142,10 +139,8 @@ class TenantClient:
 
         It works in stock PEFT, Trainer, TRL and `generate`; each call builds a new one, so adapters do not mix.
         """
-        folder, manifest = self._bundle(), self.connect()
-        if self._executor is None:
-            raise ConfigurationError("this client was closed")
-        return load_remote_model(folder, manifest, self._executor, self._dtype, self._device)
+        folder, session = self._bundle(), self._open()
+        return load_remote_model(folder, session.manifest, session.executor, self._dtype, self._device)
 
     def finetune(
         self,
@@ -172,19 +167,35 @@ class TenantClient:
 
         return generate(self, prompt, adapter, max_new_tokens, on_text, **options)
 
-    def describe_privacy(self) -> Mapping[str, str]:
-        """The mask in force, as the scheme describes itself."""
-        self.connect()
-        return dict(self._scheme.describe()) if self._scheme is not None else {}
+    def fetch_hints(self, backward: bool = False) -> None:
+        """Fetches what the lattice mask needs once per layer, with a progress bar; no work for other masks.
+
+        Args:
+            backward: also for gradients, as fine-tuning needs.
+        """
+        directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
+        session = self._open()
+        prefetch_hints(session.scheme, session.manifest, self._bundle(), directions, self._progress)
+
+    def prepare(self, num_tokens: int, backward: bool = False) -> None:
+        """Makes masks ahead of use, as far as the pool's budget goes, so that the next tokens find them ready."""
+        directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
+        session = self._open()
+        prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
+
+    def explain(self) -> str:
+        """Prints, and returns, the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
+        session = self._open()
+        text = explain(session.scheme, session.manifest, session.verifier, self._plan.verify)
+        print(text)
+        return text
 
     def close(self) -> None:
-        """Drops secrets and ends the connection."""
+        """Drops secrets and ends the connections."""
         with self._lock:
             self._closed = True
-            if self._scheme is not None:
-                self._scheme.close()
-            if self._connection is not None:
-                self._connection.close()
+            if self._session is not None:
+                self._session.close()
 
     def __enter__(self) -> TenantClient:
         """Connects, so that a wrong URL or identity is an error at once."""
@@ -200,3 +211,32 @@ class TenantClient:
     ) -> None:
         """Closes the client."""
         self.close()
+
+
+def _plan(
+    url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None, mask: str, verify: str | Path | None,
+    arithmetic: str | None, mask_options: Mapping[str, Any] | None, kappa: int, weights: str | None,
+    cache: str | Path | None,
+) -> Plan:  # fmt: skip
+    """Every refusal that needs no network."""
+    urls = (url,) if isinstance(url, str) else tuple(url or ())
+    if not urls or not all(isinstance(each, str) for each in urls):
+        raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")
+    given = identity if isinstance(identity, list | tuple) else [identity] * len(urls)
+    if len(given) != len(urls):
+        raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(given)}")
+    if mask not in MASKS:
+        raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
+    folders = tuple(None if each is None else Path(str(each)) for each in given)
+    for each, folder in zip(urls, folders, strict=True):
+        inproc = each.startswith(embedded.SCHEME)
+        if inproc and folder is not None:
+            raise ConfigurationError("an inproc: provider takes no identity")
+        if not inproc and weights is not None:
+            raise ConfigurationError("weights is for inproc: only: a networked provider chooses for itself")
+        if folder is not None:
+            load_identity(folder)
+    return Plan(
+        urls, folders, mask, arithmetic, dict(mask_options or {}), None if verify is None else str(verify), kappa,
+        weights, Path(cache) if cache is not None else None,
+    )  # fmt: skip

@@ -171,6 +171,7 @@ def finetune(
     if gradient_checkpointing:
         _checkpoint_activations(model.get_base_model())
     trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer))
+    client.fetch_hints(backward=True)
     before, began = client.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
         with _quiet_trainer(), _progress_bar(trainer) if progress else nullcontext():

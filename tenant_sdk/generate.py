@@ -67,6 +67,7 @@ def generate(
         settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
     if model.generation_config.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
+    client.fetch_hints()
     streamer = _Callback(tokenizer, on_text) if on_text is not None else None
     with torch.no_grad():
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **settings)

@@ -47,3 +47,17 @@ def read_endpoint(folder: str | Path) -> str:
         return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
     except OSError:
         raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from None
+
+
+def tenant_name(identity: TlsIdentity) -> str:
+    """The name in the certificate's alternative name, `veilbase://tenant/NAME` (SPEC.md, section 1).
+
+    Raises:
+        ConfigurationError: a certificate without it.
+    """
+    try:
+        certificate = x509.load_pem_x509_certificate(identity.cert_pem)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        return names.get_values_for_type(x509.UniformResourceIdentifier)[0].removeprefix("veilbase://tenant/")
+    except (ValueError, IndexError, x509.ExtensionNotFound):
+        raise ConfigurationError("the identity's certificate names no tenant: enrol again") from None

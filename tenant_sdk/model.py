@@ -166,7 +166,9 @@ def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 def group_spec(group: GroupInfo, alphas: dict[str, torch.Tensor], device: torch.device) -> GroupSpec:
     """What a mask needs to know of one group."""
     alpha = torch.cat([alphas[layer.name] for layer in group.layers]).to(device)
-    return GroupSpec(group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha)
+    return GroupSpec(
+        group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha, group.digest
+    )
 
 
 def _attach(

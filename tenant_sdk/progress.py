@@ -1,7 +1,9 @@
-"""A progress bar for training on stderr: step, loss, tokens a second."""
+"""Progress bars on stderr: of training (step and loss) and of long preparations."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -38,3 +40,15 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
     def stop(self) -> None:
         """Ends it where a run broke; a second time does nothing."""
         self._bar.stop()
+
+
+@contextlib.contextmanager
+def counting(what: str, show: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that the caller moves with (done, all); nothing where `show` is false."""
+    if not show:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import torch
 
 from noise.scheme import GroupSpec, MaskScheme, Message
-from wire.errors import InvalidTensor
+from noise.verify import Verifier
+from wire.errors import InvalidTensor, VerificationFailed
+from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, ITEM_BYTES, Arithmetic, Call, Direction
 from wire.limits import Limits
 from wire.transport.base import Connection, Pending
@@ -25,11 +27,20 @@ from wire.transport.base import Connection, Pending
 class RemoteExecutor:
     """Sends masked rows to the provider (or providers) and unmasks the replies."""
 
-    def __init__(self, connections: Sequence[Connection], scheme: MaskScheme, limits: Limits) -> None:
-        """Args: connections: in the order of the client's URLs; limits: the smallest of theirs."""
+    def __init__(
+        self, connections: Sequence[Connection], scheme: MaskScheme, limits: Limits, verifier: Verifier | None = None
+    ) -> None:
+        """Args.
+
+        connections: in the order of the client's URLs.
+        scheme: the mask.
+        limits: the smallest of the providers'.
+        verifier: checks every reply, hints included, before it is unmasked.
+        """
         self._connections = tuple(connections)
         self.scheme = scheme
         self._limits = limits
+        self._verifier = verifier
         scheme.bind(self._effect)
 
     def run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
@@ -52,7 +63,8 @@ class RemoteExecutor:
         device = rows.device
         if rows.shape[0] == 0:
             return torch.empty(0, reply_cols, dtype=torch.float32, device=device)
-        parts = rows.split(self._rows_per_request(request_cols, reply_cols))
+        most = self._rows_per_request(request_cols, reply_cols)
+        parts = rows.split(most) if rows.shape[0] > most else (rows,)
         waiting = []
         for part in parts:
             masked = self.scheme.mask(group, direction, part)
@@ -67,11 +79,38 @@ class RemoteExecutor:
         return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
 
     def _send(self, message: Message, reply_cols: int) -> Pending:
-        rows = message.rows.to("cpu", DTYPES[message.call.arithmetic]).contiguous()
-        return self._connections[message.provider].submit(message.call, rows, reply_cols)
+        rows = message.rows
+        if isinstance(rows, torch.Tensor):
+            rows = rows.to("cpu", DTYPES[message.call.arithmetic]).contiguous()
+        pending = self._connections[message.provider].submit(message.call, rows, reply_cols)
+        return pending if self._verifier is None else _Checked(pending, message.call, rows, self)
 
-    def _effect(self, call: Call, noise: torch.Tensor, reply_cols: int) -> torch.Tensor:
-        return self._connections[0].submit(call, noise, reply_cols).result()
+    def check(self, call: Call, rows: Rows, reply: torch.Tensor) -> None:
+        """Ends the session unless a reply is what the trusted weights give.
+
+        Raises:
+            VerificationFailed: it is not; connections and secrets are gone, and nothing restarts by itself.
+        """
+        if self._verifier is None:
+            return
+        try:
+            if isinstance(rows, SeededRows):
+                rows = rows.expand(self._verifier.request_features(call.group, call.direction))
+            self._verifier.check(call.group, call.direction, rows, reply)
+        except VerificationFailed:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Drops secrets and connections."""
+        if self._verifier is not None:
+            self._verifier.close()
+        self.scheme.close()
+        for connection in self._connections:
+            connection.close()
+
+    def _effect(self, call: Call, rows: Rows, reply_cols: int) -> Pending:
+        return self._send(Message(call, rows), reply_cols)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExecutor:
         """A copied model talks through the same connection."""
@@ -82,6 +121,34 @@ class RemoteExecutor:
         raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
 
 
+def _forward(x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
+    product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
+    out_dtype = autocast_dtype(x)
+    if len(group.member_features) == 1:
+        return (product.to(out_dtype),)
+    # copies, not views: model code may change an output in place, as it may a local layer's
+    return tuple(
+        part.to(out_dtype, copy=True, memory_format=torch.contiguous_format)
+        for part in product.split(group.member_features, dim=1)
+    )
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """A reply that is verified before anybody sees it."""
+
+    pending: Pending
+    call: Call
+    rows: Rows = field(repr=False)
+    executor: RemoteExecutor
+
+    def result(self) -> torch.Tensor:
+        """Waits for the reply and checks it as it came, still masked."""
+        reply = self.pending.result()
+        self.executor.check(self.call, self.rows, reply)
+        return reply
+
+
 class _Product(torch.autograd.Function):
     """y = x·W (+ b) over a whole group; saves nothing."""
 
@@ -90,15 +157,7 @@ class _Product(torch.autograd.Function):
         """Sends the rows and keeps their shape only."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
-        product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
-        out_dtype = autocast_dtype(x)
-        if len(group.member_features) == 1:
-            return (product.to(out_dtype),)
-        # copies, not views: model code may change an output in place, as it may a local layer's
-        return tuple(
-            part.to(out_dtype, copy=True, memory_format=torch.contiguous_format)
-            for part in product.split(group.member_features, dim=1)
-        )
+        return _forward(x, group)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -119,7 +178,10 @@ class _Product(torch.autograd.Function):
 
 
 def _apply(x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
-    parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, group))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and x.requires_grad:
+        parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, group))  # type: ignore[no-untyped-call]
+    else:
+        parts = _forward(x, group)
     return parts if x.dim() == 2 else tuple(part.view(*x.shape[:-1], part.shape[1]) for part in parts)
 
 
@@ -156,7 +218,10 @@ class RemoteGroup:
 
     def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         """`RemoteExecutor.run` in float32 with autocast off."""
-        with torch.autocast(rows.device.type, enabled=False):
+        kind = rows.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._executor.run(self.spec, direction, rows.to(torch.float32))
+        with torch.autocast(kind, enabled=False):
             return self._executor.run(self.spec, direction, rows.to(torch.float32))
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:

@@ -69,10 +69,12 @@ def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Pat
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     settings = QUICK | {"max_steps": 12}
-    with TenantClient((identity / "endpoint").read_text().strip(), identity=identity, arithmetic="float") as client:
+    with TenantClient(
+        (identity / "endpoint").read_text().strip(), identity=identity, mask="off", arithmetic="float"
+    ) as client:
         whole = client.finetune(data, lora(), tmp_path / "whole", **settings)
         # SIGKILL, from another thread than the one that waits for a reply, once there is a checkpoint
-        connection: Any = client._connection
+        connection: Any = client._open().connections[0]
         submit, saved = connection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
         killer = threading.Thread(target=first.end, args=(signal.SIGKILL,))
 

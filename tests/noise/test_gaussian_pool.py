@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from noise.gaussian_pool import GaussianPool, NotPrivateWarning
-from noise.registry import make_scheme
+from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
@@ -63,6 +64,16 @@ def provider_path(weight: torch.Tensor, bias: torch.Tensor) -> Callable[[Call, t
     return answer
 
 
+@dataclass
+class Ready:
+    """A reply that is there already."""
+
+    reply: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        return self.reply
+
+
 SPEC = GroupSpec(0, 24, 40, 1.0, 1.0, torch.ones(40))
 
 
@@ -72,7 +83,7 @@ def test_equations(kind: str, bias: bool) -> None:
     module, weight, b = layer(kind, bias)
     answer = provider_path(weight, b)
     scheme = pool(pool_size=4)
-    scheme.bind(answer)
+    scheme.bind(lambda *asked: Ready(answer(*asked)))
     x = torch.randn(7, 24, requires_grad=True)
     want = module(x)
     upstream = torch.randn_like(want)
@@ -100,7 +111,7 @@ def test_each_effect_is_computed_once_and_renewed() -> None:
         return answer(call, rows, cols)
 
     scheme = pool(pool_size=3, renew_every=10)
-    scheme.bind(counting)
+    scheme.bind(lambda *asked: Ready(counting(*asked)))
     rows = torch.ones(2, 24)
     sent = [scheme.mask(SPEC, Direction.FORWARD, rows).messages[0].rows for _ in range(10)]
     assert asked == [(Direction.FORWARD, 3)]
@@ -115,7 +126,7 @@ def test_each_effect_is_computed_once_and_renewed() -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_model_logits_and_gradients_match_off(kind: str, tmp_path: Path) -> None:
     make_tiny(kind, tmp_path)
-    with TenantClient(f"inproc:{tmp_path}", weights="native", arithmetic="float") as plain:
+    with TenantClient(f"inproc:{tmp_path}", weights="native", mask="off", arithmetic="float") as plain:
         reference = adapted(plain.load_model(), lora(kind))
         want_logits = reference(batch()).logits.detach()
         want = grads(reference, batch())
@@ -130,17 +141,24 @@ def test_model_logits_and_gradients_match_off(kind: str, tmp_path: Path) -> None
             assert relative(gradient, want[name]) < 10 * TOLERANCE, name
 
 
+def setting(weights: str = "int8", offered: tuple[str, ...] = ("ring", "float")) -> Setting:
+    def no_ledger() -> Any:
+        raise AssertionError("this mask counts no secrets")
+
+    return Setting(weights, offered, no_ledger, Path("/nowhere"))
+
+
 def test_warns_and_refuses() -> None:
     with pytest.warns(NotPrivateWarning, match="not private"):
         GaussianPool()
     with pytest.raises(ConfigurationError, match="float arithmetic only"):
-        make_scheme("gaussian-pool", "ring", "int8", ("ring", "float"), {})
+        make_scheme("gaussian-pool", "ring", {}, setting())
     with pytest.raises(ConfigurationError, match="options"):
-        make_scheme("off", None, "int8", ("ring", "float"), {"sigma": 1})
+        make_scheme("off", None, {"sigma": 1}, setting())
     with pytest.raises(ConfigurationError, match="mask is one of"):
-        make_scheme("rot13", None, "int8", ("ring", "float"), {})
+        make_scheme("rot13", None, {}, setting())
     with pytest.raises(ConfigurationError, match="does not offer"):
-        make_scheme("off", "ring", "int8", ("float",), {})
+        make_scheme("off", "ring", {}, setting(offered=("float",)))
     with pytest.raises(ConfigurationError, match="pool_size"):
         pool(pool_size=0)
 
@@ -149,9 +167,7 @@ def test_warns_and_refuses() -> None:
 @pytest.mark.parametrize("name", ["off-ring", "off-float", "pool"])
 def test_nothing_is_sent_for_values_that_are_not_finite(bad: float, name: str) -> None:
     asked = []
-    scheme: Any = (
-        pool() if name == "pool" else make_scheme("off", name[4:], "int8", ("ring", "float"), {})
-    )
+    scheme: Any = pool() if name == "pool" else make_scheme("off", name[4:], {}, setting())
     scheme.bind(lambda call, rows, cols: asked.append(call))
     rows = torch.zeros(3, 24)
     rows[1, 5] = bad
@@ -185,6 +201,5 @@ def test_other_index_never_repeats_and_reaches_all() -> None:
 
 
 def test_arithmetic_defaults() -> None:
-    offered = ("ring", "float")
-    assert make_scheme("off", None, "int8", offered, {}).arithmetic is Arithmetic.RING
-    assert make_scheme("off", None, "native", offered, {}).arithmetic is Arithmetic.FLOAT
+    assert make_scheme("off", None, {}, setting()).arithmetic is Arithmetic.RING
+    assert make_scheme("off", None, {}, setting("native")).arithmetic is Arithmetic.FLOAT

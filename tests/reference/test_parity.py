@@ -49,7 +49,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
     make_tiny(kind, folder)
-    client = TenantClient(f"inproc:{folder}", weights="native", arithmetic="float", cache=folder / "cache")
+    client = TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float", cache=folder / "cache")
     with client:
         yield kind, folder, client
 
@@ -137,7 +137,7 @@ def test_ia3_changes_the_input_of_one_member(tmp_path: Path) -> None:
     """IA3 rescales feed-forward inputs, so members of a group stop sharing one: each makes its own call."""
     make_tiny("llama", tmp_path)
     config = IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"], task_type="CAUSAL_LM")
-    with TenantClient(f"inproc:{tmp_path}", weights="native", arithmetic="float") as client:
+    with TenantClient(f"inproc:{tmp_path}", weights="native", mask="off", arithmetic="float") as client:
         ours, theirs = adapted(client.load_model(), config), adapted(local(tmp_path), config)
         for model in (ours, theirs):
             with torch.no_grad():
@@ -154,8 +154,8 @@ def test_int8_ring_is_close_and_float_agrees_with_it(kind: str, tmp_path: Path) 
     """Both arithmetics run over the same int8 weights, so they differ by activation rounding only."""
     make_tiny(kind, tmp_path)
     with (
-        TenantClient(f"inproc:{tmp_path}", weights="int8", arithmetic="ring") as ring,
-        TenantClient(f"inproc:{tmp_path}", weights="int8", arithmetic="float") as floating,
+        TenantClient(f"inproc:{tmp_path}", weights="int8", mask="off", arithmetic="ring") as ring,
+        TenantClient(f"inproc:{tmp_path}", weights="int8", mask="off", arithmetic="float") as floating,
     ):
         a, b = adapted(ring.load_model(), lora(kind)), adapted(floating.load_model(), lora(kind))
         with torch.no_grad():

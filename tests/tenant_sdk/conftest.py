@@ -25,5 +25,5 @@ def chat_core(chat_folder: Path) -> ProviderCore:
 @pytest.fixture(scope="session")
 def chat_client(chat_folder: Path) -> Iterator[TenantClient]:
     cache = chat_folder.with_name("cache")
-    with TenantClient(f"inproc:{chat_folder}", weights="native", arithmetic="float", cache=cache) as client:
+    with TenantClient(f"inproc:{chat_folder}", weights="native", mask="off", arithmetic="float", cache=cache) as client:
         yield client

@@ -68,8 +68,9 @@ def liar(chat_core: ProviderCore) -> Liar:
 @pytest.fixture
 def client(liar: Liar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TenantClient]:
     monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(liar))
-    with TenantClient("inproc:liar", cache=tmp_path / "cache") as made:
-        yield made
+    made = TenantClient("inproc:liar", mask="off", cache=tmp_path / "cache")  # connects when it is used: after the lie
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -255,7 +256,7 @@ def test_cached_by_digest(liar: Liar, client: TenantClient, tmp_path: Path) -> N
     client.load_model()
     assert sorted(liar.fetched) == sorted(liar.files)
     liar.fetched.clear()
-    with TenantClient("inproc:liar", cache=tmp_path / "cache") as second:
+    with TenantClient("inproc:liar", mask="off", cache=tmp_path / "cache") as second:
         second.load_model()
         assert second.tokenizer is not None
     assert liar.fetched == []
@@ -263,7 +264,7 @@ def test_cached_by_digest(liar: Liar, client: TenantClient, tmp_path: Path) -> N
     assert folder.name == liar.manifest().bundle_digest
     liar.change_json("generation_config.json", max_new_tokens=5)
     liar.announce()
-    with TenantClient("inproc:liar", cache=tmp_path / "cache") as third:
+    with TenantClient("inproc:liar", mask="off", cache=tmp_path / "cache") as third:
         third.load_model()
     assert sorted(liar.fetched) == sorted(liar.files)
 

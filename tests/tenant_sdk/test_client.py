@@ -101,7 +101,7 @@ def test_a_closed_client(chat_folder: Path, tmp_path: Path) -> None:
     with TenantClient(f"inproc:{chat_folder}") as client:
         pass
     client.close()
-    for use in (client.connect, client.load_model, client.describe_privacy, lambda: client.generate("x")):
+    for use in (client.connect, client.load_model, client.explain, lambda: client.generate("x")):
         with pytest.raises(ConfigurationError, match="closed"):
             use()
     with pytest.raises(ConfigurationError, match="closed"):
@@ -153,7 +153,7 @@ def test_sampling_options_reach_generate(chat_client: TenantClient) -> None:
 
 def test_without_a_template_the_text_is_continued(tmp_path: Path) -> None:
     folder = tiny.chat_model(tmp_path / "plain", template=None)
-    with TenantClient(f"inproc:{folder}", weights="native", arithmetic="float") as client:
+    with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
         tokenizer = client.tokenizer
         ids = torch.tensor([tokenizer("abc")["input_ids"]])
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -239,7 +239,7 @@ def test_finetune_and_generate_from_a_shell(enrolled: Path, chat_folder: Path, t
 def test_an_error_in_a_shell_is_one_line(enrolled: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "hello"}\nnonsense\n')
-    done = tenant("finetune", data, "--output", tmp_path / "out", "--identity", enrolled)
+    done = tenant("finetune", data, "--output", tmp_path / "out", "--identity", enrolled, "--mask", "off")
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("tenant: ")
@@ -253,7 +253,7 @@ def test_an_error_in_a_shell_is_one_line(enrolled: Path, tmp_path: Path) -> None
         ([], "--identity"),
         (["--identity", "acme"], "cannot be reached"),
         (["--url", "inproc:CHAT", "--mask", "invisible"], "invisible"),
-        (["--url", "inproc:CHAT", "--adapter", "nowhere"], "adapter folder"),
+        (["--url", "inproc:CHAT", "--mask", "off", "--adapter", "nowhere"], "adapter folder"),
     ],
     ids=str,
 )

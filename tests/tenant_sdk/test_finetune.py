@@ -98,7 +98,7 @@ def test_over_mtls(chat_core: ProviderCore, chat_client: Any, tmp_path: Path) ->
     with tiny.serving(chat_core, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
-        with TenantClient(url, identity=tmp_path / "acme", arithmetic="float") as client:
+        with TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float") as client:
             got = client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
     assert got.losses == pytest.approx(want.losses, rel=1e-6)
     assert got.tokens == want.tokens
@@ -146,7 +146,7 @@ def test_same_losses_and_adapter_on_other_models(kind: str, tmp_path: Path, trai
     folder = tiny.chat_model(tmp_path / kind, kind)
     config = lora(fan_in_fan_out=kind == "gpt2")
     want, model = stock_losses(folder, config, tmp_path / "stock", TEXTS)
-    with TenantClient(f"inproc:{folder}", weights="native", arithmetic="float") as client:
+    with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
         result = client.finetune(TEXTS, lora(fan_in_fan_out=kind == "gpt2"), tmp_path / "out", **QUICK)
     assert result.losses == pytest.approx(want, rel=TOLERANCE)
     assert_close(logits(trained_model[0]), logits(model.eval()))
@@ -181,7 +181,7 @@ def test_no_backward_call_below_the_lowest_adapter(
 ) -> None:
     config = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "r": 4}
     plain = chat_client.finetune(ROWS, LoraConfig(**config, task_type="CAUSAL_LM"), tmp_path / "plain", **QUICK)
-    connection, backward = chat_client._connection, set()
+    connection, backward = chat_client._open().connections[0], set()
     num_forward, submit = 0, connection.submit
 
     def spy(call: Any, rows: torch.Tensor, cols: int) -> Any:

@@ -25,7 +25,7 @@ GROUPS_A_BLOCK = 4  # qkv, o, gate+up, down
 @pytest.fixture
 def client(tmp_path: Path) -> Any:
     make_tiny("llama", tmp_path)
-    with TenantClient(f"inproc:{tmp_path}", weights="native", arithmetic="float") as made:
+    with TenantClient(f"inproc:{tmp_path}", weights="native", mask="off", arithmetic="float") as made:
         yield made
 
 
@@ -33,7 +33,7 @@ def client(tmp_path: Path) -> Any:
 def calls(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, torch.Size]]:
     """Every call that reaches the provider."""
     seen: list[tuple[Call, torch.Size]] = []
-    connection: Any = client._connection
+    connection: Any = client._open().connections[0]
     submit = connection.submit
 
     def spy(call: Call, rows: torch.Tensor, cols: int) -> Any:
@@ -143,7 +143,7 @@ def test_large_calls_are_split_by_rows(client: TenantClient, calls: Any) -> None
     with torch.no_grad():
         want = model(batch()).logits
     calls.clear()
-    executor: Any = client._executor
+    executor: Any = client._open().executor
     executor._limits = Limits(max_rows=5)
     with torch.no_grad():
         assert relative(model(batch()).logits, want) < 1e-6

@@ -59,7 +59,7 @@ class Breaking:
     def __init__(self, client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: float = float("inf")
         self.count = 0
-        connection: Any = client._connection
+        connection: Any = client._open().connections[0]
         submit = connection.submit
 
         def breaking(call: Call, rows: torch.Tensor, cols: int) -> Any:
@@ -173,7 +173,7 @@ def test_a_grpc_provider_that_stops_and_comes_back(chat_core: ProviderCore, whol
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         leaving.stop, leaving.at = server.stop, 3 * CALLS_A_STEP
-        with TenantClient(url, identity=tmp_path / "acme", arithmetic="float") as client:
+        with TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float") as client:
             with pytest.raises(Unavailable) as failure:
                 run(client, out)
             leaving.client_knows.set()
@@ -317,7 +317,7 @@ torch.set_num_threads(1)
 folder, out = sys.argv[1:]
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 outcome = []
-with TenantClient(f"inproc:{folder}", weights="native", arithmetic="float") as client:
+with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
     client.load_model()
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     try:

@@ -1,0 +1,244 @@
+"""The default mask: a fresh Module-LWE sample for every row, its effect from a hint that the provider computed once.
+
+Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32 with a secret and an error drawn from the operating system's
+CSPRNG for this group, direction and block alone; every row is used once; scales leave room for the error and for the
+hint's rounding, so that no unmasked result wraps. Confidential under decision Module-LWE with the stated parameters.
+Does not guarantee: that replies are right (verification does), or anything about row counts and timing.
+
+Source: DESIGN.md, section 4. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot, Park and
+Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a service.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from noise import polynomial, sampling
+from noise.hint_file import Hint
+from noise.hints import HintKey, HintStore
+from noise.ledger import Ledger, Reservation, Seed, SeedExhausted, Slots, SlotsExhausted
+from noise.params import LatticeParameters
+from noise.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from wire.errors import ConfigurationError, MaskError
+from wire.expand import SeededRows
+from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
+from wire.limits import Limits
+
+BLOCKS_RESERVED_AT_ONCE = 64
+"""One fsync serves so many blocks; what a process leaves unused stays counted."""
+MOST_BLOCKS_AT_ONCE = 8
+"""Blocks that share the transforms of A and H; more gained nothing (docs/benchmarks.md)."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Epoch:
+    """One seed of A, while it lasts."""
+
+    seed: Seed
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    matrices: list[torch.Tensor] = field(default_factory=list, repr=False)
+    reservations: list[Reservation] = field(default_factory=list, repr=False)
+
+
+class Lattice:
+    """Module-LWE masks on ring arithmetic."""
+
+    name = "lattice"
+    arithmetic = Arithmetic.RING
+
+    def __init__(
+        self,
+        parameters: LatticeParameters,
+        ledger: Ledger,
+        hints: HintStore,
+        verified: bool = False,
+        pool_bytes: int = DEFAULT_BYTES,
+        background: bool = True,
+        limits: Limits | None = None,
+    ) -> None:
+        """Prepares; the first hint is fetched when it is first needed.
+
+        Args:
+            parameters: from `noise.params.choose`.
+            ledger: of this tenant's identity.
+            hints: where hints are kept.
+            verified: whether the effect path checks what comes through it.
+            pool_bytes: masks and effects made ahead.
+            background: whether a thread makes them.
+            limits: the provider's; None for those of wire/limits.py.
+        """
+        self.parameters = parameters
+        self._ledger, self._hints, self._verified = ledger, hints, verified
+        self._limits = limits or Limits()
+        self._rng = sampling.Csprng()
+        self._lock = threading.Lock()
+        self._epoch: _Epoch | None = None
+        self._effect_path: EffectPath | None = None
+        self.pool = MaskPool(self._make, parameters.ring_degree, pool_bytes, background)
+
+    def bind(self, effect_path: EffectPath) -> None:
+        """Keeps the way to the provider's bias-free path, which gives hints."""
+        self._effect_path = effect_path
+
+    # ---- one call ---------------------------------------------------------------------------------------------------
+
+    def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
+        """Adds fresh mask rows; see `MaskScheme.mask`."""
+        request_cols, _ = group.widths(direction)
+        # worst cases of the error and secret that may be drawn: nothing depends on the block that is taken
+        error_norm = sampling.error_bound(self.parameters) * math.sqrt(request_cols)
+        slack = float(self._hints.rounding_bound() * self.parameters.dimension)
+        encoded, scales = encode_rows(group, direction, rows, error_norm, slack)  # raises before a row is burnt
+        mask, effect = self.pool.take(group, direction, rows.shape[0])
+
+        def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
+            reply = replies[0]
+            return decode_rows(group, direction, reply - effect.to(reply.device), scales)
+
+        call = Call(group.id, direction, Arithmetic.RING)
+        return Masked((Message(call, encoded.to("cpu") + mask),), unmask)
+
+    # ---- ahead of use -----------------------------------------------------------------------------------------------
+
+    def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
+        blocks: list[Block] = []
+        missing = -(-num_rows // self.parameters.ring_degree)
+        while missing > 0:
+            made = self._make_blocks(group, direction, min(missing, MOST_BLOCKS_AT_ONCE))
+            missing -= len(made)
+            blocks += made
+        return blocks
+
+    def _make_blocks(self, group: GroupSpec, direction: Direction, num_blocks: int) -> list[Block]:
+        """Blocks that share one pass over A and H. Secrets and errors live in this call only."""
+        epoch, slots = self._open_blocks(num_blocks)
+        hint = self._hint(epoch, group, direction)
+        request_cols, _ = group.widths(direction)
+        degree, rank = self.parameters.ring_degree, self.parameters.rank
+        secrets_hat = polynomial.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
+        error = sampling.error(self._rng, (num_blocks, degree, request_cols), self.parameters)
+        masks = polynomial.combine(self._matrix(epoch, request_cols), secrets_hat, error)
+        effects = polynomial.product(hint, secrets_hat, self.parameters)
+        return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
+
+    def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:
+        """Blocks on record under one seed; a new seed is drawn when the old one has served its budget."""
+        while True:
+            epoch = self._current()
+            try:
+                return epoch, self._open_under(epoch, num_blocks)
+            except SeedExhausted:
+                self._renew(epoch)
+
+    def _open_under(self, epoch: _Epoch, num_blocks: int) -> list[Slots]:
+        opened: list[Slots] = []
+        with epoch.lock:
+            while len(opened) < num_blocks:
+                if not epoch.reservations:
+                    epoch.reservations.append(self._reserve(epoch, num_blocks - len(opened)))
+                try:
+                    opened.append(epoch.reservations[0].open_block(self.parameters.ring_degree))
+                except SlotsExhausted:
+                    epoch.reservations.pop()
+        return opened
+
+    def _reserve(self, epoch: _Epoch, at_least: int) -> Reservation:
+        try:
+            return self._ledger.reserve(epoch.seed.seed_id, max(at_least, BLOCKS_RESERVED_AT_ONCE), "lattice blocks")
+        except SeedExhausted:
+            return self._ledger.reserve(epoch.seed.seed_id, at_least, "lattice blocks")  # the last few
+
+    def _current(self) -> _Epoch:
+        with self._lock:
+            if self._epoch is None:
+                seed = self._ledger.current_seed(self.parameters.name, self.parameters.max_secrets)
+                self._epoch = _Epoch(seed)
+            return self._epoch
+
+    def _renew(self, old: _Epoch) -> None:
+        with self._lock:
+            if self._epoch is old:
+                self._epoch = _Epoch(self._ledger.renew(old.seed.seed_id))
+                self._hints.forget(old.seed.seed)
+
+    def _matrix(self, epoch: _Epoch, features: int) -> torch.Tensor:
+        """Transforms of A's first columns, kept: every layer reads the same ones."""
+        with epoch.lock:
+            have = epoch.matrices[0].shape[1] if epoch.matrices else 0
+            if have < features:
+                matrix = SeededRows(epoch.seed.seed, 0, self.parameters.dimension).expand(features)
+                epoch.matrices[:] = [polynomial.transform(matrix, self.parameters)]
+            return epoch.matrices[0][:, :features]
+
+    def _hint(self, epoch: _Epoch, group: GroupSpec, direction: Direction) -> Hint:
+        path = self._effect_path
+        if path is None:
+            raise ConfigurationError("the mask was used before its client had a connection")
+        request_cols, reply_cols = group.widths(direction)
+        call = Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
+        most_rows = self._limits.max_tensor_bytes // (max(request_cols, reply_cols) * ITEM_BYTES)
+        return self._hints.get(
+            HintKey(group.digest, epoch.seed.seed, group.id, direction),
+            (self.parameters.dimension, reply_cols),
+            lambda first, count: path(call, SeededRows(epoch.seed.seed, first, count), reply_cols),
+            # the path itself has checked every row when it hands one over; the store only has to remember that
+            verify=(lambda first, rows: None) if self._verified else None,
+            rows_per_fetch=max(1, min(self._limits.max_rows, most_rows)),
+        )
+
+    @property
+    def keeps_hints(self) -> bool:
+        """Whether hints are stored, so that fetching them ahead is worth it."""
+        return self._hints.folder is not None
+
+    def has_hints(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> bool:
+        """Whether all of these hints are stored (one look at the disk each; checked when they are read)."""
+        seed, rows = self._current().seed.seed, self.parameters.dimension
+        return all(
+            self._hints.has(HintKey(group.digest, seed, group.id, direction), (rows, group.widths(direction)[1]))
+            for group, direction in pairs
+        )
+
+    def prefetch(self, group: GroupSpec, direction: Direction) -> None:
+        """Fetches a hint before it is needed."""
+        self._hint(self._current(), group, direction)
+
+    def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
+        """Makes mask rows before they are needed, as far as the pool's budget goes."""
+        self.pool.prepare(group, direction, num_rows)
+
+    # ---- words ------------------------------------------------------------------------------------------------------
+
+    def describe(self) -> Mapping[str, str]:
+        """Scheme, assumption, parameters, secrets used and storage."""
+        chosen = self.parameters
+        rounded = 32 - self._hints.dropped_bits
+        described = {
+            "scheme": "lattice: a fresh Module-LWE sample masks every row",
+            "assumption": "decision Module-LWE with a ternary secret; AES-256-CTR keyed by the operating system",
+            "parameters": f"{chosen.name}: q=2^32, {chosen.rank}x{chosen.ring_degree}, sigma={chosen.sigma}",
+            "bits": f"{chosen.bits} estimated ({chosen.source})",
+            "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of masks and effects ready, in memory only",
+            "hints": f"{self._hints.stored_bytes() / 1e6:.0f} MB on disk at {rounded} bits a number"
+            if self._hints.folder
+            else "streamed, not stored",
+        }
+        try:
+            seed = self._current().seed
+            used = next(each.used for each in self._ledger.audit() if each.seed_id == seed.seed_id)
+            described["secrets"] = f"{used} of {chosen.max_secrets} reserved under the present seed"
+        except (MaskError, StopIteration):
+            described["secrets"] = "the ledger cannot be read"
+        return described
+
+    def close(self) -> None:
+        """Drops every mask."""
+        self.pool.close()
+        self._hints.close()
+        self._ledger.close()

@@ -1,0 +1,96 @@
+"""One-time pads whose effect the tenant computes itself, ahead of use, from its own copy of the public weights.
+
+Guarantees: the provider sees x̃ + n mod 2^32 with n from AES-256-CTR under a key of its own for every block, each row
+used once; nothing is asked of the provider in advance, and nothing is lost to noise. Assumption: AES-256-CTR is a
+pseudorandom generator. For tenants that hold the weights and have no accelerator. Source: DESIGN.md, section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from noise.ledger import Slots
+from noise.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from wire import ring
+from wire.errors import ConfigurationError
+from wire.expand import SeededRows
+from wire.frame import Arithmetic, Call, Direction
+
+BLOCK_ROWS = 256
+"""Rows under one key: large enough for an efficient product, small enough for a short answer."""
+WeightOf = Callable[[int], torch.Tensor]
+"""Group number → W̃, int8, shape (in_features, out_features)."""
+
+
+class Pad:
+    """One-time pads on ring arithmetic."""
+
+    name = "pad"
+    arithmetic = Arithmetic.RING
+
+    def __init__(
+        self,
+        weight_of: WeightOf,
+        fresh_seed: Callable[[], bytes],
+        pool_bytes: int = DEFAULT_BYTES,
+        background: bool = True,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Args.
+
+        weight_of: the tenant's own quantised weights.
+        fresh_seed: 32 bytes from the operating system, counted by the ledger, never the same twice.
+        pool_bytes: pads and effects made ahead.
+        background: whether a thread makes them.
+        on_close: closes the ledger.
+        """
+        self._weight_of, self._fresh_seed, self._on_close = weight_of, fresh_seed, on_close
+        self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background)
+
+    def bind(self, effect_path: EffectPath) -> None:
+        """Needs no effects of the provider's."""
+
+    def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
+        """Adds fresh pad rows; see `MaskScheme.mask`."""
+        encoded, scales = encode_rows(group, direction, rows)  # raises before a row is burnt
+        pad, effect = self.pool.take(group, direction, rows.shape[0])
+
+        def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
+            reply = replies[0]
+            return decode_rows(group, direction, reply - effect.to(reply.device), scales)
+
+        call = Call(group.id, direction, Arithmetic.RING)
+        return Masked((Message(call, encoded.to("cpu") + pad),), unmask)
+
+    def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
+        weight = self._weight_of(group.id)
+        if weight.shape != (group.in_features, group.out_features):
+            raise ConfigurationError(f"the tenant's own weight of group {group.id} does not fit the provider's")
+        matrix = weight if direction is Direction.FORWARD else weight.t()
+        blocks = []
+        for start in range(0, num_rows, BLOCK_ROWS):
+            count = BLOCK_ROWS if num_rows - start > BLOCK_ROWS // 2 else num_rows - start
+            pad = SeededRows(self._fresh_seed(), 0, count).expand(matrix.shape[0])
+            blocks.append(Block(pad, ring.product(pad, matrix), Slots(count)))
+        return blocks
+
+    def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
+        """Makes rows before they are needed, as far as the pool's budget goes."""
+        self.pool.prepare(group, direction, num_rows)
+
+    def describe(self) -> Mapping[str, str]:
+        """Scheme and assumption."""
+        return {
+            "scheme": "pad: a one-time pad on every row, its effect computed by the tenant",
+            "assumption": "AES-256-CTR, keyed by the operating system for each block, is a pseudorandom generator",
+            "bits": "256-bit keys",
+            "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of pads and effects ready, in memory only",
+        }
+
+    def close(self) -> None:
+        """Drops every pad."""
+        self.pool.close()
+        self._on_close()

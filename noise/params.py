@@ -1,0 +1,139 @@
+"""Parameter sets of the lattice mask: frozen, with their source, and the refusal of anything weaker.
+
+What holds: `choose` lets pass only sets that are at least as hard as a row of the table below and claim no more bits
+than that row, or sets marked `toy` where the caller allows toys (attacks and tests). What does not: the bits are an
+estimate of known attacks, not a proof. docs/parameters.md has the commands that reproduce them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from wire.errors import ConfigurationError, WeakParameters
+
+MODULUS_BITS = 32
+"""q = 2^32: the ring of wire/SPEC.md; the estimates below are for this modulus and no other."""
+
+SECURITY_TARGET_BITS = 128
+"""What must be left after the loss for many secrets; see `LatticeParameters.max_secrets`."""
+
+NOMINAL_SIGMA = 3.2
+"""Smallest error allowed. HomomorphicEncryption.org Security Standard (2018), table 1 and section 2.1.1; smaller
+errors fall to Arora and Ge, "New algorithms for learning with errors in presence of noise" (ICALP 2011)."""
+
+MAX_RING_DEGREE = 2048
+MAX_RANK = 6
+"""Largest N and k for which noise/polynomial.py is tested to be exact."""
+
+MAX_SIGMA = 1024.0
+"""Past this the loss of quality is plain (DESIGN.md section 3: loss 2.7166 against 2.7054) and tables grow large."""
+
+_UNLIMITED = 2**62
+_ESTIMATE = "lattice-estimator, MATZOV cost model, minimum of uSVP, BDD and dual-hybrid, unlimited samples, q=2^32"
+
+
+@dataclass(frozen=True)
+class LatticeParameters:
+    """One Module-LWE instance with a uniform ternary secret over Z_q[X]/(X^N + 1), q = 2^32.
+
+    Attributes:
+        name: what a user writes.
+        ring_degree: N, a power of two; also the mask rows in a block.
+        rank: k, polynomials in a secret.
+        sigma: standard deviation of the error; 3.2 stands for the centred binomial with η = 21 (σ = 3.24).
+        bits: estimated cost of the best known attack, as a power of two.
+        source: where `bits` comes from.
+        toy: breakable on purpose, for attacks and tests.
+    """
+
+    name: str
+    ring_degree: int
+    rank: int
+    sigma: float
+    bits: int
+    source: str
+    toy: bool = False
+
+    @property
+    def dimension(self) -> int:
+        """k·N, the dimension of the lattice problem and the rows of A and of a hint."""
+        return self.rank * self.ring_degree
+
+    @property
+    def max_secrets(self) -> int:
+        """Secrets (block × group × direction) that one seed of A may serve.
+
+        T secrets under one A cost an attacker who is content with any of them at most a factor T less, by a hybrid
+        argument; 2^(bits − 128) of them leave 128 bits. A toy set has no such limit.
+        """
+        return _UNLIMITED if self.toy else 1 << max(self.bits - SECURITY_TARGET_BITS, 0)
+
+
+def _shipped(name: str, ring_degree: int, rank: int, sigma: float, bits: int) -> LatticeParameters:
+    return LatticeParameters(name, ring_degree, rank, sigma, bits, _ESTIMATE)
+
+
+PARAMETERS: dict[str, LatticeParameters] = {
+    chosen.name: chosen
+    for chosen in (
+        _shipped("default", 512, 3, NOMINAL_SIGMA, 161),
+        _shipped("conservative", 512, 4, NOMINAL_SIGMA, 219),
+        _shipped("lean", 256, 5, 32.0, 149),
+    )
+}
+"""The table of DESIGN.md section 4, rows that are not refused."""
+
+
+def choose(name_or_parameters: str | LatticeParameters, allow_toy: bool = False) -> LatticeParameters:
+    """The parameter set to use, checked.
+
+    Args:
+        name_or_parameters: a key of PARAMETERS, or a set of one's own.
+        allow_toy: accept a set marked `toy`. Only attacks and tests say so.
+
+    Raises:
+        ConfigurationError: an unknown name, or numbers that the arithmetic cannot do.
+        WeakParameters: weaker than every row of the table, or a toy that was not allowed.
+    """
+    if isinstance(name_or_parameters, str):
+        if name_or_parameters not in PARAMETERS:
+            known = ", ".join(PARAMETERS)
+            raise ConfigurationError(f"lattice parameters are one of {known}, got {name_or_parameters!r}")
+        return PARAMETERS[name_or_parameters]
+    _check_numbers(name_or_parameters)
+    _check_strength(name_or_parameters, allow_toy)
+    return name_or_parameters
+
+
+def _check_numbers(parameters: LatticeParameters) -> None:
+    degree, rank, sigma = parameters.ring_degree, parameters.rank, parameters.sigma
+    if not 2 <= degree <= MAX_RING_DEGREE or degree & (degree - 1):
+        raise ConfigurationError(f"ring_degree is a power of two from 2 to {MAX_RING_DEGREE}, got {degree}")
+    if not 1 <= rank <= MAX_RANK:
+        raise ConfigurationError(f"rank is 1 to {MAX_RANK}, got {rank}")
+    if not 0 <= sigma <= MAX_SIGMA or not math.isfinite(sigma):
+        raise ConfigurationError(f"sigma is 0 to {MAX_SIGMA:g}, got {sigma}")
+    if parameters.bits < 0:
+        raise ConfigurationError(f"bits is not negative, got {parameters.bits}")
+
+
+def _check_strength(parameters: LatticeParameters, allow_toy: bool) -> None:
+    if parameters.toy and allow_toy:
+        return
+    if parameters.toy:
+        raise WeakParameters(f"the lattice parameters {parameters.name!r} are a toy, for attacks and tests only")
+    if not any(_at_least(parameters, row) for row in PARAMETERS.values()):
+        raise WeakParameters(
+            f"the lattice parameters {parameters.name!r} (dimension {parameters.dimension}, sigma {parameters.sigma:g}"
+            f", {parameters.bits} bits claimed) are weaker than every row of docs/parameters.md"
+        )
+
+
+def _at_least(parameters: LatticeParameters, row: LatticeParameters) -> bool:
+    """Whether the set is no easier than a row: at fixed q, LWE gets harder with dimension and with error.
+
+    `bits` is what its maker claims, and decides how many secrets are drawn: no more than the row has.
+    """
+    harder = parameters.dimension >= row.dimension and parameters.sigma >= row.sigma
+    return harder and parameters.bits <= row.bits

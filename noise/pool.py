@@ -1,0 +1,260 @@
+"""Masks and their effects, made ahead of use in the background, in memory only.
+
+Guarantees: a row is handed out once, ever (`noise.ledger.Slots`); nothing is written to disk, pickled or carried into a
+forked child; when no row is ready the caller makes one itself, so that an empty pool costs time and never privacy.
+Does not guarantee that a long run never waits: that needs a core that has time to refill.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+
+from noise.ledger import Origin, Slots
+from noise.scheme import GroupSpec
+from wire.errors import MaskError
+from wire.frame import ITEM_BYTES, Direction
+
+DEFAULT_BYTES = 2 << 30
+Key = tuple[int, Direction]
+
+
+@dataclass(eq=False)
+class Block:
+    """Rows of mask and effect.
+
+    Attributes:
+        mask: int32, shape (num_rows, request columns).
+        effect: int32, shape (num_rows, reply columns); what unmasking takes off.
+        slots: which rows are left.
+    """
+
+    mask: torch.Tensor = field(repr=False)
+    effect: torch.Tensor = field(repr=False)
+    slots: Slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return (self.mask.numel() + self.effect.numel()) * ITEM_BYTES
+
+
+Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
+"""(group, direction, rows wanted) → fresh blocks with at least so many rows."""
+
+
+class _Shelf:
+    """What is ready for one group and direction."""
+
+    def __init__(self, group: GroupSpec) -> None:
+        self.group = group
+        self.blocks: deque[Block] = deque()
+        self.rows_a_call = 1
+        self.is_wanted = self.is_being_made = False
+
+    @property
+    def num_rows(self) -> int:
+        return sum(block.slots.remaining for block in self.blocks)
+
+
+class MaskPool:
+    """Hands out mask rows; a worker refills what was used in the order in which it was used."""
+
+    def __init__(
+        self, make: Maker, block_rows: int, budget_bytes: int = DEFAULT_BYTES, background: bool = True
+    ) -> None:
+        """Args.
+
+        make: makes blocks; called from any thread, for one key by one thread at a time.
+        block_rows: rows in a block; a shelf with fewer than half of them is refilled.
+        budget_bytes: what may be ready ahead of use; callers that find nothing make their own beyond it.
+        background: False makes everything on use.
+        """
+        self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
+        self._shelves: dict[Key, _Shelf] = {}
+        self._state = threading.Condition()
+        self._wanted: deque[Key] = deque()
+        self._ready_bytes = 0
+        self._closed = False
+        self._origin = Origin()
+        self._background = background
+        self._worker: threading.Thread | None = None
+        _POOLS.add(self)
+
+    @property
+    def ready_bytes(self) -> int:
+        """Masks and effects held now."""
+        return self._ready_bytes
+
+    def take(self, group: GroupSpec, direction: Direction, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fresh rows, burnt before they are returned.
+
+        Returns:
+            mask, int32, shape (num_rows, request columns); effect, int32, shape (num_rows, reply columns).
+
+        Raises:
+            MaskError: none can be had, or this is a forked child (`MaskReused`); nothing may be sent.
+        """
+        self._origin.check()
+        key = (group.id, direction)
+        parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        while num_rows > 0:
+            with self._state:
+                shelf = self._shelf(key, group)
+                shelf.rows_a_call = max(num_rows, shelf.rows_a_call)
+                num_rows -= self._take_ready(shelf, num_rows, parts)
+                self._want(key, shelf)
+                must_make = num_rows > 0 and self._claim(shelf)
+            if must_make:
+                self._fill(key, shelf, num_rows)
+        if len(parts) == 1:
+            return parts[0]
+        masks, effects = zip(*parts, strict=True)
+        return torch.cat(masks), torch.cat(effects)
+
+    def _shelf(self, key: Key, group: GroupSpec) -> _Shelf:
+        if self._closed:
+            raise MaskError("this mask was closed")
+        shelf = self._shelves.get(key)
+        if shelf is None:
+            shelf = self._shelves[key] = _Shelf(group)
+        return shelf
+
+    def _take_ready(self, shelf: _Shelf, num_rows: int, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+        taken = 0
+        while shelf.blocks and taken < num_rows:
+            block = shelf.blocks[0]
+            rows = block.slots.take_up_to(num_rows - taken)
+            parts.append((block.mask[rows.start : rows.stop], block.effect[rows.start : rows.stop]))
+            taken += len(rows)
+            if block.slots.remaining == 0:
+                self._ready_bytes -= shelf.blocks.popleft().num_bytes
+        return taken
+
+    def _claim(self, shelf: _Shelf) -> bool:
+        """Whether the caller has to make rows itself; waits for whoever is making them already."""
+        if shelf.is_being_made:
+            self._state.wait_for(lambda: not shelf.is_being_made or self._closed)
+            return False
+        shelf.is_being_made = True
+        return True
+
+    def _fill(self, key: Key, shelf: _Shelf, num_rows: int) -> None:
+        """Makes blocks for a shelf that the calling thread has claimed."""
+        try:
+            blocks = self._make(shelf.group, key[1], num_rows)
+        except BaseException:
+            with self._state:
+                shelf.is_being_made = False
+                self._state.notify_all()
+            raise
+        with self._state:
+            shelf.is_being_made = False
+            if not self._closed:
+                shelf.blocks.extend(blocks)
+                self._ready_bytes += sum(block.num_bytes for block in blocks)
+            self._state.notify_all()
+
+    # ---- ahead of use -----------------------------------------------------------------------------------------------
+
+    def _target(self, shelf: _Shelf) -> int:
+        return max(self._block_rows, shelf.rows_a_call)
+
+    def _want(self, key: Key, shelf: _Shelf) -> None:
+        if self._background and not shelf.is_wanted and shelf.num_rows <= self._target(shelf) // 2:
+            shelf.is_wanted = True
+            self._wanted.append(key)
+            self._state.notify_all()
+            if self._worker is None:
+                # the thread knows the pool weakly, so that a forgotten pool ends it
+                work = threading.Thread(target=_work, args=(weakref.ref(self),), name="veilbase-masks", daemon=True)
+                self._worker = work
+                work.start()
+
+    def _cost(self, shelf: _Shelf) -> int:
+        return self._target(shelf) * (shelf.group.in_features + shelf.group.out_features) * ITEM_BYTES
+
+    def _next_wanted(self) -> tuple[Key, _Shelf] | None:
+        """The first shelf that fits into the budget, claimed; call with the lock held."""
+        for key in list(self._wanted):
+            shelf = self._shelves[key]
+            if self._ready_bytes + self._cost(shelf) > self._budget_bytes:
+                return None  # in the order of use: what comes first is needed first
+            self._wanted.remove(key)
+            shelf.is_wanted = False
+            if not shelf.is_being_made and shelf.num_rows <= self._target(shelf) // 2:
+                shelf.is_being_made = True
+                return key, shelf
+        return None
+
+    def _refill_one(self) -> bool:
+        """One turn of the worker; False when the pool was closed."""
+        with self._state:
+            found = self._next_wanted()
+            if found is None and not self._closed:
+                self._state.wait(1.0)
+                found = self._next_wanted()
+            if self._closed:
+                return False
+        if found is not None:
+            key, shelf = found
+            with contextlib.suppress(Exception):  # whoever needs the rows makes them and meets the error itself
+                self._fill(key, shelf, self._target(shelf))
+        return True
+
+    def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
+        """Makes rows now, in the calling thread, until `num_rows` are ready or the budget is full."""
+        key = (group.id, direction)
+        while True:
+            with self._state:
+                shelf = self._shelf(key, group)
+                missing = num_rows - shelf.num_rows
+                cost = missing * (group.in_features + group.out_features) * ITEM_BYTES
+                if missing <= 0 or self._ready_bytes + cost > self._budget_bytes:
+                    return
+                must_make = self._claim(shelf)
+            if must_make:
+                self._fill(key, shelf, missing)
+
+    def close(self) -> None:
+        """Drops every mask."""
+        with self._state:
+            self._closed = True
+            self._drop()
+            self._state.notify_all()
+
+    def _drop(self) -> None:
+        self._shelves.clear()
+        self._wanted.clear()
+        self._ready_bytes = 0
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled."""
+        raise TypeError("a mask pool holds secrets: it cannot be pickled")
+
+
+def _work(pool_of: weakref.ref[MaskPool]) -> None:
+    while True:
+        pool = pool_of()
+        if pool is None or not pool._refill_one():
+            return
+        del pool
+
+
+_POOLS: weakref.WeakSet[MaskPool] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for pool in list(_POOLS):
+        pool._drop()  # without the lock: whoever held it is not in this process
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,262 @@
+"""Checks every ring reply against secret projections of the trusted weights (Freivalds), before it is unmasked.
+
+Guarantees: a reply with at least one wrong number, in any number of rows, passes with probability at most 2^-κ; after
+the first failure nothing passes and the secrets are gone. The weights themselves are not kept. It does not guarantee
+which weights are trusted: that is tenant_sdk/trusted.py's part.
+
+For secret binary R, of shape (reply features × κ+1), and V = W̃·R, a reply r to the rows z must give r·R ≡ z·V mod
+2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all differences of a row: times a binary
+column it vanishes mod 2^32 at most half the time, even for v = 31, where a single column uniform mod 2^32 would miss
+half. Many rows are first folded with a second secret binary matrix S, of shape (κ+1 × rows), which misses with
+2^-(κ+1) by the same argument: together 2^-κ. An honest provider is never refused, so R and S can serve a
+whole session: the only thing a forger ever learns is the failure that ends it.
+
+Source: Freivalds, 1977; Tramèr and Boneh, "Slalom", ICLR 2019, section 3.2; DESIGN.md, section 5. Why folding:
+docs/decisions/0005-verification.md.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from typing import ClassVar, NoReturn
+
+import numpy as np
+import torch
+
+from wire import ring
+from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
+from wire.frame import Direction
+
+FAILED = "an answer of the provider is not what the trusted checkpoint gives: this session is over"
+"""The one sentence, whatever was wrong: a forger learns nothing from the difference."""
+
+_FOLD_FROM = 160
+"""Rows from which folding is cheaper than projecting each row; measured in docs/decisions/0005-verification.md."""
+_FOLD_ROWS = 1024
+"""Rows folded together. Each has its own column of S, so that no two differences can cancel by design."""
+_WEIGHT_ROWS = 1024
+"""Rows of W̃ projected at a time: bounds the int32 copy."""
+_SIGN_BITS = -0x7F7F7F80
+"""0x80808080 as int32: xor with it turns each byte u into the signed byte u − 128."""
+_BYTE_VALUES = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """The secrets of one group and direction.
+
+    Attributes:
+        inputs, outputs: columns of a request and of its reply.
+        outer: R, int8 of zeros and ones, shape (outputs, columns).
+        inner: V = W̃·R as balanced int8 limbs side by side, shape (inputs, limbs · columns).
+    """
+
+    inputs: int
+    outputs: int
+    outer: torch.Tensor = field(repr=False)
+    inner: torch.Tensor = field(repr=False)
+
+    def fits(self, rows: torch.Tensor, reply: torch.Tensor) -> bool:
+        """Whether r·R ≡ z·V for every row and column."""
+        columns = self.outer.shape[1]
+        return torch.equal(ring.product(reply, self.outer), _join(ring.product(rows, self.inner), columns))
+
+
+class Verifier:
+    """The projections of all groups of one session; safe under threads; cannot be pickled or copied.
+
+    Memory: (d + m) · (1 + limbs) · (κ+1) bytes a group of weight (d × m) for both directions; limbs is 2 or 3 for real
+    weights: 30 MB for SmolLM2-135M, 0.3 GB for a 7B model, at κ = 40.
+    """
+
+    _kappas: ClassVar[range] = range(40, 65)
+    """Below 40 a forger's chance is worth trying, above 64 costs time for nothing. Tests of the law use fewer."""
+
+    def __init__(self, kappa: int = 40) -> None:
+        """Args: kappa: a forged reply passes with probability at most 2^-kappa; 40 to 64.
+
+        Raises:
+            ConfigurationError: any other number.
+        """
+        if kappa not in self._kappas:
+            raise ConfigurationError(f"kappa is {self._kappas[0]} to {self._kappas[-1]}, got {kappa!r}")
+        self.kappa = kappa
+        self._projections: dict[tuple[int, Direction], _Projection] = {}
+        self._fold: torch.Tensor | None = _random_bits(kappa + 1, _FOLD_ROWS).view(torch.uint8)
+        self._lock = threading.Lock()
+        self._failed = self._closed = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether a check has failed: then every later one does."""
+        return self._failed
+
+    @property
+    def secret_bytes(self) -> int:
+        """Memory that the projections take."""
+        held = list(self._projections.values())
+        return sum(each.outer.numel() + each.inner.numel() for each in held)
+
+    def add_group(self, group_id: int, quantised: torch.Tensor) -> None:
+        """Draws the secrets of a group, for both directions, and forgets the weight.
+
+        Args:
+            group_id: the group's number in the manifest.
+            quantised: W̃ of the trusted checkpoint, int8, shape (in_features, out_features), CPU.
+
+        Raises:
+            InvalidTensor: not such a matrix.
+            ConfigurationError: the group was added before, or the verifier is closed.
+            VerificationFailed: a check has failed already.
+        """
+        if quantised.dtype != torch.int8 or quantised.dim() != 2 or not quantised.numel():
+            raise InvalidTensor(f"expected an int8 matrix, got {quantised.dtype} of {quantised.dim()} dimensions")
+        made = {
+            (group_id, Direction.FORWARD): _project(quantised, self.kappa + 1),
+            (group_id, Direction.BACKWARD): _project(quantised.t(), self.kappa + 1),
+        }
+        with self._lock:
+            self._check_usable()
+            if made.keys() & self._projections.keys():
+                raise ConfigurationError(f"group {group_id} was added to this verifier before")
+            self._projections.update(made)
+
+    def check(self, group_id: int, direction: Direction, rows: torch.Tensor, reply: torch.Tensor) -> None:
+        """Accepts a reply as it came from the provider, still masked, or ends everything.
+
+        Args:
+            group_id, direction: of the call; purpose PRODUCT, EFFECT or HINT.
+            rows: the rows as they were sent (for a HINT: as expanded), int32, shape (num_rows, request features).
+            reply: int32, shape (num_rows, reply features).
+
+        Raises:
+            VerificationFailed: a number, a shape or a type is wrong, or the group is unknown; the same sentence always.
+            ConfigurationError: the verifier is closed.
+        """
+        self._check_usable()
+        projection, fold = self._projections.get((group_id, direction)), self._fold
+        if projection is None or fold is None or not _shapes_fit(projection, rows, reply):
+            self._fail()
+        if not _all_fit(projection, fold, rows.cpu(), reply.cpu()):
+            self._fail()
+        self._check_usable()  # another thread may have met a forgery meanwhile
+
+    def request_features(self, group_id: int, direction: Direction) -> int:
+        """Columns of a request, of trusted shape: a hint's rows are expanded to so many before `check`.
+
+        Raises:
+            VerificationFailed: no such group, or a check has failed already.
+        """
+        self._check_usable()
+        projection = self._projections.get((group_id, direction))
+        if projection is None:
+            self._fail()
+        return projection.inputs
+
+    def close(self) -> None:
+        """Drops the secrets."""
+        self._closed = True
+        self._drop()
+
+    def _check_usable(self) -> None:
+        if self._failed:
+            raise VerificationFailed(FAILED)
+        if self._closed:
+            raise ConfigurationError("this session's verifier was closed")
+
+    def _fail(self) -> NoReturn:
+        self._failed = True
+        self._drop()
+        raise VerificationFailed(FAILED)
+
+    def _drop(self) -> None:
+        # Dropped, not overwritten: a check in another thread would find zeros on both sides and accept.
+        with self._lock:
+            self._projections = {}
+            self._fold = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses to be pickled or copied."""
+        raise TypeError("a verifier holds secrets: it cannot be pickled")
+
+
+def _shapes_fit(projection: _Projection, rows: torch.Tensor, reply: torch.Tensor) -> bool:
+    return (
+        rows.dtype == reply.dtype == torch.int32
+        and rows.dim() == reply.dim() == 2
+        and tuple(rows.shape) == (reply.shape[0], projection.inputs)
+        and reply.shape[1] == projection.outputs
+    )
+
+
+def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, reply: torch.Tensor) -> bool:
+    """Checks `_FOLD_ROWS` rows at a time; the few that are left over are not folded."""
+    parts = zip(rows.split(_FOLD_ROWS), reply.split(_FOLD_ROWS), strict=True)
+    return all(
+        projection.fits(sent, came)
+        if sent.shape[0] < _FOLD_FROM
+        else projection.fits(_folded(fold, sent), _folded(fold, came))
+        for sent, came in parts
+    )
+
+
+def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """S·rows mod 2^32.
+
+    Args:
+        fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).
+        rows: int32, shape (num_rows, features).
+
+    Returns:
+        int32, shape (num_folds, features).
+    """
+    num_rows, features = rows.shape
+    fold = fold[:, :num_rows].contiguous()
+    if not ring.int_mm_is_exact():
+        return ring.to_int32((fold.to(torch.float64) @ rows.to(torch.float64)).to(torch.int64))
+    # The four bytes of a number stay side by side: as the second operand they need no copy, only a sign.
+    limbs = torch.bitwise_xor(rows.contiguous(), _SIGN_BITS).view(torch.int8)  # (num_rows, 4 · features)
+    parts = torch._int_mm(fold, limbs)  # type: ignore[no-untyped-call]
+    total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # wraps mod 2^32
+    # Σ S·u = Σ S·(u − 128) + 128·ΣS in each byte, so 0x80808080·ΣS in the number
+    offset = ring.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)
+    return total.add_(offset)
+
+
+def _project(quantised: torch.Tensor, columns: int) -> _Projection:
+    """Draws R and computes W̃·R, which no int32 overflows: 127 · MAX_FEATURES < 2^29."""
+    inputs, outputs = quantised.shape
+    outer = _random_bits(outputs, columns)
+    parts = [ring.product(part.to(torch.int32), outer) for part in quantised.split(_WEIGHT_ROWS)]
+    return _Projection(inputs, outputs, outer, _balanced_limbs(torch.cat(parts)))
+
+
+def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
+    """int32 numbers below 2^30 as signed bytes, lowest first, side by side: shape (rows, limbs · columns).
+
+    As many limbs as the largest number needs. That count could differ between two draws of R only by a freak of the
+    sums, and shows in nothing but this side's own computing time.
+    """
+    limbs: list[torch.Tensor] = []
+    while not limbs or bool(values.any()):
+        low = ((values + 128) & 0xFF) - 128
+        limbs.append(low.to(torch.int8))
+        values = (values - low) >> 8
+    return torch.cat(limbs, dim=1)
+
+
+def _join(wide: torch.Tensor, columns: int) -> torch.Tensor:
+    """Products with limbs side by side back to products with the numbers, mod 2^32; shape (num_rows, columns)."""
+    total = wide[:, :columns].contiguous()
+    for index in range(1, wide.shape[1] // columns):
+        total.add_(wide[:, index * columns : (index + 1) * columns], alpha=1 << (8 * index))
+    return total
+
+
+def _random_bits(rows: int, columns: int) -> torch.Tensor:
+    """Zeros and ones from the operating system's CSPRNG; int8, shape (rows, columns)."""
+    count = rows * columns
+    drawn = np.frombuffer(os.urandom(-(-count // 8)), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(drawn, count=count).view(np.int8)).view(rows, columns)

@@ -1,0 +1,69 @@
+"""The privacy in force, in words: what `client.explain()` and `tenant explain` print.
+
+It states the assumption, the parameters and what is not protected (DESIGN.md, section 6), and claims nothing more.
+"""
+
+from __future__ import annotations
+
+from noise.registry import RING_ONLY
+from noise.scheme import MaskScheme
+from noise.verify import Verifier
+from tenant_sdk.session import UNVERIFIED
+from wire.frame import ITEM_BYTES, Arithmetic
+from wire.manifest import Manifest
+
+_HIDDEN = "contents of every message: activations and gradients, and so adapter, data, prompts and KV cache"
+_VISIBLE = (
+    "token counts, lengths and timing; which layers are called in which direction (the depth of the backward pass "
+    "shows the lowest adapted layer); who you are; whatever can be inferred from outputs you show the provider"
+)
+_OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
+
+
+def explain(scheme: MaskScheme, manifest: Manifest, verifier: Verifier | None, checkpoint: str | None) -> str:
+    """The text.
+
+    Args:
+        scheme: the mask in force.
+        manifest: of the provider.
+        verifier: None where replies are not checked.
+        checkpoint: the name of what `verifier` trusts.
+    """
+    lines = dict(scheme.describe())
+    hides = scheme.name in RING_ONLY
+    lines["protected"] = _HIDDEN if hides else "nothing"
+    lines["visible"] = _VISIBLE if hides else "everything that is sent"
+    if hides:
+        lines["outside the claim"] = _OUTSIDE
+    lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
+    lines["weights"] = _weights(scheme, manifest)
+    lines["verification"] = _verification(hides, verifier, checkpoint)
+    if manifest.recording:
+        lines["recording"] = "this provider announces that it writes down what it receives"
+    lines["status"] = "computational security with estimated parameters; this code has not been audited"
+    width = max(len(name) for name in lines)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def _bytes_per_token(manifest: Manifest, providers: int) -> str:
+    """Both ways; the second provider of `shares` gets 48 bytes a call in place of rows."""
+    up = ITEM_BYTES * sum(group.in_features for group in manifest.groups)
+    down = ITEM_BYTES * sum(group.out_features for group in manifest.groups)
+    forward = f"{up / 1e6:.2f} MB up, {down * providers / 1e6:.2f} MB down"
+    backward = f"{down / 1e6:.2f} MB up, {up * providers / 1e6:.2f} MB down"
+    return f"forward {forward}; backward {backward}"
+
+
+def _weights(scheme: MaskScheme, manifest: Manifest) -> str:
+    if scheme.arithmetic is Arithmetic.RING:
+        return "int8 per output channel; results differ from the checkpoint's own precision by that rounding"
+    return f"{manifest.weights}, float32 arithmetic"
+
+
+def _verification(hides: bool, verifier: Verifier | None, checkpoint: str | None) -> str:
+    if verifier is not None:
+        return (
+            f"every reply and the bundle are checked against {checkpoint}; a forged reply passes with probability at "
+            f"most 2^-{verifier.kappa}, and the first failure ends the session"
+        )
+    return UNVERIFIED if hides else "none"

@@ -1,0 +1,52 @@
+"""Ahead of use: hints from the provider, masks from this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from noise.lattice import Lattice
+from noise.pad import Pad
+from noise.scheme import GroupSpec, MaskScheme
+from tenant_sdk.model import group_spec, load_alphas
+from tenant_sdk.progress import counting
+from wire.frame import Direction
+from wire.manifest import Manifest
+
+
+def prefetch_hints(
+    scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], progress: bool
+) -> None:
+    """Fetches every hint that is not at hand; an interrupted fetch goes on where it stopped.
+
+    Args:
+        scheme: only `Lattice` has hints, and only stored ones are worth fetching ahead.
+        manifest, folder: of the provider and its bundle.
+        directions: FORWARD, and BACKWARD for fine-tuning.
+        progress: whether to show a bar.
+    """
+    if not isinstance(scheme, Lattice) or not scheme.keeps_hints:
+        return
+    wanted = list(_pairs(manifest, folder, directions))
+    with counting("fetching hints", progress and not scheme.has_hints(wanted)) as report:
+        for done, (group, direction) in enumerate(wanted, 1):
+            scheme.prefetch(group, direction)
+            report(done, len(wanted))
+
+
+def prepare_masks(
+    scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], num_rows: int
+) -> None:
+    """Makes masks for `num_rows` tokens, as far as the pool's budget goes."""
+    if isinstance(scheme, Lattice | Pad):
+        for group, direction in _pairs(manifest, folder, directions):
+            scheme.prepare(group, direction, num_rows)
+
+
+def _pairs(manifest: Manifest, folder: Path, directions: Iterable[Direction]) -> Iterator[tuple[GroupSpec, Direction]]:
+    alphas, cpu = load_alphas(folder, manifest), torch.device("cpu")
+    for direction in directions:
+        for info in manifest.groups:
+            yield group_spec(info, alphas, cpu), direction

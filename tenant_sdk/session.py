@@ -1,0 +1,161 @@
+"""What a client does when it connects: providers, trusted checkpoint, ledger, mask and executor, put together once.
+
+Guarantees: every refusal that needs no network comes before it; nothing masked is sent before the manifest, and with
+`verify` the whole bundle, has been compared with the trusted checkpoint; if anything fails, what was opened is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from noise.ledger import Ledger
+from noise.registry import RING_ONLY, Setting, choose_arithmetic, make_scheme
+from noise.scheme import MaskScheme
+from noise.verify import Verifier
+from tenant_sdk import embedded
+from tenant_sdk.bundle import default_cache, fetch_bundle
+from tenant_sdk.identity import load_identity, tenant_name
+from tenant_sdk.remote_group import RemoteExecutor
+from wire.errors import ConfigurationError
+from wire.limits import Limits
+from wire.manifest import Manifest
+from wire.transport.base import Connection
+from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+
+
+class NotVerifiedWarning(UserWarning):
+    """Replies are not checked: the claim is against an honest-but-curious provider."""
+
+
+UNVERIFIED = (
+    "replies are not verified (verify=None): messages stay pseudorandom even to a provider that lies, but it may learn "
+    "from whatever its lies visibly change: aborts, overflow, answer length, early stopping, timing, and released "
+    "adapters or text. Fixed-length fine-tuning without these branches stays confidential; otherwise the claim is "
+    "honest-but-curious. Name a checkpoint you trust: verify='path or hub id'."
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A client's settings, checked as far as that needs no network.
+
+    Attributes:
+        urls, identities: one each per provider; an identity is None for inproc: and loopback without TLS.
+        mask, arithmetic, mask_options: see `TenantClient`.
+        verify: the trusted checkpoint, or None.
+        kappa: a forged reply passes with probability at most 2^-kappa.
+        weights: for inproc: only.
+        cache: folder of bundles, hints and the ledger of clients without an identity.
+    """
+
+    urls: tuple[str, ...]
+    identities: tuple[Path | None, ...]
+    mask: str
+    arithmetic: str | None
+    mask_options: Mapping[str, Any] = field(repr=False)
+    verify: str | None = None
+    kappa: int = 40
+    weights: str | None = None
+    cache: Path | None = None
+
+
+@dataclass(eq=False)
+class Session:
+    """What is open between a client's `connect` and its `close`."""
+
+    connections: tuple[Connection, ...]
+    manifest: Manifest
+    scheme: MaskScheme
+    executor: RemoteExecutor
+    verifier: Verifier | None
+
+    def close(self) -> None:
+        """Drops secrets and connections."""
+        self.executor.close()
+
+
+def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = None) -> Session:
+    """Connects and prepares everything but the model.
+
+    Args:
+        plan: of the client.
+        on_verified: told (groups compared, all groups) while a trusted checkpoint is read.
+
+    Raises:
+        VeilbaseError: one error of wire/errors.py; nothing stays open.
+    """
+    with contextlib.ExitStack() as undo:
+        identities = [None if folder is None else load_identity(folder) for folder in plan.identities]
+        connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
+        for connection in connections:
+            undo.callback(connection.close)
+        manifest = _common_manifest([connection.manifest() for connection in connections])
+        setting = Setting(
+            weights=manifest.weights,
+            offered=manifest.arithmetic,
+            open_ledger=lambda: _open_ledger(plan, identities[0]),
+            hints_folder=(plan.cache or default_cache()) / "hints",
+            num_providers=len(connections),
+            limits=manifest.limits,
+            verified=plan.verify is not None,
+        )
+        chosen = choose_arithmetic(plan.mask, plan.arithmetic, setting)
+        if plan.verify is not None and chosen == "float":
+            raise ConfigurationError("verify= needs ring arithmetic: floating-point replies cannot be checked exactly")
+        verifier, weight_of = _verify(plan, connections[0], manifest, on_verified)
+        if verifier is not None:
+            undo.callback(verifier.close)
+        scheme = make_scheme(plan.mask, chosen, plan.mask_options, replace(setting, weight_of=weight_of))
+        executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
+        undo.pop_all()
+    if verifier is None and plan.mask in RING_ONLY:
+        warnings.warn(UNVERIFIED, NotVerifiedWarning, stacklevel=4)
+    return Session(connections, manifest, scheme, executor, verifier)
+
+
+def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
+    if url.startswith(embedded.SCHEME):
+        return embedded.connect_inproc(url, plan.weights)
+    return GrpcConnection(url, identity)
+
+
+def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
+    """The first manifest, with the smallest limits; providers of one session must serve the same weights."""
+    first = manifests[0]
+    if any(other.groups != first.groups for other in manifests[1:]):
+        raise ConfigurationError("the two providers do not serve the same weights: their manifests differ")
+    limits = Limits(**{name: min(getattr(each.limits, name) for each in manifests) for name in Limits.model_fields})
+    return first.model_copy(update={"limits": limits})
+
+
+def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
+    """The ledger in the identity's folder; clients without an identity share one in the cache."""
+    folder = plan.identities[0]
+    if folder is None or identity is None:
+        return Ledger.open((plan.cache or default_cache()) / "ledger", "local")
+    authority = hashlib.sha256(identity.ca_pem).hexdigest()[:16]
+    return Ledger.open(folder / "ledger", f"{tenant_name(identity)} of {authority}")
+
+
+def _verify(
+    plan: Plan, connection: Connection, manifest: Manifest, on_verified: Callable[[int, int], None] | None
+) -> tuple[Verifier | None, Callable[[int], torch.Tensor] | None]:
+    """The verifier, and for mask='pad' the trusted weights themselves."""
+    if plan.verify is None:
+        return None, None
+    from tenant_sdk.trusted import TrustedCheckpoint
+
+    kept: dict[int, torch.Tensor] = {}
+    verifier = Verifier(plan.kappa)
+    checkpoint, folder = TrustedCheckpoint.open(plan.verify), fetch_bundle(connection, manifest, plan.cache)
+    keep = kept.__setitem__ if plan.mask == "pad" else None
+    checkpoint.check_provider(manifest, folder, verifier, on_verified, keep)
+    return verifier, kept.__getitem__ if keep is not None else None
