@@ -77,9 +77,16 @@ class Worker:
 
     def run(self) -> None:
         """One unit of work."""
+        self._tell("run")
+
+    def prepare(self) -> None:
+        """What the worker does before the clock starts."""
+        self._tell("prepare")
+
+    def _tell(self, word: str) -> None:
         if self._process.stdin is None:
             raise SystemExit("a worker has no input")
-        self._process.stdin.write("run\n")
+        self._process.stdin.write(f"{word}\n")
         self._process.stdin.flush()
         self._expect("done")
 
@@ -99,19 +106,29 @@ class Worker:
         self._process.wait(timeout=60)
 
 
-def serve_worker(work: Callable[[], Any]) -> None:
-    """A worker's loop: one unit of work for each line on standard input."""
+def serve_worker(work: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> None:
+    """A worker's loop: one unit of work, or what comes before it, for each line on standard input."""
     print("ready", flush=True)
-    for _ in sys.stdin:
-        work()
+    for line in sys.stdin:
+        if line.strip() == "run":
+            work()
+        elif prepare is not None:
+            prepare()
         print("done", flush=True)
 
 
-def interleaved(runs: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn so that a machine that drifts slows all of them."""
+def interleaved(
+    runs: dict[str, Callable[[], Any]],
+    repeats: int,
+    warmup: int = 1,
+    before: dict[str, Callable[[], Any]] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of each run, taken in turn so that a machine that drifts slows all of them; `before` is not timed."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(warmup + repeats):
         for name, run in runs.items():
+            if before is not None:
+                before[name]()
             began = time.perf_counter()
             run()
             if repeat >= warmup:

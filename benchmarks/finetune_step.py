@@ -1,7 +1,9 @@
 """A fine-tuning step of 2 × 256 tokens: through a provider over mTLS loopback against local transformers + PEFT.
 
 Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run. Each side
-runs in a process of its own with its own settings (the peer with torch's defaults), and they take turns.
+runs in a process of its own with its own settings (the peer with torch's defaults), and they take turns. `lattice`
+makes its masks inside the step, in the calling thread, so that nothing is made in another run's time; where masks are
+"ready", they are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from typing import Any
 from benchmarks.common import Worker, interleaved, local_model, provider, ratios, serve_worker
 
 SHAPE = (2, 256)
-VARIANTS = {"native float, off": ("native", "float"), "int8 ring, off": ("int8", "ring")}
+VARIANTS = {
+    # name: weights, mask, whether masks are made before the clock starts, whether replies are verified
+    "native float, off": ("native", "off", "", ""),
+    "int8 ring, off": ("int8", "off", "", ""),
+    "lattice, masks made in the step": ("int8", "lattice", "", ""),
+    "lattice, masks ready": ("int8", "lattice", "ready", ""),
+    "lattice, masks ready, verified": ("int8", "lattice", "ready", "verified"),
+}
 
 
 def step_of(model: Any) -> Callable[[], float]:
@@ -43,24 +52,41 @@ def step_of(model: Any) -> Callable[[], float]:
     return step
 
 
-def remote_step(url: str, folder: str, arithmetic: str) -> None:
+def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
     """A worker's life: one tenant."""
     from tenant_sdk import TenantClient
 
-    with TenantClient(url, identity=Path(folder) / "bench", mask="off", arithmetic=arithmetic, cache=folder) as client:
-        serve_worker(step_of(client.load_model()))
+    options = {"background": False} if mask == "lattice" else {}
+    with TenantClient(
+        url, identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
+        verify="smollm2-135m" if verified else None,
+    ) as client:  # fmt: skip
+        client.fetch_hints(backward=True)
+        prepare = (lambda: client.prepare(SHAPE[0] * SHAPE[1], backward=True)) if ready else None
+        serve_worker(step_of(client.load_model()), prepare)
 
 
-def run(repeats: int = 9) -> dict[str, Any]:
-    """Medians in seconds and ratios to the local fp32 step."""
+def run(repeats: int = 9, names: tuple[str, ...] = tuple(VARIANTS)) -> dict[str, Any]:
+    """Medians in seconds and ratios: to the local fp32 step, of ready to off, of verified to not."""
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
-        for name, (weights, arithmetic) in VARIANTS.items():
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            url, _ = stack.enter_context(provider(Path(folder), "--weights", weights))
-            workers[name] = stack.enter_context(Worker(__name__, "remote", url, folder, arithmetic))
-        seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats)
-    return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, "local fp32")}
+        urls: dict[str, tuple[str, str]] = {}
+        for name in names:
+            weights, *settings = VARIANTS[name]
+            if weights not in urls:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                urls[weights] = stack.enter_context(provider(Path(folder), "--weights", weights))[0], folder
+            workers[name] = stack.enter_context(Worker(__name__, "remote", *urls[weights], *settings))
+        runs = {name: worker.run for name, worker in workers.items()}
+        seconds = interleaved(runs, repeats, before={name: worker.prepare for name, worker in workers.items()})
+    found = {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, "local fp32")}
+    for label, one, other in (
+        ("masks ready / off", "lattice, masks ready", "int8 ring, off"),
+        ("verified / not", "lattice, masks ready, verified", "lattice, masks ready"),
+    ):
+        if one in seconds and other in seconds:
+            found.setdefault("pairs", {})[label] = ratios(seconds, other)[one]
+    return found
 
 
 def main() -> None:
@@ -70,6 +96,8 @@ def main() -> None:
     print("| fine-tuning step 2×256 | s | tokens/s | × local fp32 |\n|---|---|---|---|")
     for name, value in result["seconds"].items():
         print(f"| {name} | {value:.2f} | {tokens / value:.0f} | {result['ratios'][name]:.2f} |")
+    for label, ratio in result.get("pairs", {}).items():
+        print(f"{label}: {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,54 +1,145 @@
-"""Provider memory over steps and over fine-tuning tenants: it should not grow with either."""
+"""Provider memory over steps and over fine-tuning tenants: it should not grow with either.
+
+Light tenants send what a fine-tuning step of 512 tokens sends, in its order (forward through all groups, backward
+through all, one request at a time), without a model: 60 steps take a minute or two where real ones take an hour. Only
+the first few blocks are served, since it is the number of calls that counts. `finetune` runs real tenants, few steps.
+"""
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Worker, provider, rss_mb, serve_worker
 from benchmarks.finetune_step import step_of
 
-TENANTS = ("a", "b", "c")
+ROWS = 512
+BLOCKS = "model.layers.[0-2].*"
+NUM_TENANTS = (1, 2, 4)
+REAL_TENANTS = ("a", "b", "c")
 
 
-def remote(url: str, folder: str, name: str) -> None:
-    """A worker's life: one tenant."""
+@dataclass(frozen=True)
+class Found:
+    """Resident MB of the provider while so many tenants fine-tuned, after each step."""
+
+    tenants: int
+    after_step: list[float]
+
+    @property
+    def settled(self) -> float:
+        """Median of the second half."""
+        return statistics.median(self._second_half())
+
+    @property
+    def slope(self) -> float:
+        """MB a step, over the second half: least squares."""
+        half = self._second_half()
+        return statistics.linear_regression(range(len(half)), half).slope if len(half) > 1 else float("nan")
+
+    def _second_half(self) -> list[float]:
+        return self.after_step[len(self.after_step) // 2 :]
+
+
+def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
+    """One tenant's step; ring rows, any numbers."""
+    import torch
+
+    from wire.frame import Arithmetic, Call, Direction
+    from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+
+    identity = TlsIdentity(*((folder / name / file).read_bytes() for file in ("ca.pem", "cert.pem", "key.pem")))
+    connection = GrpcConnection(url, identity)
+    groups = connection.manifest().groups
+    widths = {width for group in groups for width in (group.in_features, group.out_features)}
+    rows = {width: torch.randint(-(2**31), 2**31, (ROWS, width), dtype=torch.int32) for width in widths}
+
+    def step() -> None:
+        for group in groups:
+            call = Call(group.id, Direction.FORWARD, Arithmetic.RING)
+            connection.submit(call, rows[group.in_features], group.out_features).result()
+        for group in reversed(groups):
+            call = Call(group.id, Direction.BACKWARD, Arithmetic.RING)
+            connection.submit(call, rows[group.out_features], group.in_features).result()
+
+    return step
+
+
+def run(steps: int = 60, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
+    """MB when ready, and what was found with each number of tenants; they step at the same time."""
+    names = tuple(f"tenant{number}" for number in range(max(NUM_TENANTS)))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        url, pid = stack.enter_context(provider(folder, "--base-layers", blocks, tenants=names))
+        ready = rss_mb(pid)
+        found: list[Found] = []
+        tenants = [light_step(url, folder, name) for name in names]
+        with ThreadPoolExecutor(len(names)) as threads:
+            for number in NUM_TENANTS:
+                after_step = []
+                for _ in range(steps):
+                    for done in [threads.submit(step) for step in tenants[:number]]:
+                        done.result()
+                    after_step.append(rss_mb(pid))
+                found.append(Found(number, after_step))
+    return ready, found
+
+
+def finetune_tenant(url: str, folder: str, name: str) -> None:
+    """A worker's life: one real tenant."""
     from tenant_sdk import TenantClient
 
     with TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
         serve_worker(step_of(client.load_model()))
 
 
-def run(steps: int = 6) -> list[tuple[str, float]]:
-    """(when, provider's resident MB)."""
-    found: list[tuple[str, float]] = []
+def run_finetune(steps: int = 6) -> tuple[float, list[Found]]:
+    """As `run`, with real tenants on the whole model, one after the other."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        url, pid = stack.enter_context(provider(Path(folder), tenants=TENANTS))
-        found.append(("ready", rss_mb(pid)))
+        url, pid = stack.enter_context(provider(Path(folder), tenants=REAL_TENANTS))
+        ready = rss_mb(pid)
+        found: list[Found] = []
         workers: list[Any] = []
-        for count, name in enumerate(TENANTS, 1):
-            workers.append(stack.enter_context(Worker(__name__, "remote", url, folder, name)))
-            for step in range(1, steps + 1):
+        for name in REAL_TENANTS:
+            workers.append(stack.enter_context(Worker(__name__, "tenant", url, folder, name)))
+            after_step = []
+            for _ in range(steps):
                 for worker in workers:
                     worker.run()
-                if step in (1, steps):
-                    found.append((f"{count} fine-tuning, step {step}", rss_mb(pid)))
-    return found
+                after_step.append(rss_mb(pid))
+            found.append(Found(len(workers), after_step))
+    return ready, found
+
+
+def report(ready: float, found: list[Found]) -> None:
+    """Prints a table."""
+    print(f"provider ready: {ready:.0f} MB resident")
+    print("| tenants at once | first step, MB | settled, MB | MB a step | above the line before |")
+    print("|---|---|---|---|---|")
+    before = ready
+    for one in found:
+        grown = one.settled - before
+        print(f"| {one.tenants} | {one.after_step[0]:.0f} | {one.settled:.0f} | {one.slope:.2f} | {grown:+.0f} |")
+        before = one.settled
 
 
 def main() -> None:
-    """Prints a table."""
-    print("| provider, SmolLM2-135M int8 | resident MB |\n|---|---|")
-    for when, value in run():
-        print(f"| {when} | {value:.0f} |")
+    """Prints the light tenants' table."""
+    report(*run())
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["remote"]:
-        remote(*sys.argv[2:])
+    if sys.argv[1:2] == ["tenant"]:
+        finetune_tenant(*sys.argv[2:])
+    elif sys.argv[1:2] == ["finetune"]:
+        report(*run_finetune())
     else:
         main()

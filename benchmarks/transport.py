@@ -1,7 +1,8 @@
 """The stream against a raw-bytes gRPC echo over the same mutual TLS: time per small call, goodput of large ones.
 
-The echo is the least that gRPC in Python can do: one thread that sends back each message. For goodput the provider's
-product is replaced by the identity, so that only transport is compared.
+The echo is the least that grpc's public Python API can do: one thread that sends back each message. For goodput the
+provider's product is replaced by the identity, so that only transport is compared; on both, IN_FLIGHT tensors are on
+their way at a time, and one at a time as well, where the fixed cost of a call shows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
+IN_FLIGHT = 4
 ECHO_METHOD = "/veilbase.benchmark/Echo"
 
 
@@ -127,37 +129,50 @@ def run(repeats: int = 7) -> dict[str, Any]:
         channel = open_channel(echo_server.url, identity)
         stream = channel.stream_stream(ECHO_METHOD)(iter(outgoing.get, None))
         connections = {"real": GrpcConnection(real.url, identity), "identity": GrpcConnection(plain.url, identity)}
-        call = Call(0, Direction.FORWARD, Arithmetic.RING)
+        ours, call = connections["identity"], Call(0, Direction.FORWARD, Arithmetic.RING)
         row = torch.ones(1, FEATURES, dtype=torch.int32)
 
         def echo_small() -> None:
             outgoing.put(b"x" * (HEADER_BYTES + 4 * FEATURES))
             next(stream)
 
-        def echo_large(size_mib: int) -> None:
+        def echo_send(size_mib: int) -> None:
             for _ in range(size_mib):
                 outgoing.put(b"x" * (HEADER_BYTES + CHUNK_BYTES))
+
+        def echo_receive(size_mib: int) -> None:
             for _ in range(size_mib):
                 next(stream)
 
+        def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: int, in_flight: int) -> float:
+            """Mean seconds of a tensor there and back, with so many on their way."""
+            began, waiting = time.perf_counter(), [send() for _ in range(in_flight)]
+            for left in range(count, 0, -1):
+                receive(waiting.pop(0))
+                if left > in_flight:
+                    waiting.append(send())
+            return (time.perf_counter() - began) / count
+
         rows = {size: torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32) for size in SIZES_MIB}
-        small, large = {"echo": [], "real": [], "identity": []}, {size: [] for size in SIZES_MIB}  # type: ignore[var-annotated]
+        small: dict[str, list[float]] = {"echo": [], "real": [], "identity": []}
+        large: dict[tuple[int, int], list[Any]] = {(size, n): [] for size in SIZES_MIB for n in (1, IN_FLIGHT)}
         for repeat in range(repeats + 1):
             times = {"echo": median_us(echo_small, 300)}
             for name, connection in connections.items():
                 times[name] = median_us(lambda c=connection: c.submit(call, row, FEATURES).result(), 300)
             shares = {}
-            for size in SIZES_MIB:
-                count = 48 // size
-                echo_us = median_us(lambda s=size: echo_large(s), count)
-                ours = connections["identity"]
-                ours_us = median_us(lambda c=ours, s=size: c.submit(call, rows[s], FEATURES).result(), count)
-                shares[size] = (echo_us / ours_us, (size << 20) / ours_us)
+            for size, in_flight in large:
+                count = max(16, 64 // size)
+                echo_s = seconds_of(lambda s=size: echo_send(s), lambda _, s=size: echo_receive(s), count, in_flight)
+                ours_s = seconds_of(
+                    lambda s=size: ours.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
+                )
+                shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6)
             if repeat:
                 for name, value in times.items():
                     small[name].append(value)
-                for size, pair in shares.items():
-                    large[size].append(pair)
+                for key, pair in shares.items():
+                    large[key].append(pair)
         for connection in connections.values():
             connection.close()
         outgoing.put(None)
@@ -168,8 +183,8 @@ def run(repeats: int = 7) -> dict[str, Any]:
     return {
         "small_us": {name: statistics.median(values) for name, values in small.items()},
         "above_echo_us": above,
-        "share": {size: statistics.median(pair[0] for pair in pairs) for size, pairs in large.items()},
-        "mb_per_s": {size: statistics.median(pair[1] for pair in pairs) for size, pairs in large.items()},
+        "share": {key: statistics.median(pair[0] for pair in pairs) for key, pairs in large.items()},
+        "mb_per_s": {key: statistics.median(pair[1] for pair in pairs) for key, pairs in large.items()},
     }
 
 
@@ -180,9 +195,9 @@ def main() -> None:
     for name, value in result["small_us"].items():
         print(f"| {name} | {value:.0f} |")
     print(f"| real call above the echo | {result['above_echo_us']:.0f} |")
-    print("\n| one tensor each way, MiB | MB/s each way | share of the echo |\n|---|---|---|")
-    for size, share in result["share"].items():
-        print(f"| {size} | {result['mb_per_s'][size]:.0f} | {share:.2f} |")
+    print("\n| tensors each way, MiB | in flight | MB/s each way | share of the echo |\n|---|---|---|---|")
+    for (size, in_flight), share in result["share"].items():
+        print(f"| {size} | {in_flight} | {result['mb_per_s'][size, in_flight]:.0f} | {share:.2f} |")
 
 
 if __name__ == "__main__":
