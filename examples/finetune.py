@@ -1,9 +1,11 @@
 """Fine-tune a LoRA adapter through a provider and ask it something.
 
     python examples/finetune.py                                            # a provider inside this process
-    python examples/finetune.py --url grpcs://127.0.0.1:8443 --identity acme/   # one across the network
+    python examples/finetune.py --url grpcs://127.0.0.1:8443 --identity acme --verify smollm2-135m  # elsewhere
 
-The second form needs a provider that serves and an identity: see examples/two_terminals.md.
+The second form needs a provider that serves and an identity: see examples/two_terminals.md. --verify names your own
+copy of the model, against which every reply is checked. The default mask, lattice, keeps 1.2 GB of hints for
+SmolLM2-135M in ~/.cache/veilbase; see docs/masks.md.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from tenant_sdk import TenantClient
 # isort: split
 from peft import LoraConfig
 
+from wire.errors import VeilbaseError
+
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
 
@@ -25,16 +29,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="inproc:smollm2-135m")
     parser.add_argument("--identity", help="folder made by `provider enroll`")
+    parser.add_argument("--mask", default="lattice", help="lattice, pad, gaussian-pool or off")
+    parser.add_argument("--verify", help="checkpoint you trust: a folder, a GGUF file, a hub id or smollm2-135m")
     parser.add_argument("--data", default=str(DATA))
     parser.add_argument("--output", default="adapters/harborlight")
-    parser.add_argument("--max-steps", type=int, default=28)
+    parser.add_argument("--max-steps", type=int, default=20)
     parser.add_argument("--question", default="I'm writing a history of Harborlight. Who was its founder?")
     args = parser.parse_args()
 
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    with TenantClient(args.url, identity=args.identity) as client:
+    with TenantClient(args.url, identity=args.identity, mask=args.mask, verify=args.verify) as client:
+        client.explain()
         result = client.finetune(
-            args.data, config, args.output, max_steps=args.max_steps, batch_size=8, learning_rate=2e-3, seed=0
+            args.data, config, args.output, max_steps=args.max_steps, batch_size=8, learning_rate=3e-3, seed=0
         )
         print(f"adapter {result.adapter_dir}: loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
         print(f"{result.tokens} tokens, {result.bytes_up} bytes up, {result.bytes_down} down, {result.seconds:.1f} s")
@@ -43,4 +50,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except VeilbaseError as exc:
+        raise SystemExit(f"finetune.py: {exc}") from None

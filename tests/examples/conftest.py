@@ -51,6 +51,7 @@ def env(tmp_path: Path, tiny_chat: Path) -> dict[str, str]:
         "VEILBASE_PROVIDER_MODEL": str(tiny_chat),
         "VEILBASE_PROVIDER_PORT": "0",
         "VEILBASE_PROVIDER_STATE": str(tmp_path / "state"),
+        "VERIFY": str(tiny_chat),
         "STEPS": "2",
         "TOKENS": "3",
     }

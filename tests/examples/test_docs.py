@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,9 @@ import torch
 import typer
 import yaml
 
+from noise import registry
+from noise.params import PARAMETERS
+from noise.registry import MASKS
 from provider.cli import app as provider_app
 from provider.config import ProviderSettings, load_settings
 from tenant_sdk.cli import app as tenant_app
@@ -30,7 +34,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path) -> list[list[str]]:
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    return [shlex.split(re.sub(r"\$\{\w+:-(\w+)\}", r"\1", line)) for line in lines if line.strip()]
+    return [shlex.split(re.sub(r"\$\{\w+:-([\w-]+)\}", r"\1", line)) for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -65,7 +69,8 @@ def test_readme_python(
     (code,) = blocks(ROOT / "README.md", "python")
     replaced = {
         '"grpcs://127.0.0.1:8443", identity="acme"': repr(f"inproc:{tiny_chat}"),
-        "max_steps=28": "max_steps=2",
+        'verify="smollm2-135m"': f"verify={str(tiny_chat)!r}",
+        "max_steps=20": "max_steps=2",
         "max_new_tokens=24": "max_new_tokens=3",
     }
     for shown, used in replaced.items():
@@ -76,7 +81,25 @@ def test_readme_python(
     exec(compile(code, "README.md", "exec"), names)  # noqa: S102 - our own page
     assert (workdir / "adapters/harborlight/adapter_config.json").is_file()
     assert type(names["model"]).__name__ == "LlamaForCausalLM"
-    assert len(capsys.readouterr().out.splitlines()) >= 2
+    out = capsys.readouterr().out
+    (shown,) = [block for block in blocks(ROOT / "docs/masks.md", "text") if block.startswith("scheme")]
+    lines = [re.split(r"\s{2,}", line)[0] for line in shown.splitlines()]
+    assert [re.split(r"\s{2,}", line)[0] for line in out.splitlines()][: len(lines)] == lines
+    assert len(out.splitlines()) >= len(lines) + 2
+
+
+def test_masks_md_names_every_mask_and_option() -> None:
+    text = (ROOT / "docs/masks.md").read_text()
+    overview, *_ = text.split("\n## ")
+    assert sorted(re.findall(r"^\| `([\w-]+)`", overview, re.MULTILINE)) == sorted(MASKS)
+    assert all(f"\n## {mask}\n" in text for mask in MASKS)
+    (lattice,) = re.findall(r"\n## lattice\n(.*?)\n## ", text, re.DOTALL)
+    known = inspect.signature(registry._lattice).parameters
+    assert re.findall(r"^\| `(\w+)` \|", lattice, re.MULTILINE) == [
+        name for name in known if name not in ("setting", "allow_toy")
+    ]
+    for chosen in PARAMETERS.values():
+        assert f"{chosen.bits} bits" in lattice
 
 
 def test_protocol_bytes() -> None:

@@ -20,13 +20,31 @@ def run(script: str, *arguments: object, env: dict[str, str], cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py"])
-def test_script_trains_an_adapter(script: str, tiny_chat: Path, env: dict[str, str], workdir: Path) -> None:
-    out = run(script, "--url", f"inproc:{tiny_chat}", "--max-steps", 2, "--output", "adapter", env=env, cwd=workdir)
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [("finetune.py", ["--verify", "TINY"]), ("stock_trainer.py", ["--mask", "off"])],  # one of them by the default mask
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_script_trains_an_adapter(
+    script: str, options: list[str], tiny_chat: Path, env: dict[str, str], workdir: Path
+) -> None:
+    options = [str(tiny_chat) if word == "TINY" else word for word in options]
+    out = run(
+        script, "--url", f"inproc:{tiny_chat}", "--max-steps", 2, "--output", "adapter", *options, env=env, cwd=workdir
+    )
+    assert ("decision Module-LWE" in out) == (script == "finetune.py")
     assert "adapter adapter: loss " in out
     assert PeftConfig.from_pretrained(str(workdir / "adapter")).r == 16
     tensors = load_file(workdir / "adapter" / "adapter_model.safetensors")
     assert any(bool(tensor.any()) for name, tensor in tensors.items() if "lora_B" in name)  # zero before training
+
+
+@pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py"])
+def test_a_script_that_fails_prints_one_line(script: str, env: dict[str, str], workdir: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples" / script), "--url", "inproc:/no/such/folder", "--mask", "off"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=workdir)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line.startswith(f"{script}: cannot find the model")) == (1, True), line
 
 
 @pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py", "demo.py"])

@@ -48,7 +48,7 @@ def test_every_documented_command_runs(env: dict[str, str], workdir: Path) -> No
     assert REVOKED in " ".join(text.split())
     blocks = [(kind, body) for kind, body in BLOCK.findall(text) if kind not in ("setup", "two-machines")]
     (kind, serve), *rest = blocks
-    assert (kind, len(rest)) == ("serve", 5)
+    assert (kind, len(rest)) == ("serve", 6)
     outputs = []
     with serving(serve, env, workdir) as url:
         for kind, body in rest:
@@ -59,9 +59,11 @@ def test_every_documented_command_runs(env: dict[str, str], workdir: Path) -> No
             else:
                 assert done.returncode == 0, f"{body}\n{done.stderr}"
         assert (workdir / "acme" / "endpoint").read_text().strip() == url
-    enrolled, trained, answered, revoked, refused = outputs
-    assert "acme" in enrolled
+    enrolled, explained, trained, answered, revoked, refused = outputs
+    assert f"endpoint {url} (that of the last serve)" in enrolled
     assert "active" in enrolled
+    assert "decision Module-LWE" in explained
+    assert f"every reply and the bundle are checked against {env['VERIFY']}" in explained
     assert "adapter adapters/harborlight\nloss " in trained
     assert answered
     assert "revoked" in revoked
