@@ -110,7 +110,9 @@ class Lattice:
         blocks: list[Block] = []
         missing = -(-num_rows // self.parameters.ring_degree)
         while missing > 0:
-            made = self._make_blocks(group, direction, min(missing, MOST_BLOCKS_AT_ONCE))
+            self.pool.check_open()
+            most = min(MOST_BLOCKS_AT_ONCE, self.parameters.max_secrets)
+            made = self._make_blocks(group, direction, min(missing, most))
             missing -= len(made)
             blocks += made
         return blocks
@@ -149,8 +151,9 @@ class Lattice:
         return opened
 
     def _reserve(self, epoch: _Epoch, at_least: int) -> Reservation:
+        at_once = min(BLOCKS_RESERVED_AT_ONCE, self.parameters.max_secrets)
         try:
-            return self._ledger.reserve(epoch.seed.seed_id, max(at_least, BLOCKS_RESERVED_AT_ONCE), "lattice blocks")
+            return self._ledger.reserve(epoch.seed.seed_id, max(at_least, at_once), "lattice blocks")
         except SeedExhausted:
             return self._ledger.reserve(epoch.seed.seed_id, at_least, "lattice blocks")  # the last few
 
@@ -233,7 +236,7 @@ class Lattice:
             seed = self._current().seed
             used = next(each.used for each in self._ledger.audit() if each.seed_id == seed.seed_id)
             described["secrets"] = f"{used} of {chosen.max_secrets} reserved under the present seed"
-        except (MaskError, StopIteration):
+        except (MaskError, ConfigurationError, StopIteration):
             described["secrets"] = "the ledger cannot be read"
         return described
 

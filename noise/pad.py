@@ -72,6 +72,7 @@ class Pad:
         matrix = weight if direction is Direction.FORWARD else weight.t()
         blocks = []
         for start in range(0, num_rows, BLOCK_ROWS):
+            self.pool.check_open()
             count = BLOCK_ROWS if num_rows - start > BLOCK_ROWS // 2 else num_rows - start
             pad = SeededRows(self._fresh_seed(), 0, count).expand(matrix.shape[0])
             blocks.append(Block(pad, ring.product(pad, matrix), Slots(count)))
@@ -87,6 +88,7 @@ class Pad:
             "scheme": "pad: a one-time pad on every row, its effect computed by the tenant",
             "assumption": "AES-256-CTR, keyed by the operating system for each block, is a pseudorandom generator",
             "bits": "256-bit keys",
+            "secrets": f"a key of its own for at most {BLOCK_ROWS} rows, counted by the ledger: no budget to spend",
             "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of pads and effects ready, in memory only",
         }
 

@@ -7,6 +7,7 @@ Does not guarantee that a long run never waits: that needs a core that has time 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -24,6 +25,8 @@ from wire.errors import MaskError
 from wire.frame import ITEM_BYTES, Direction
 
 DEFAULT_BYTES = 2 << 30
+_LEAVE_S = 10.0
+"""At exit, for a worker in the middle of some blocks: a second or two for eight of the widest layer."""
 Key = tuple[int, Direction]
 
 
@@ -57,8 +60,17 @@ class _Shelf:
     def __init__(self, group: GroupSpec) -> None:
         self.group = group
         self.blocks: deque[Block] = deque()
-        self.rows_a_call = 1
+        self.last_rows = self.rows_a_call = 0
         self.is_wanted = self.is_being_made = False
+
+    def note_call(self, num_rows: int) -> None:
+        """Keeps what both of the last two calls took: a prompt is followed by single tokens, a step by its like."""
+        self.last_rows, self.rows_a_call = num_rows, min(self.last_rows, num_rows)
+
+    @property
+    def features(self) -> int:
+        """Of a request and its reply: numbers in a row of mask and effect."""
+        return self.group.in_features + self.group.out_features
 
     @property
     def num_rows(self) -> int:
@@ -82,12 +94,17 @@ class MaskPool:
         self._shelves: dict[Key, _Shelf] = {}
         self._state = threading.Condition()
         self._wanted: deque[Key] = deque()
-        self._ready_bytes = 0
+        self._ready_bytes = self._features = 0
         self._closed = False
         self._origin = Origin()
         self._background = background
         self._worker: threading.Thread | None = None
         _POOLS.add(self)
+
+    def check_open(self) -> None:
+        """Raises MaskError when the pool was closed: whoever makes many blocks asks now and then."""
+        if self._closed:
+            raise MaskError("this mask was closed")
 
     @property
     def ready_bytes(self) -> int:
@@ -105,11 +122,13 @@ class MaskPool:
         """
         self._origin.check()
         key = (group.id, direction)
+        request_cols, reply_cols = group.widths(direction)
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with self._state:
+            self._shelf(key, group).note_call(num_rows)
         while num_rows > 0:
             with self._state:
                 shelf = self._shelf(key, group)
-                shelf.rows_a_call = max(num_rows, shelf.rows_a_call)
                 num_rows -= self._take_ready(shelf, num_rows, parts)
                 self._want(key, shelf)
                 must_make = num_rows > 0 and self._claim(shelf)
@@ -117,15 +136,17 @@ class MaskPool:
                 self._fill(key, shelf, num_rows)
         if len(parts) == 1:
             return parts[0]
+        if not parts:
+            return torch.empty(0, request_cols, dtype=torch.int32), torch.empty(0, reply_cols, dtype=torch.int32)
         masks, effects = zip(*parts, strict=True)
         return torch.cat(masks), torch.cat(effects)
 
     def _shelf(self, key: Key, group: GroupSpec) -> _Shelf:
-        if self._closed:
-            raise MaskError("this mask was closed")
+        self.check_open()
         shelf = self._shelves.get(key)
         if shelf is None:
             shelf = self._shelves[key] = _Shelf(group)
+            self._features += shelf.features
         return shelf
 
     def _take_ready(self, shelf: _Shelf, num_rows: int, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
@@ -137,6 +158,7 @@ class MaskPool:
             taken += len(rows)
             if block.slots.remaining == 0:
                 self._ready_bytes -= shelf.blocks.popleft().num_bytes
+                self._state.notify_all()  # what did not fit into the budget may fit now
         return taken
 
     def _claim(self, shelf: _Shelf) -> bool:
@@ -165,8 +187,14 @@ class MaskPool:
 
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
+    def fitting_rows(self, features: int) -> int:
+        """Rows, in whole blocks and at least one, that the budget holds if each has so many numbers."""
+        rows = self._budget_bytes // (features * ITEM_BYTES)
+        return max(1, rows // self._block_rows) * self._block_rows
+
     def _target(self, shelf: _Shelf) -> int:
-        return max(self._block_rows, shelf.rows_a_call)
+        """As many rows as a call takes, but not so many that the first layers keep the budget from the last."""
+        return max(self._block_rows, min(shelf.rows_a_call, self.fitting_rows(self._features)))
 
     def _want(self, key: Key, shelf: _Shelf) -> None:
         if self._background and not shelf.is_wanted and shelf.num_rows <= self._target(shelf) // 2:
@@ -179,20 +207,24 @@ class MaskPool:
                 self._worker = work
                 work.start()
 
-    def _cost(self, shelf: _Shelf) -> int:
-        return self._target(shelf) * (shelf.group.in_features + shelf.group.out_features) * ITEM_BYTES
+    def _cost(self, shelf: _Shelf, num_rows: int) -> int:
+        return -(-num_rows // self._block_rows) * self._block_rows * shelf.features * ITEM_BYTES
 
-    def _next_wanted(self) -> tuple[Key, _Shelf] | None:
-        """The first shelf that fits into the budget, claimed; call with the lock held."""
+    def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
+        """The first shelf, in the order of use, that fits into the budget, claimed, and the rows to make for it.
+
+        Call with the lock held.
+        """
         for key in list(self._wanted):
             shelf = self._shelves[key]
-            if self._ready_bytes + self._cost(shelf) > self._budget_bytes:
-                return None  # in the order of use: what comes first is needed first
+            target = self._target(shelf)
+            if self._ready_bytes + self._cost(shelf, target) > self._budget_bytes:
+                continue  # it may never fit, and must not stand in the way of the others
             self._wanted.remove(key)
             shelf.is_wanted = False
-            if not shelf.is_being_made and shelf.num_rows <= self._target(shelf) // 2:
+            if not shelf.is_being_made and shelf.num_rows <= target // 2:
                 shelf.is_being_made = True
-                return key, shelf
+                return key, shelf, target
         return None
 
     def _refill_one(self) -> bool:
@@ -205,20 +237,23 @@ class MaskPool:
             if self._closed:
                 return False
         if found is not None:
-            key, shelf = found
             with contextlib.suppress(Exception):  # whoever needs the rows makes them and meets the error itself
-                self._fill(key, shelf, self._target(shelf))
+                self._fill(*found)
         return True
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes rows now, in the calling thread, until `num_rows` are ready or the budget is full."""
+        """Makes rows now, in the calling thread, until `num_rows` are ready or the budget is full.
+
+        Raises:
+            MaskError: as `take`.
+        """
+        self._origin.check()
         key = (group.id, direction)
         while True:
             with self._state:
                 shelf = self._shelf(key, group)
                 missing = num_rows - shelf.num_rows
-                cost = missing * (group.in_features + group.out_features) * ITEM_BYTES
-                if missing <= 0 or self._ready_bytes + cost > self._budget_bytes:
+                if missing <= 0 or self._ready_bytes + self._cost(shelf, missing) > self._budget_bytes:
                     return
                 must_make = self._claim(shelf)
             if must_make:
@@ -234,7 +269,7 @@ class MaskPool:
     def _drop(self) -> None:
         self._shelves.clear()
         self._wanted.clear()
-        self._ready_bytes = 0
+        self._ready_bytes = self._features = 0
 
     def __reduce__(self) -> NoReturn:
         """Refuses to be pickled."""
@@ -254,7 +289,19 @@ _POOLS: weakref.WeakSet[MaskPool] = weakref.WeakSet()
 
 def _forget_in_child() -> None:
     for pool in list(_POOLS):
-        pool._drop()  # without the lock: whoever held it is not in this process
+        pool._state = threading.Condition()  # whoever held the old one is not in this process
+        pool._drop()
+
+
+def _end_workers() -> None:
+    """Before the interpreter goes: a thread that comes back from torch's C++ code afterwards aborts the process."""
+    pools = list(_POOLS)
+    for pool in pools:
+        pool.close()
+    for pool in pools:
+        if pool._worker is not None:
+            pool._worker.join(_LEAVE_S)
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_end_workers)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from wire.errors import MaskError
 from wire.expand import SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
@@ -29,12 +30,15 @@ class Shares:
         on_close: closes the ledger.
         """
         self._fresh_seed, self._on_close = fresh_seed, on_close
+        self._closed = False
 
     def bind(self, effect_path: EffectPath) -> None:
         """Needs no effects of its own: the second provider's reply is the effect."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Splits the rows; see `MaskScheme.mask`."""
+        if self._closed:  # the ledger alone would go on with the seeds that it has counted already
+            raise MaskError("this mask was closed")
         encoded, scales = encode_rows(group, direction, rows)  # raises before a seed is spent
         share = SeededRows(self._fresh_seed(), 0, rows.shape[0])
         hidden = encoded.to("cpu") - share.expand(rows.shape[1])
@@ -56,8 +60,11 @@ class Shares:
             "scheme": "shares: rows minus a pseudorandom share to one provider, the share's seed to another",
             "assumption": "the two providers do not collude; AES-256-CTR is a pseudorandom generator",
             "bits": "256-bit keys",
+            "secrets": "a seed of its own for every call, counted by the ledger: no budget to spend",
+            "storage": "none: neither hints nor masks are kept",
         }
 
     def close(self) -> None:
-        """Keeps nothing but the ledger."""
+        """Hands out nothing from now on."""
+        self._closed = True
         self._on_close()

@@ -13,6 +13,9 @@ import typer
 
 from wire.errors import VeilbaseError
 
+DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
+"""Where `provider serve --tls` answers when it is given nothing else."""
+
 app = typer.Typer(
     help="Hosts a base model's linear layers for tenants that keep everything else.",
     no_args_is_help=True,
@@ -74,8 +77,12 @@ def enroll(
     from provider.tenants import enroll as issue
 
     opened = StateDir(_state_path(state))
-    record = issue(opened, name, out, endpoint or _last_endpoint(opened.path), days)
+    served = _last_endpoint(opened.path)
+    url = endpoint or served or DEFAULT_ENDPOINT
+    record = issue(opened, name, out, url, days)
     typer.echo(f"enrolled {record.name} until {record.not_after:%Y-%m-%d}: {out}")
+    whence = "as given" if endpoint else "that of the last serve" if served else "a guess, as nothing was served yet"
+    typer.echo(f"endpoint {url} ({whence}); to change it, edit {out / 'endpoint'}")
 
 
 @app.command()
@@ -106,17 +113,18 @@ def _state_path(state: Path | None) -> Path:
     return load_settings({"state": state}).state
 
 
-def _last_endpoint(state: Path) -> str:
+def _last_endpoint(state: Path) -> str | None:
+    """The URL of the last `serve --tls` from this state directory; None where there was none."""
     from provider.serve import ENDPOINT_FILE
 
     try:
         return (state / ENDPOINT_FILE).read_text().strip()
     except OSError:
-        return "grpcs://127.0.0.1:8443"
+        return None
 
 
 def main() -> None:
-    """Runs the command; an error that a user can meet is one line on stderr and exit code 1."""
+    """Runs the command; an error of ours is one line on stderr and exit code 1 (typer's own: usage and 2)."""
     try:
         app()
     except VeilbaseError as exc:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from wire.errors import ConfigurationError
 
+ENV_PREFIX = "VEILBASE_PROVIDER_"
 DEFAULT_STATE = Path("~/.veilbase/provider")
 _UserPath = Annotated[Path, BeforeValidator(lambda path: Path(path).expanduser())]
 
@@ -26,7 +28,7 @@ class ProviderSettings(BaseSettings):
         threads: of the arithmetic; None leaves torch's own choice.
     """
 
-    model_config = SettingsConfigDict(env_prefix="VEILBASE_PROVIDER_", extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     model: str = Field(default="smollm2-135m", min_length=1)
     tls: bool = False
@@ -76,8 +78,9 @@ def load_settings(flags: dict[str, Any], config: Path | None = None) -> Provider
         config: a YAML file, or None.
 
     Raises:
-        ConfigurationError: a value or a key that is not one; the message names it.
+        ConfigurationError: a value, a key or a variable that is not one; the message names it.
     """
+    _check_environment()
     if config is not None and not config.expanduser().is_file():
         raise ConfigurationError(f"expected a settings file, found none at {str(config)!r}")
     settings = type("ProviderSettings", (ProviderSettings,), {"model_config": SettingsConfigDict(yaml_file=config)})
@@ -90,3 +93,14 @@ def load_settings(flags: dict[str, Any], config: Path | None = None) -> Provider
     except (yaml.YAMLError, OSError, TypeError, ValueError):
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from None
     return made
+
+
+def _check_environment() -> None:
+    """Raises ConfigurationError for a variable with our prefix that is no setting: pydantic would pass over it."""
+    known = {f"{ENV_PREFIX}{name}".upper() for name in ProviderSettings.model_fields}
+    for name in sorted(os.environ):
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:  # pydantic reads them in any case
+            names = ", ".join(each.upper() for each in ProviderSettings.model_fields)
+            raise ConfigurationError(
+                f"the environment variable {name[:80]!r} is no setting: after {ENV_PREFIX} comes one of {names}"
+            )

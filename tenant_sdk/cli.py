@@ -18,7 +18,9 @@ Url = Annotated[
     list[str] | None, typer.Option(help="grpcs://host:port or inproc:MODEL; default: the identity's endpoint.")
 ]
 Identity = Annotated[list[Path] | None, typer.Option(help="Folder made by `provider enroll`; one for each provider.")]
-Mask = Annotated[str, typer.Option(help="lattice, pad, shares (two providers), gaussian-pool or off.")]
+Mask = Annotated[
+    str, typer.Option(help="lattice, pad, shares (two providers), gaussian-pool or off.", show_default="lattice")
+]
 Verify = Annotated[
     str | None, typer.Option(help="Checkpoint you trust (folder, GGUF, hub id, smollm2-135m): checks every reply.")
 ]
@@ -31,16 +33,19 @@ def _client(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
     from noise.registry import DEFAULT_MASK
     from tenant_sdk.client import TenantClient
-    from tenant_sdk.identity import read_endpoint
+    from tenant_sdk.identity import load_identity, read_endpoint
     from wire.errors import ConfigurationError
 
     if not url and not identity:
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")
-    urls = url or [read_endpoint(folder) for folder in identity or []]
+    folders = identity or []
+    for folder in folders:
+        load_identity(folder)  # first: a folder that is no identity is the likelier mistake than one without endpoint
+    urls = url or [read_endpoint(folder) for folder in folders]
     options = {"parameters": parameters} if parameters else {}
     return TenantClient(
         urls if len(urls) > 1 else urls[0],
-        identity=(identity if len(urls) > 1 else identity[0]) if identity else None,
+        identity=folders if len(folders) > 1 else next(iter(folders), None),
         mask=mask or DEFAULT_MASK,
         verify=verify,
         mask_options=options,
@@ -115,7 +120,7 @@ def explain(
 
 
 def main() -> None:
-    """Entry point: one line for an error the user can act on."""
+    """Entry point: an error of ours is one line on stderr and exit code 1 (typer's own: usage and 2)."""
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"tenant: warning: {message}", err=True)
     try:
         app()

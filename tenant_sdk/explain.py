@@ -49,9 +49,13 @@ def _bytes_per_token(manifest: Manifest, providers: int) -> str:
     """Both ways; the second provider of `shares` gets 48 bytes a call in place of rows."""
     up = ITEM_BYTES * sum(group.in_features for group in manifest.groups)
     down = ITEM_BYTES * sum(group.out_features for group in manifest.groups)
-    forward = f"{up / 1e6:.2f} MB up, {down * providers / 1e6:.2f} MB down"
-    backward = f"{down / 1e6:.2f} MB up, {up * providers / 1e6:.2f} MB down"
+    forward = f"{_size(up)} up, {_size(down * providers)} down"
+    backward = f"{_size(down)} up, {_size(up * providers)} down"
     return f"forward {forward}; backward {backward}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.2f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.1f} kB"
 
 
 def _weights(scheme: MaskScheme, manifest: Manifest) -> str:

@@ -39,10 +39,12 @@ def prefetch_hints(
 def prepare_masks(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], num_rows: int
 ) -> None:
-    """Makes masks for `num_rows` tokens, as far as the pool's budget goes."""
+    """Makes masks for `num_rows` tokens, or for as many as the pool's budget holds for every layer alike."""
     if isinstance(scheme, Lattice | Pad):
-        for group, direction in _pairs(manifest, folder, directions):
-            scheme.prepare(group, direction, num_rows)
+        wanted = list(_pairs(manifest, folder, directions))
+        features = sum(group.in_features + group.out_features for group, _ in wanted)
+        for group, direction in wanted:
+            scheme.prepare(group, direction, min(num_rows, scheme.pool.fitting_rows(features)))
 
 
 def _pairs(manifest: Manifest, folder: Path, directions: Iterable[Direction]) -> Iterator[tuple[GroupSpec, Direction]]:

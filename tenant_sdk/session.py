@@ -94,31 +94,45 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
     """
     with contextlib.ExitStack() as undo:
         identities = [None if folder is None else load_identity(folder) for folder in plan.identities]
+        known = _setting(plan, identities[0])
+        _arithmetic(plan, known)  # what no provider can put right is refused before the network
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
         for connection in connections:
             undo.callback(connection.close)
         manifest = _common_manifest([connection.manifest() for connection in connections])
-        setting = Setting(
-            weights=manifest.weights,
-            offered=manifest.arithmetic,
-            open_ledger=lambda: _open_ledger(plan, identities[0]),
-            hints_folder=(plan.cache or default_cache()) / "hints",
-            num_providers=len(connections),
-            limits=manifest.limits,
-            verified=plan.verify is not None,
-        )
-        chosen = choose_arithmetic(plan.mask, plan.arithmetic, setting)
-        if plan.verify is not None and chosen == "float":
-            raise ConfigurationError("verify= needs ring arithmetic: floating-point replies cannot be checked exactly")
-        verifier, weight_of = _verify(plan, connections[0], manifest, on_verified)
-        if verifier is not None:
-            undo.callback(verifier.close)
-        scheme = make_scheme(plan.mask, chosen, plan.mask_options, replace(setting, weight_of=weight_of))
+        setting = replace(known, weights=manifest.weights, offered=manifest.arithmetic, limits=manifest.limits)
+        own_weights: dict[int, torch.Tensor] = {}
+        if plan.mask == "pad" and plan.verify is not None:
+            setting = replace(setting, weight_of=own_weights.__getitem__)
+        # before the checkpoint is read, which may take minutes: a wrong option or ledger is an error at once
+        scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
+        undo.callback(scheme.close)
+        verifier = _verify(plan, connections[0], manifest, on_verified, own_weights)
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
         warnings.warn(UNVERIFIED, NotVerifiedWarning, stacklevel=4)
     return Session(connections, manifest, scheme, executor, verifier)
+
+
+def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
+    """What is known before the network; a networked provider may yet turn out to hold native weights."""
+    return Setting(
+        weights=plan.weights or "int8",
+        offered=("ring", "float"),
+        open_ledger=lambda: _open_ledger(plan, identity),
+        hints_folder=(plan.cache or default_cache()) / "hints",
+        num_providers=len(plan.urls),
+        verified=plan.verify is not None,
+    )
+
+
+def _arithmetic(plan: Plan, setting: Setting) -> str:
+    """The arithmetic of a plan, or the sentence that refuses it."""
+    chosen = choose_arithmetic(plan.mask, plan.arithmetic, setting)
+    if plan.verify is not None and chosen == "float":
+        raise ConfigurationError("verify= needs ring arithmetic: floating-point replies cannot be checked exactly")
+    return chosen
 
 
 def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
@@ -128,12 +142,14 @@ def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
 
 
 def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
-    """The first manifest, with the smallest limits; providers of one session must serve the same weights."""
+    """The first manifest, with what holds for all; providers of one session must serve the same weights."""
     first = manifests[0]
     if any(other.groups != first.groups for other in manifests[1:]):
         raise ConfigurationError("the two providers do not serve the same weights: their manifests differ")
     limits = Limits(**{name: min(getattr(each.limits, name) for each in manifests) for name in Limits.model_fields})
-    return first.model_copy(update={"limits": limits})
+    arithmetic = tuple(each for each in first.arithmetic if all(each in other.arithmetic for other in manifests))
+    recording = any(each.recording for each in manifests)
+    return first.model_copy(update={"limits": limits, "arithmetic": arithmetic, "recording": recording})
 
 
 def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
@@ -146,16 +162,19 @@ def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
 
 
 def _verify(
-    plan: Plan, connection: Connection, manifest: Manifest, on_verified: Callable[[int, int], None] | None
-) -> tuple[Verifier | None, Callable[[int], torch.Tensor] | None]:
-    """The verifier, and for mask='pad' the trusted weights themselves."""
+    plan: Plan,
+    connection: Connection,
+    manifest: Manifest,
+    on_verified: Callable[[int, int], None] | None,
+    own_weights: dict[int, torch.Tensor],
+) -> Verifier | None:
+    """The verifier; for mask='pad' the trusted weights themselves go into `own_weights`."""
     if plan.verify is None:
-        return None, None
+        return None
     from tenant_sdk.trusted import TrustedCheckpoint
 
-    kept: dict[int, torch.Tensor] = {}
     verifier = Verifier(plan.kappa)
     checkpoint, folder = TrustedCheckpoint.open(plan.verify), fetch_bundle(connection, manifest, plan.cache)
-    keep = kept.__setitem__ if plan.mask == "pad" else None
+    keep = own_weights.__setitem__ if plan.mask == "pad" else None
     checkpoint.check_provider(manifest, folder, verifier, on_verified, keep)
-    return verifier, kept.__getitem__ if keep is not None else None
+    return verifier

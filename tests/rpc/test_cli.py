@@ -74,6 +74,7 @@ def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
     done = run("enroll", "acme", "--out", tmp_path / "acme", "--state", state)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "acme" / "endpoint").read_text().strip() == serving.url
+    assert f"endpoint {serving.url} (that of the last serve)" in done.stdout
 
     connection = GrpcConnection(serving.url, read_identity(tmp_path / "acme"))
     manifest = connection.manifest()
@@ -146,6 +147,37 @@ def test_a_port_in_use_is_one_line(model: Path, tmp_path: Path) -> None:
 def test_a_mistake_is_one_line(tmp_path: Path, arguments: list[str], text: str) -> None:
     arguments = [str(tmp_path / "out") if argument == "OUT" else argument for argument in arguments]
     assert text in one_line_error(run(*arguments, "--state", tmp_path / "state"))
+
+
+def test_a_misspelt_variable_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_PROVIDER_PROT", "1")
+    for command in (["serve", "--tls"], ["tenants"]):
+        line = one_line_error(run(*command, "--state", tmp_path / "state"))
+        assert "'VEILBASE_PROVIDER_PROT' is no setting" in line
+        assert "PORT" in line
+    assert not (tmp_path / "state").exists()
+
+
+def test_enroll_says_which_endpoint_it_wrote(tmp_path: Path) -> None:
+    given = "grpcs://provider.example:1"
+    for name, arguments, url, whence in (
+        ("acme", [], "grpcs://127.0.0.1:8443", "a guess"),
+        ("globex", ["--endpoint", given], given, "as given"),
+    ):
+        folder = tmp_path / name
+        done = run("enroll", name, "--out", folder, "--state", tmp_path / "state", *arguments)
+        line = done.stdout.splitlines()[1]
+        assert line.startswith(f"endpoint {url} ({whence}")
+        assert line.endswith(f"edit {folder / 'endpoint'}")
+        assert (folder / "endpoint").read_text() == f"{url}\n"
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--prot", "1"], ["serve", "--port", "many"], ["enroll"]], ids=str)
+def test_what_typer_refuses_is_usage_and_exit_code_2(arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_help_does_not_import_torch() -> None:

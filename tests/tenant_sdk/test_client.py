@@ -249,7 +249,9 @@ def test_an_error_in_a_shell_is_one_line(enrolled: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--identity", "nowhere"], "endpoint"),
+        (["--identity", "nowhere"], "nowhere is not a tenant identity (No such file or directory): make one with `"),
+        (["--identity", "nameless"], "nameless names no endpoint"),
+        (["--identity", "acme", "--identity", "acme", "--url", "grpcs://127.0.0.1:1"], "one identity for each of 1 "),
         ([], "--identity"),
         (["--identity", "acme"], "cannot be reached"),
         (["--url", "inproc:CHAT", "--mask", "invisible"], "invisible"),
@@ -261,6 +263,7 @@ def test_errors_of_the_command(
     arguments: list[str], expected: str, identity: Path, chat_folder: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(identity.parent)
+    Path(shutil.copytree("acme", "nameless"), "endpoint").unlink()
     arguments = [word.replace("CHAT", str(chat_folder)) for word in arguments]
     monkeypatch.setattr(sys, "argv", ["tenant", "generate", "x", *arguments])
     with pytest.raises(SystemExit) as end:
