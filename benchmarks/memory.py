@@ -1,8 +1,9 @@
 """Provider memory over steps and over fine-tuning tenants: it should not grow with either.
 
 Light tenants send what a fine-tuning step of 512 tokens sends, in its order (forward through all groups, backward
-through all, one request at a time), without a model: 60 steps take a minute or two where real ones take an hour. Only
-the first few blocks are served, since it is the number of calls that counts. `finetune` runs real tenants, few steps.
+through all, one request at a time), without a model: minutes where real ones would take hours. Only the first blocks
+are served, since it is the number of calls that counts. `python -m benchmarks.memory finetune` runs real tenants on
+the whole model, for few steps.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from benchmarks.finetune_step import step_of
 
 ROWS = 512
 BLOCKS = "model.layers.[0-2].*"
-NUM_TENANTS = (1, 2, 4)
+NUM_TENANTS = (1, 2, 4, 8)
 REAL_TENANTS = ("a", "b", "c")
 
 
@@ -72,7 +73,7 @@ def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
     return step
 
 
-def run(steps: int = 60, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
+def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
     """MB when ready, and what was found with each number of tenants; they step at the same time."""
     names = tuple(f"tenant{number}" for number in range(max(NUM_TENANTS)))
     with ExitStack() as stack:

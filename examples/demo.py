@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-WORK = Path(os.environ.get("VEILBASE_DEMO_DIR", HERE.parent / ".demo"))
+WORK = Path(os.environ.get("VEILBASE_DEMO_DIR") or os.path.relpath(HERE.parent / ".demo"))
 MODEL = "smollm2-135m"
 STEPS, ANSWER_TOKENS = 20, 20
 EXPLAINED = ("scheme", "assumption", "parameters", "bits", "protected", "visible", "verification")
@@ -107,7 +107,7 @@ def tenant(url: str) -> None:
         print(f"Provider: {manifest.model_id}, {len(manifest.groups)} layer groups, {manifest.weights} weights")
         print_privacy(client)
         client.fetch_hints(backward=True)
-        hint_bytes = client.traffic.bytes_down
+        once_bytes = client.traffic.bytes_down
         keep_unmasked(client, questions[0])
         before = [client.generate(question, max_new_tokens=ANSWER_TOKENS) for question in questions]
         rows = tokenize(load_rows(HERE / "data/harborlight.jsonl"), client.tokenizer, 512)[:16]
@@ -123,8 +123,8 @@ def tenant(url: str) -> None:
     rate = result.tokens / result.seconds
     print(f"\nFine-tuned in {result.seconds:.0f} s: {result.tokens} tokens, {rate:.0f} tokens/s")
     print(f"Loss on 16 training rows: {loss_before:.3f} before, {loss_after:.3f} after")
-    print(f"Bytes up {result.bytes_up / 1e6:.0f} MB, down {result.bytes_down / 1e6:.0f} MB", end="; ")
-    print(f"before that, once, {hint_bytes / 1e6:.0f} MB down, nearly all of it hints")
+    print(f"Bytes up {result.bytes_up / 1e6:.0f} MB, down {result.bytes_down / 1e6:.0f} MB;", end=" ")
+    print(f"before that, once, {once_bytes / 1e6:.0f} MB of hints and bundle")
     right = 0
     for row, question, base, adapted in zip(heldout, questions, before, after, strict=True):
         found = row["expect"].lower() in adapted.lower()

@@ -64,8 +64,8 @@ def _share_one_heap() -> None:
     """Makes all threads use one heap, so that memory grows neither with steps nor with tenants; before other threads.
 
     glibc gives each thread a heap of its own, and after the first large block is freed keeps blocks of up to 32 MiB in
-    them. A tensor passes through several threads a tenant, so many heaps came to keep holes of every size: 112 MB after
-    40 steps of one tenant, 430 MB with four, and still rising by 2 MB a step. With another libc this does nothing.
+    them. A tensor passes through several threads a tenant, so many heaps came to keep holes of every size: with four
+    tenants 400 to 500 MB, and still rising (benchmarks/memory.py). With another libc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -39,12 +39,11 @@ def test_script_trains_an_adapter(
     assert any(bool(tensor.any()) for name, tensor in tensors.items() if "lora_B" in name)  # zero before training
 
 
-@pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py"])
-def test_a_script_that_fails_prints_one_line(script: str, env: dict[str, str], workdir: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / script), "--url", "inproc:/no/such/folder", "--mask", "off"]
+def test_a_script_that_fails_prints_one_line(env: dict[str, str], workdir: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/finetune.py"), "--url", "inproc:/no/such/folder"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=workdir)
     (line,) = done.stderr.splitlines()
-    assert (done.returncode, line.startswith(f"{script}: cannot find the model")) == (1, True), line
+    assert (done.returncode, line.startswith("finetune.py: cannot find the model")) == (1, True), line
 
 
 @pytest.mark.parametrize("script", ["finetune.py", "stock_trainer.py", "demo.py"])

@@ -1,6 +1,6 @@
 """A tenant that asks and never reads: what it may hold of the provider, and how the provider gets rid of it.
 
-Its HTTP/2 window is the smallest there is: the first frame, WELCOME, already keeps the provider's sending thread.
+Its HTTP/2 window is the smallest there is, so that a reply of 1 MiB keeps the provider's sending thread for good.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from wire.frame import Call, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
 from wire.transport.grpc_client import STREAM_METHOD
 
+DEAF = "deaf"
 SMALLEST_WINDOW = [
     ("grpc.http2.lookahead_bytes", 5),
     ("grpc.http2.bdp_probe", 0),
@@ -40,6 +41,8 @@ QUICK_S = 0.05
 LARGE_ROWS, SMALL_ROWS = 4096, 8
 """A reply of 1 MiB, made by the worker; one of 2 KiB, made by the thread that reads."""
 NUM_REQUESTS = 12
+FIRST = 3
+"""The first request that a stuck session has not seen."""
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -64,9 +67,8 @@ def session_of(provider: Provider, tenant: str) -> Session:
 class Deaf:
     """A client that sends what it likes and reads nothing."""
 
-    def __init__(self, provider: Provider, name: str = "deaf") -> None:
-        self.name = name
-        identity = provider.identity(name)
+    def __init__(self, provider: Provider) -> None:
+        identity = provider.identity(DEAF)
         credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
         self._channel = grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials, SMALLEST_WINDOW)
         self._streams: list[tuple[Any, queue.SimpleQueue[bytes | None]]] = []
@@ -91,8 +93,8 @@ class Deaf:
 
     def begin(self, request_id: int, deadline_ms: int = MAX_DEADLINE_MS) -> None:
         """A request whose rest never comes: it keeps its place, and the provider's reader reading."""
-        size = LARGE_ROWS * COLS * 4
-        self.send(Header(FrameType.REQUEST, request_id, CALL, LARGE_ROWS, COLS, 0, size, deadline_ms).pack() + bytes(4))
+        size = SMALL_ROWS * COLS * 4
+        self.send(Header(FrameType.REQUEST, request_id, CALL, SMALL_ROWS, COLS, 0, size, deadline_ms).pack() + bytes(4))
 
     def cancel(self, request_id: int) -> None:
         self.send(Header(FrameType.CANCEL, request_id).pack())
@@ -106,7 +108,7 @@ class Deaf:
 
 @dataclass
 class Replies:
-    """Every reply's memory, to see when it is freed, and a count of those that a session has taken."""
+    """Every reply's memory, to see when it is freed, and a count of those that the deaf tenant's session has taken."""
 
     memory: list[weakref.ref[Any]] = field(default_factory=list)
     taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -133,7 +135,8 @@ def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies
 
     def counted(session: Session, *arguments: Any) -> None:
         answer(session, *arguments)
-        made.taken.release()
+        if session.tenant == DEAF:
+            made.taken.release()
 
     monkeypatch.setattr(tiny_core, "compute", watched)
     monkeypatch.setattr(Session, "_answer", counted)
@@ -153,11 +156,14 @@ def deaf(provider: Provider) -> Iterator[Deaf]:
     made.close()
 
 
-def stuck_session(provider: Provider, deaf: Deaf) -> Session:
-    """A session whose sending thread is held by WELCOME, with nothing else to send yet."""
-    deaf.open()
-    session = session_of(provider, deaf.name)
-    until(lambda: session._greeted and session._output.empty(), "the greeting")
+def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
+    """A session whose sending thread is held by the reply to request 2, and whose request 1 was begun."""
+    assert frame.parse(next(deaf.open()))[0].kind is FrameType.WELCOME  # the last thing that it reads
+    deaf.begin(1)
+    deaf.ask(2, LARGE_ROWS)
+    replies.wait_taken(1)
+    session = session_of(provider, DEAF)
+    until(lambda: 2 not in session._requests, "the only chunk of reply 2 is on its way")
     return session
 
 
@@ -179,11 +185,11 @@ def test_streams_above_the_limit_hold_no_thread(
         until(lambda call=refused: not call.is_active(), "a refusal")
         assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
         assert refused.details() == "too many calls at once"  # ours, not gRPC's for all threads busy
-    assert dict(service._calls) == {"deaf": MAX_CALLS_PER_TENANT}
+    assert dict(service._calls) == {DEAF: MAX_CALLS_PER_TENANT}
     assert_served(running.connect("modest"), tiny_core)
     deaf.close()
-    until(lambda: not service._calls.get("deaf"), "its calls are over")
-    assert not [one for one in list(service._sessions) if one.tenant == "deaf"]
+    until(lambda: not service._calls.get(DEAF), "its calls are over")
+    assert not [one for one in list(service._sessions) if one.tenant == DEAF]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -194,19 +200,17 @@ def test_streams_above_the_limit_hold_no_thread(
 def test_replies_that_nobody_wants_any_more_are_freed(
     replies: Replies, provider: Provider, deaf: Deaf, num_rows: int, way: str
 ) -> None:
-    session = stuck_session(provider, deaf)
-    if num_rows == SMALL_ROWS:
-        deaf.begin(1)
-    for number in range(2, 2 + NUM_REQUESTS):
+    session = stuck_session(provider, deaf, replies)
+    for number in range(FIRST, FIRST + NUM_REQUESTS):
         deaf.ask(number, num_rows)
         replies.wait_taken(1)
-        assert replies.num_alive() == 1  # it waits to be sent
+        assert replies.num_alive() == 2  # the one being sent, and this one
         if way == "cancelled":
             deaf.cancel(number)
         else:
             session.sweep(time.monotonic() + 1800)  # after its own deadline, before that of the one that was begun
-        until(lambda: replies.num_alive() == 0, f"the end of reply {number}")
-    assert len(replies.memory) == NUM_REQUESTS
+        until(lambda: replies.num_alive() == 1, f"the end of reply {number}")
+    assert len(replies.memory) == 1 + NUM_REQUESTS
     deaf.cancel(1)
     until(lambda: session._held_bytes == 0, "nothing is held")
     assert not session._requests
@@ -245,14 +249,13 @@ def fails(session: Session, _deaf: Deaf, _replies: Replies, monkeypatch: pytest.
 
 
 FEW = 8
-LAST = FEW + 3
+LAST = FIRST + FEW + 1
 
 
 def fill(session: Session, deaf: Deaf, replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many unread answers as may be; the next request is the `LAST`."""
     monkeypatch.setattr(provider.session, "MAX_REQUESTS", FEW)
-    deaf.begin(1)
-    for number in range(2, LAST):
+    for number in range(FIRST, LAST):
         deaf.ask(number, SMALL_ROWS)
         replies.wait_taken(1)
         deaf.cancel(number)
@@ -288,7 +291,7 @@ def test_the_sweep_goes_on_after_one_stream_made_trouble(
     trouble: Callable[[Session, Deaf, Replies, pytest.MonkeyPatch], None],
 ) -> None:
     idle = idle_stream(provider)
-    trouble(stuck_session(provider, deaf), deaf, replies, monkeypatch)
+    trouble(stuck_session(provider, deaf, replies), deaf, replies, monkeypatch)
     revoke(provider.state, "idle")
     until(lambda: not idle.call.is_active(), "the end of the idle stream")
     assert idle.call.code() is grpc.StatusCode.CANCELLED
@@ -299,7 +302,7 @@ def test_the_sweep_goes_on_after_one_stream_made_trouble(
 def test_a_stream_with_too_many_unread_answers_is_dropped(
     replies: Replies, provider: Provider, deaf: Deaf, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
-    session = stuck_session(provider, deaf)
+    session = stuck_session(provider, deaf, replies)
     fill(session, deaf, replies, monkeypatch)
     if last == "an answer":
         deaf.ask(LAST, SMALL_ROWS)
@@ -314,13 +317,13 @@ def test_a_stream_with_too_many_unread_answers_is_dropped(
 def test_a_revoked_tenant_that_never_reads_is_dropped(
     replies: Replies, quick_sweeps: None, provider: Provider, deaf: Deaf
 ) -> None:
-    service, session = service_of(provider), stuck_session(provider, deaf)
-    deaf.ask(1, LARGE_ROWS)
+    service, session = service_of(provider), stuck_session(provider, deaf, replies)
+    deaf.ask(FIRST, LARGE_ROWS)
     replies.wait_taken(1)
-    assert replies.num_alive() == 1
-    revoke(provider.state, "deaf")
+    assert replies.num_alive() == 2
+    revoke(provider.state, DEAF)
     until(lambda: session not in service._sessions, "the end of the session")
     until(lambda: not service._calls, "its thread is free")
     assert session._held_bytes == 0
-    until(lambda: replies.num_alive() == 0, "the end of its reply")
+    until(lambda: replies.num_alive() == 0, "the end of its replies")
     assert_served(provider.connect("modest"), provider.core)
