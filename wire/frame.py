@@ -262,11 +262,12 @@ def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) ->
         LimitExceeded: more rows or bytes than the limits.
         MalformedFrame: byte count other than rows × cols × 4, or than 48 in a request for a hint.
     """
-    size = max(header.total_bytes, header.rows * header.cols * ITEM_BYTES)  # a seed stands for as many numbers
-    if header.rows > max_rows or size > max_tensor_bytes:
+    if header.rows > max_rows or header.total_bytes > max_tensor_bytes:
         raise LimitExceeded(
-            f"expected at most {max_rows} rows and {max_tensor_bytes} bytes, got {header.rows} and {size}"
+            f"expected at most {max_rows} rows and {max_tensor_bytes} bytes, got {header.rows} and {header.total_bytes}"
         )
     expected = payload_bytes(header.kind, header.call, header.rows, header.cols)
     if header.total_bytes != expected:
         raise MalformedFrame(f"{header.rows} × {header.cols} numbers do not make {header.total_bytes} bytes")
+    if header.rows * header.cols * ITEM_BYTES > max_tensor_bytes:  # a seed of 48 bytes stands for as many numbers
+        raise LimitExceeded(f"expected a seed for at most {max_tensor_bytes} bytes of rows")

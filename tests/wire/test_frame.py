@@ -267,7 +267,7 @@ def received(header: Header, payload: bytes, size: int = 48) -> Assembler:
 
 @pytest.mark.parametrize("size", [1, 32, 47, 48])
 def test_a_hint_carries_a_seed(size: int) -> None:
-    check_tensor_header(hint_header(), 10, 4096)
+    check_tensor_header(hint_header(), 10, 20_000)
     assert received(hint_header(), bytes(frame.rows_bytes(SEEDED)), size).rows() == SEEDED
 
 
@@ -281,6 +281,11 @@ def test_a_hint_without_rows_carries_a_seed_too() -> None:
 def test_refuses_another_size_of_a_hint(total_bytes: int) -> None:
     with pytest.raises(MalformedFrame, match="do not make"):
         check_tensor_header(hint_header(total_bytes=total_bytes), 10, 40_960)
+
+
+def test_a_hint_counts_as_the_rows_it_stands_for() -> None:
+    with pytest.raises(LimitExceeded, match="at most 19999 bytes of rows"):
+        check_tensor_header(hint_header(), 10, 19_999)
 
 
 def test_a_hint_may_not_ask_for_more_rows_than_the_limit() -> None:
