@@ -22,6 +22,7 @@ from provider.core import LOCAL_TENANT, ProviderCore
 from provider.executor import Executor
 from provider.identity import StateDir, issue_server_certificate, peer_identity
 from provider.session import SWEEP_S, Session
+from provider.stream import attach
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, WireCode
 from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
@@ -142,9 +143,8 @@ class ProviderService:
             self._sessions.add(session)
         if not context.add_callback(lambda: self._drop(session)):
             self._drop(session)
-        session.start(messages)
         try:
-            yield from session.frames_out()
+            yield from attach(session, messages, context).carry()
         finally:
             self._drop(session)
 

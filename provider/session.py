@@ -5,9 +5,8 @@ that request alone, a frame that cannot be read ends the stream; what leaves is 
 When the tenant goes, everything of the session goes. Knows nothing of gRPC but that its messages can stop with an
 RpcError.
 
-Threads: the RPC's own thread sends. A reader takes messages and computes small requests itself; the executor's worker
-computes the rest. While nothing waits for the worker, the sender takes the messages too, so that a decode step does not
-change threads (without arithmetic, a call's cost above an echo fell from about 135 to 70 µs). `_lock` guards the table.
+Threads: none of its own. `provider/stream.py` hands messages in, one at a time, and takes frames out, one at a time;
+small requests are computed where they are handed in, the rest by the executor's worker. `_lock` guards the table.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
-import grpc
 import torch
 
 from provider.executor import Executor, Job, Outcome, Work
@@ -40,13 +38,14 @@ from wire.frame import Assembler, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_DEADLINE_MS, Limits
 
 INLINE_ROWS = 8
-"""Forward requests of at most so many rows are computed by the reader: a decode step is 4 calls a block in a row."""
+"""Forward requests of at most so many rows are computed where they are read: a decode step is 4 calls a block."""
+INLINE_PRODUCTS = 1 << 23
+"""And of at most so many multiplications, about a third of a millisecond: who reads, reads for every tenant."""
 MAX_REQUESTS = 1 << 14
 """Requests in flight, and answers that wait to be sent: without it, empty requests would cost nothing and add up."""
 SWEEP_S = 2.0
 HANDSHAKE_S = 20.0
 _END = object()
-_READ_HERE = object()
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -66,11 +65,6 @@ class _Request:
         self.assembler: Assembler | None = Assembler(header)
         self.job: Job | None = None
         self.reply: torch.Tensor | None = None
-
-    @property
-    def is_waiting(self) -> bool:
-        """For chunks, or for the worker; a request computed at once waits for nothing but to be sent."""
-        return self.assembler is not None or self.job is not None
 
 
 class Session:
@@ -95,60 +89,35 @@ class Session:
         executor: computes the large ones.
         refusal: why this tenant may not go on, or None; asked on every request.
         hang_up: ends the RPC from outside.
+
+        `notify` may be set before the first message: it is called, in any thread, when there may be a frame to send.
         """
         self.tenant = tenant
         self._limits, self._check, self._work, self._executor, self._refusal = limits, check, work, executor, refusal
-        self._hang_up, self._sender = hang_up, 0
+        self._hang_up = hang_up
+        self.notify: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._requests: dict[int, _Request] = {}
         self._held_bytes = 0
         self._highest_id = 0
         self._output: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._messages: Iterator[bytes] = iter(())
-        self._turns: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: the reader may read, False: it ends
-        self._reads_here = False  # only the sending thread looks at it
-        self._answered_at_once = False  # only the thread that reads looks at it
-        self._greeted = self._input_ended = self._closed = False
+        self._replies: deque[Iterator[bytes]] = deque()  # only who takes frames looks at it
+        self._greeted = self._input_ended = self._closed = self._over = False
         now = time.monotonic()
         self._greet_by, self._sweep_at = now + HANDSHAKE_S, now + SWEEP_S
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
-    def start(self, messages: Iterable[bytes]) -> None:
-        """Starts the reader thread."""
-        self._messages = iter(messages)
-        self._turns.put(True)
-        threading.Thread(target=self._read, name="veilbase-requests", daemon=True).start()
-
-    def _read(self) -> None:
-        while self._turns.get():
-            while self._read_one():
-                if self._input_is_idle():
-                    self._output.put(_READ_HERE)
-                    break
-
-    def _input_is_idle(self) -> bool:
-        """Whether the last message was a small request, and no other waits for chunks or for the worker."""
-        with self._lock:
-            return self._answered_at_once and not any(one.is_waiting for one in self._requests.values())
-
-    def _read_one(self) -> bool:
-        """Takes one message; False when there will be no more."""
+    def receive(self, message: bytes) -> bool:
+        """Takes one message; for one thread at a time. False when no more will be taken."""
         try:
-            message = next(self._messages, None)
-            if message is None:
-                self._end_input()
-                return False
-            self._answered_at_once = False
             self._take(*frame.parse(message))
             return not self._closed
-        except grpc.RpcError:
-            self.close()  # the tenant went away
         except _Refused as exc:
             self.end(exc.code)
         except VeilbaseError as exc:
             self.end(code_of(exc))
-        except Exception as exc:  # noqa: BLE001 - a dead reader must not leave the tenant waiting
+        except Exception as exc:  # noqa: BLE001 - a stream that nobody reads must not leave the tenant waiting
             _LOGGER.error("a stream of %s failed: %s", self.tenant, type(exc).__name__)
             self.end(WireCode.INTERNAL)
         return False
@@ -171,7 +140,7 @@ class Session:
         if bytes(payload) != frame.MAGIC:
             raise MalformedFrame("expected VEIL in HELLO")
         self._greeted = True
-        self._output.put(frame.hello(FrameType.WELCOME))
+        self._put(frame.hello(FrameType.WELCOME))
 
     def _take_request(self, header: Header, payload: memoryview) -> None:
         request = self._requests.get(header.request_id)
@@ -234,13 +203,14 @@ class Session:
             self._held_bytes += held
         return request
 
-    def _end_input(self) -> None:
+    def end_input(self) -> None:
+        """No more messages will come; what is being computed is still answered."""
         with self._lock:
             unfinished = [number for number, request in self._requests.items() if request.assembler is not None]
         for number in unfinished:
             self._forget(number)
         self._input_ended = True
-        self._output.put(None)
+        self.notify()
 
     # ---- compute ----------------------------------------------------------------------------------------------------
 
@@ -256,10 +226,14 @@ class Session:
             self._answer(request, outcome)
 
         job = Job(call, rows, self.tenant, header.request_id, request.expires_at, done)
-        if header.rows <= INLINE_ROWS and call.direction is Direction.FORWARD and call.purpose is not Purpose.HINT:
+        if (
+            header.rows <= INLINE_ROWS
+            and call.direction is Direction.FORWARD
+            and call.purpose is not Purpose.HINT
+            and header.rows * header.cols * request.reply_cols <= INLINE_PRODUCTS
+        ):
             use_one_core()
             job.run(self._work)
-            self._answered_at_once = True
             return
         request.job = job
         if self._requests.get(header.request_id) is not request:
@@ -277,7 +251,7 @@ class Session:
             self._give_up()
         else:
             request.reply = outcome  # kept there, so that a request that is forgotten takes its reply with it
-            self._output.put(self._reply_frames(request))
+            self._put(self._reply_frames(request))
 
     def _forget(self, request_id: int) -> bool:
         with self._lock:
@@ -309,51 +283,42 @@ class Session:
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
-    def frames_out(self) -> Iterator[bytes]:
-        """What to send, until the stream ends; large replies take turns, a chunk each."""
-        self._sender = threading.get_ident()
-        replies: deque[Iterator[bytes]] = deque()
-        while True:
-            item = self._next_output(wait=not replies)
-            if item is _END:
-                return
-            if item is _READ_HERE:
-                self._reads_here = True
-                continue
+    def _put(self, item: object) -> None:
+        self._output.put(item)
+        self.notify()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `next_frame` will never return another frame."""
+        return self._over
+
+    def next_frame(self) -> bytes | None:
+        """What to send next, or None where there is nothing now; for one thread at a time.
+
+        Large replies take turns, a chunk each. `notify` is called when there may be something again.
+        """
+        while not self._over:
+            ended = self._input_ended and not self._requests  # before the queue is seen to be empty
+            try:
+                item = self._output.get_nowait()
+            except queue.Empty:
+                item = None
             if isinstance(item, bytes):
-                yield item
-                continue
+                return item
             if isinstance(item, Iterator):
-                replies.append(item)
-            if replies:
-                reply = replies.popleft()
+                self._replies.append(item)
+            if item is _END or (ended and item is None and not self._replies):
+                self._over = True
+            elif self._replies:
+                reply = self._replies.popleft()
                 chunk = next(reply, None)
                 if chunk is not None:
-                    yield chunk
-                    replies.append(reply)
-
-    def _next_output(self, wait: bool) -> object:
-        try:
-            if not wait:
-                return self._output.get_nowait()
-            if self._reads_here:
-                self._read_here()
-            if self._input_ended and not self._requests and self._output.empty():
-                return _END
-            return self._output.get(timeout=SWEEP_S)
-        except queue.Empty:
-            if wait:
-                self.sweep(time.monotonic())
-            return None
-
-    def _read_here(self) -> None:
-        """Takes messages in the sending thread until there is something to send, or to wait for."""
-        while self._reads_here and self._output.empty():
-            if not self._read_one():
-                self._reads_here = False
-            elif not self._answered_at_once:
-                self._reads_here = False
-                self._turns.put(True)
+                    self._replies.append(reply)
+                    return chunk
+            else:
+                return None
+        self._replies.clear()
+        return None
 
     def _reply_frames(self, request: _Request) -> Iterator[bytes]:
         asked, reply = request.header, request.reply
@@ -376,7 +341,7 @@ class Session:
         if self._output.qsize() > MAX_REQUESTS:
             self._give_up()
             return
-        self._output.put(Header(FrameType.ERROR, request_id, code=code).pack())
+        self._put(Header(FrameType.ERROR, request_id, code=code).pack())
 
     def _give_up(self) -> None:
         """Ends a stream whose tenant asks and does not read."""
@@ -387,8 +352,6 @@ class Session:
         """Ends the stream with one error about all of it."""
         self._output.put(Header(FrameType.ERROR, 0, code=code).pack())
         self.close()
-        if self._reads_here and threading.get_ident() != self._sender:
-            self._hang_up()  # the sender waits for a message, not for something to send
 
     def close(self) -> None:
         """Drops everything; safe to call twice and from any thread."""
@@ -397,5 +360,4 @@ class Session:
             numbers = list(self._requests)
         for number in numbers:
             self._forget(number)
-        self._turns.put(False)
-        self._output.put(_END)
+        self._put(_END)

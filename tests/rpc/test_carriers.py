@@ -1,0 +1,131 @@
+"""Both ways of carrying a stream give the same service; the one on grpc's public interface is a fallback."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import provider.service as provider_service
+from provider.stream import Direct, Plain
+from provider.tenants import revoke
+from tests.rpc.conftest import Provider
+from tests.rpc.test_hostile_tenant import service_of, until
+from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
+from wire.errors import NotPermitted, VeilbaseError, WireCode
+
+
+@pytest.fixture(params=["direct", "plain"])
+def carriers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What carried the test's streams; all of them in the way that the parameter names."""
+    made: list[Any] = []
+    attach = provider_service.attach
+
+    def choose(session: Any, messages: Any, context: Any) -> Any:
+        made.append(Plain(session, messages) if request.param == "plain" else attach(session, messages, context))
+        return made[-1]
+
+    monkeypatch.setattr(provider_service, "attach", choose)
+    yield made
+    assert made
+    assert all(isinstance(one, Plain if request.param == "plain" else Direct) for one in made)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 9, 4096])
+def test_small_and_large_requests(carriers: list[Any], provider: Provider, num_rows: int) -> None:
+    connection = provider.connect()
+    rows = ring_rows(num_rows)
+    for _ in range(3):
+        assert torch.equal(ask(connection, rows), provider.core.compute(CALL, rows))
+
+
+def test_small_requests_overtake_a_large_reply(carriers: list[Any], provider: Provider) -> None:
+    stream = RawStream(provider)
+    stream.send(*stream.request(1, ring_rows(4096)), *stream.request(2, ring_rows(1)))
+    kinds = [stream.receive().request_id for _ in range(2)]
+    assert sorted(kinds) == [1, 2]
+    stream.close()
+
+
+def test_a_half_closed_stream_is_answered_and_ends(carriers: list[Any], provider: Provider) -> None:
+    stream = RawStream(provider)
+    stream.send(*stream.request(1, ring_rows(4096)), *stream.request(2, ring_rows(1)))
+    stream.half_close()
+    assert sorted(stream.receive().request_id for _ in range(2)) == [1, 2]
+    stream.expect_end()
+    until(lambda: not service_of(provider)._sessions, "the end of the session")
+
+
+def test_a_garbage_frame_ends_the_stream_with_one_error(carriers: list[Any], provider: Provider) -> None:
+    stream = RawStream(provider)
+    stream.send(b"\xff" * 100)
+    stream.expect_error(0, WireCode.MALFORMED)
+    stream.expect_end()
+    assert_served(provider.connect(), provider.core)
+
+
+def test_a_tenant_that_goes_away_leaves_nothing(carriers: list[Any], provider: Provider) -> None:
+    stream = RawStream(provider)
+    stream.send(*stream.request(1, ring_rows(4096)))
+    stream.receive()
+    stream.close()
+    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider)._calls, "its thread is free")
+    assert_served(provider.connect(), provider.core)
+
+
+def test_revocation_ends_a_stream_that_asks(carriers: list[Any], provider: Provider) -> None:
+    connection = provider.connect("gone")
+    assert_served(connection, provider.core)
+    revoke(provider.state, "gone")
+    with pytest.raises(VeilbaseError) as caught:
+        assert_served(connection, provider.core)
+    assert isinstance(caught.value, NotPermitted)
+
+
+def test_another_grpc_inside_gets_the_public_interface(provider: Provider) -> None:
+    class Session:
+        notify = None
+
+    attach = provider_service.attach
+    for context in (object(), type("Context", (), {"_state": None, "_rpc_event": None})()):
+        assert isinstance(attach(Session(), iter(()), context), Plain)
+
+
+def test_a_large_product_is_not_made_where_everybody_is_read(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    compute = provider.core.compute
+
+    def record(*arguments: Any) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return compute(*arguments)
+
+    connection = provider.connect()
+    assert_served(connection, provider.core)
+    session = next(iter(service_of(provider)._sessions))
+    monkeypatch.setattr(session, "_work", record)
+    monkeypatch.setattr(service_of(provider)._executor, "_work", record)
+    ask(connection, ring_rows(1))
+    monkeypatch.setattr("provider.session.INLINE_PRODUCTS", COLS)
+    ask(connection, ring_rows(1))
+    assert threads[0] != "veilbase-compute"
+    assert threads[1] == "veilbase-compute"
+
+
+@pytest.mark.parametrize("module", ["tenant_sdk", "provider"])
+def test_grpc_waits_in_place_unless_the_environment_says_otherwise(module: str) -> None:
+    code = f"import os, sys, {module}; print(os.environ['GRPC_EXPERIMENTS'], 'grpc' in sys.modules)"
+
+    def run(**environment: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+
+    assert run() == "-event_engine_client,-event_engine_listener,-event_engine_callback_cq False"
+    assert run(GRPC_EXPERIMENTS="mine") == "mine False"
