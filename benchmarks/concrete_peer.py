@@ -1,0 +1,48 @@
+"""The peer of benchmarks/encrypted_matmul.py: Concrete ML's encrypted matrix product, in an interpreter of its own.
+
+Run by path with the interpreter that has the wheel `concrete-ml-extensions`; imports nothing of this repository. Each
+line on standard input asks for one product; the answer is one line of JSON with the seconds of each stage. Default
+parameters of the wheel; rows and weights are 8-bit integers, as its own linear layers quantise them.
+"""
+
+import json
+import sys
+import time
+
+import concrete_ml_extensions as concrete
+import numpy as np
+
+POLYNOMIAL_SIZE = 2048
+"""Of `concrete.default_params()`: what it calls the values in the last ciphertext is the columns that are left over."""
+
+
+def main(num_rows: int, in_features: int, out_features: int) -> None:
+    """Makes keys, then serves products."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(-127, 128, (num_rows, in_features))
+    weight = rng.integers(-127, 128, (in_features, out_features))
+    parameters = concrete.MatmulCryptoParameters.deserialize(concrete.default_params())
+    began = time.perf_counter()
+    private_key, compression_key = concrete.create_private_key(parameters)
+    print(json.dumps({"keys_s": time.perf_counter() - began}), flush=True)
+    for _ in sys.stdin:
+        times = [time.perf_counter()]
+        encrypted = concrete.encrypt_matrix(private_key, parameters, rows.astype(np.uint64))
+        times.append(time.perf_counter())
+        product = concrete.matrix_multiplication(encrypted, weight.astype(np.uint64), compression_key)
+        times.append(time.perf_counter())
+        left_over = out_features % POLYNOMIAL_SIZE or POLYNOMIAL_SIZE
+        decrypted = concrete.decrypt_matrix(product, private_key, parameters, left_over)
+        times.append(time.perf_counter())
+        # numbers are mod 2^64, small negative ones near its top
+        error = np.abs(np.asarray(decrypted).astype(np.int64) - rows @ weight).max()
+        answer = {
+            "encrypt_s": times[1] - times[0], "product_s": times[2] - times[1], "decrypt_s": times[3] - times[2],
+            "bytes_up": len(encrypted.serialize()), "bytes_down": len(product.serialize()),
+            "relative_error": float(error / np.abs(rows @ weight).max()),
+        }  # fmt: skip
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main(*(int(each) for each in sys.argv[1:4]))

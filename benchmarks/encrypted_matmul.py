@@ -1,0 +1,201 @@
+"""One linear layer under the lattice mask against the same layer under homomorphic encryption, per token.
+
+The peer is the encrypted matrix product of Concrete ML (the wheel `concrete-ml-extensions`, on the CPU, its default
+parameters): encrypt, multiply, decrypt. Ours is everything a call does: secrets, errors, masks and effects, the durable
+reservation, encoding, the provider's product in this process, and unmasking; no transport on either side. Both take
+the same numbers of rows and features, with every core, in turn. Done once and not counted: the peer's keys, our hint
+(both are printed). Eight blocks of masks, 512 tokens each, are made at a time, and the time of making all of them and
+of using all of them is counted; "first call" makes a whole block for its 16 tokens.
+
+The wheel is no dependency of ours: `--peer-python` names the interpreter that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+WIDTH = 576
+"""In and out: what `make_model` gives its one output projection."""
+TOKENS = 16
+BLOCKS = 8
+"""Made at once and sharing the transforms, as the pool's worker makes them (noise/lattice.py)."""
+DEFAULT_PEER = Path(tempfile.gettempdir()) / "concrete-peer" / "bin" / "python"
+HOW_TO = "python3 -m venv {0} && {0}/bin/pip install concrete-ml-extensions numpy"
+
+
+class Ours:
+    """One 576 → 576 layer of a provider in this process, and a tenant's mask; masks are made when they are used."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from benchmarks.transport import make_model
+        from noise.hints import HintStore
+        from noise.lattice import Lattice
+        from noise.ledger import Ledger
+        from noise.params import choose
+        from provider.core import ProviderCore
+        from provider.models import load, resolve
+        from provider.weights import serve_model
+        from tenant_sdk.model import group_spec
+        from tenant_sdk.remote_group import RemoteExecutor
+        from wire.frame import Direction
+        from wire.limits import Limits
+        from wire.transport.inproc import InprocConnection
+
+        make_model(folder / "model")
+        served = serve_model(load(resolve(str(folder / "model"))), "int8", "*o_proj")
+        ledger, hints = Ledger.open(folder / "ledger", "benchmark"), HintStore(folder / "hints")
+        self._mask = Lattice(choose("default"), ledger, hints, background=False)
+        self._executor = RemoteExecutor([InprocConnection(ProviderCore(served))], self._mask, Limits())
+        (weights,) = served.groups
+        (layer,) = weights.info.layers
+        self._group = group_spec(weights.info, {layer.name: weights.alpha}, torch.device("cpu"))
+        self._direction = Direction.FORWARD
+        self._weight = weights.quantised.float() * weights.alpha
+        self._rows = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+        began = time.perf_counter()
+        self._mask.prefetch(self._group, self._direction)
+        self.hint_s = time.perf_counter() - began
+        self.block_tokens = self._mask.parameters.ring_degree
+
+    def call(self) -> Any:
+        """One call of TOKENS tokens."""
+        return self._executor.run(self._group, self._direction, self._rows)
+
+    def first_call_s(self) -> float:
+        """Seconds of a call that finds no mask: a whole block is made for it. The block is used up afterwards."""
+        began = time.perf_counter()
+        self.call()
+        seconds = time.perf_counter() - began
+        for _ in range(self.block_tokens // TOKENS - 1):
+            self.call()
+        return seconds
+
+    def blocks_s(self) -> float:
+        """Seconds of making BLOCKS blocks and of all calls that use them up."""
+        began = time.perf_counter()
+        self._mask.prepare(self._group, self._direction, BLOCKS * self.block_tokens)
+        for _ in range(BLOCKS * self.block_tokens // TOKENS):
+            self.call()
+        return time.perf_counter() - began
+
+    def relative_error(self) -> float:
+        """Of a block's worth of calls against the float product with the same int8 weight; uses whole blocks."""
+        right = self._rows @ self._weight
+        found = [self.call() for _ in range(self.block_tokens // TOKENS)]
+        return max(float((each - right).abs().max() / right.abs().max()) for each in found)
+
+    def close(self) -> None:
+        """Drops secrets and the connection."""
+        self._executor.close()
+
+
+class Peer:
+    """The encrypted product, in its own process."""
+
+    def __init__(self, python: Path) -> None:
+        script = Path(__file__).with_name("concrete_peer.py")
+        self._process = subprocess.Popen(
+            [str(python), str(script), *map(str, (TOKENS, WIDTH, WIDTH))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.keys_s = self._answer()["keys_s"]
+
+    def call(self) -> dict[str, float]:
+        """One product of TOKENS tokens."""
+        if self._process.stdin is not None:
+            self._process.stdin.write("run\n")
+            self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        line = self._process.stdout.readline() if self._process.stdout else ""
+        if not line:
+            raise SystemExit("the peer ended early; its own words are above")
+        return dict(json.loads(line))
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+def missing(python: Path) -> str | None:
+    """How to make the peer's environment, where it cannot be used."""
+    try:
+        probe = subprocess.run([str(python), "-c", "import concrete_ml_extensions, numpy"], capture_output=True)
+    except OSError:
+        probe = None
+    if probe is not None and probe.returncode == 0:
+        return None
+    how_to = HOW_TO.format(python.parent.parent)
+    return f"{python} cannot import concrete_ml_extensions. To make such an environment: {how_to}"
+
+
+def run(python: Path = DEFAULT_PEER, rounds: int = 1, repeats: int = 9) -> dict[str, float]:
+    """Medians in seconds per token, and their ratios, of rounds in which both take turns."""
+    seconds: dict[str, list[float]] = {"ours": [], "first": [], "peer": []}
+    with ExitStack() as stack:
+        ours = Ours(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        stack.callback(ours.close)
+        peer = Peer(python)
+        stack.callback(peer.close)
+        error = ours.relative_error()  # also the warm-up
+        for _ in range(rounds):
+            firsts = [ours.first_call_s() for _ in range(repeats)]
+            seconds["first"].append(statistics.median(firsts) / TOKENS)
+            wholes = [ours.blocks_s() for _ in range(repeats)]
+            seconds["ours"].append(statistics.median(wholes) / (BLOCKS * ours.block_tokens))
+            answer = peer.call()
+            seconds["peer"].append(sum(answer[stage] for stage in ("encrypt_s", "product_s", "decrypt_s")) / TOKENS)
+    return {
+        **{name: statistics.median(values) for name, values in seconds.items()},
+        "ratio": statistics.median(b / a for a, b in zip(seconds["ours"], seconds["peer"], strict=True)),
+        "first ratio": statistics.median(b / a for a, b in zip(seconds["first"], seconds["peer"], strict=True)),
+        "error": error,
+        "peer error": answer["relative_error"],
+        "peer bytes": (answer["bytes_up"] + answer["bytes_down"]) / TOKENS,
+        "hint_s": ours.hint_s,
+        "keys_s": peer.keys_s,
+    }
+
+
+def report(found: dict[str, float]) -> None:
+    """Prints the table."""
+    print(f"| {WIDTH} → {WIDTH}, {TOKENS} tokens a call | per token and layer | × faster than the peer "
+          "| largest relative error | bytes a token | once |\n|---|---|---|---|---|---|")  # fmt: skip
+    print(f"| encrypted matmul (concrete-ml-extensions) | {found['peer']:.2f} s | 1 | {found['peer error']:.1e} "
+          f"| {found['peer bytes']:,.0f} | keys {found['keys_s']:.1f} s |")  # fmt: skip
+    print(f"| lattice, masks included | {found['ours'] * 1e6:.1f} µs | {found['ratio']:,.0f} | {found['error']:.1e} "
+          f"| {8 * WIDTH:,} | hint {found['hint_s']:.2f} s |")  # fmt: skip
+    print(f"| lattice, first call: a block of masks for {TOKENS} tokens | {found['first'] * 1e6:.0f} µs "
+          f"| {found['first ratio']:,.0f} | | | |")  # fmt: skip
+
+
+def main() -> None:
+    """Prints the table, or how to make the peer's environment."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.encrypted_matmul")
+    parser.add_argument("--peer-python", type=Path, default=DEFAULT_PEER, help=f"default {DEFAULT_PEER}")
+    parser.add_argument("--rounds", type=int, default=1, help="each takes the peer a minute or more")
+    parser.add_argument("--repeats", type=int, default=9, help="of ours in a round")
+    given, _ = parser.parse_known_args()
+    problem = missing(given.peer_python)
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        sys.exit(2)
+    report(run(given.peer_python, given.rounds, given.repeats))
+
+
+if __name__ == "__main__":
+    main()
