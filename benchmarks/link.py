@@ -1,0 +1,193 @@
+"""Two hosts on one machine with a network of a chosen delay and rate between them.
+
+Each host is a network namespace, joined to the other by a pair of TUN devices and a process that carries packets
+across: a packet leaves when those before it have left at the link's rate, and arrives half a round trip later, in
+order. None is lost. It stands in for `tc qdisc ... netem`, which many kernels lack. Packets hold up to 64 KiB, as
+segmentation offload makes them; TCP, its windows and its acknowledgements are the kernel's own, end to end. The
+carrying process uses a core of the same machine: what it costs is part of every figure taken across the link.
+
+Namespaces and devices have no names outside this process and its children: when the last of them ends, they are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+ADDRESSES = ("198.18.0.1", "198.18.0.2")
+"""From the block that RFC 2544 sets aside for benchmarks of networks."""
+RATE_BITS = 1_000_000_000
+_MTU = 65_000
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+"""From linux/if_tun.h: bare IP packets, one a read."""
+_PACKETS_AT_ONCE = 64
+
+
+class NoNamespaces(Exception):
+    """This user or kernel cannot make them."""
+
+
+class Hosts:
+    """Two hosts, 0 and 1, at ADDRESSES, and the link between them, without delay at first."""
+
+    def __init__(self) -> None:
+        """Raises NoNamespaces."""
+        self._stack = ExitStack()
+        try:
+            self._namespaces = [self._new_namespace() for _ in ADDRESSES]
+            devices = [self._new_device(number) for number in range(len(ADDRESSES))]
+        except (OSError, subprocess.CalledProcessError) as exc:
+            self.close()
+            raise NoNamespaces(f"network namespaces joined by TUN devices cannot be made here ({exc})") from None
+        self._carrier = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.link", *map(str, devices)],
+            stdin=subprocess.PIPE, pass_fds=devices, text=True,
+        )  # fmt: skip
+        self._stack.callback(self._end_carrier)
+
+    def _new_namespace(self) -> int:
+        home = self._keep(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+        _checked(_libc().unshare(_CLONE_NEWNET))
+        try:
+            return self._keep(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+        finally:
+            _checked(_libc().setns(home, _CLONE_NEWNET))
+
+    def _new_device(self, number: int) -> int:
+        name = f"veil{number}"
+        with self.inside(number):
+            device = self._keep(os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK))
+            fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
+            for command in (
+                ["ip", "link", "set", "lo", "up"],
+                ["ip", "addr", "add", f"{ADDRESSES[number]}/30", "dev", name],
+                ["ip", "link", "set", name, "mtu", str(_MTU), "up"],
+            ):
+                subprocess.run(command, check=True, capture_output=True)
+        return device
+
+    def _keep(self, descriptor: int) -> int:
+        self._stack.callback(os.close, descriptor)
+        return descriptor
+
+    @contextlib.contextmanager
+    def inside(self, number: int) -> Iterator[None]:
+        """This thread, and every process that it starts, is on host `number`."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        try:
+            _checked(_libc().setns(self._namespaces[number], _CLONE_NEWNET))
+            try:
+                yield
+            finally:
+                _checked(_libc().setns(home, _CLONE_NEWNET))
+        finally:
+            os.close(home)
+
+    def set_round_trip(self, milliseconds: float) -> None:
+        """Packets sent from now on take half of it each way."""
+        if self._carrier.stdin is not None:
+            self._carrier.stdin.write(f"{milliseconds}\n")
+            self._carrier.stdin.flush()
+
+    def measured_round_trip_ms(self, port: int, count: int = 9) -> float:
+        """Median time of host 1's TCP handshake with a port of host 0."""
+        times = []
+        with self.inside(1):
+            for _ in range(count):
+                began = time.perf_counter()
+                socket.create_connection((ADDRESSES[0], port), timeout=20).close()
+                times.append(time.perf_counter() - began)
+        return statistics.median(times) * 1e3
+
+    def _end_carrier(self) -> None:
+        if self._carrier.stdin is not None:
+            self._carrier.stdin.close()
+        self._carrier.wait(timeout=10)
+
+    def close(self) -> None:
+        """Ends the carrier and lets go of devices and namespaces."""
+        self._stack.close()
+
+    def __enter__(self) -> Hosts:
+        """Ready."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+class _Lane:
+    """One direction: packets on their way, and when the sender's end is free again."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source, self._sink = source, sink
+        self._packets: deque[tuple[float, bytes]] = deque()
+        self._free_at = 0.0
+
+    @property
+    def due(self) -> float:
+        """When the next packet arrives."""
+        return self._packets[0][0] if self._packets else float("inf")
+
+    def take(self, delay_s: float) -> None:
+        """Reads what its source has sent."""
+        for _ in range(_PACKETS_AT_ONCE):
+            try:
+                packet = os.read(self._source, _MTU + 64)
+            except BlockingIOError:
+                return
+            self._free_at = max(time.monotonic(), self._free_at) + 8 * len(packet) / RATE_BITS
+            self._packets.append((self._free_at + delay_s, packet))
+
+    def deliver(self) -> None:
+        """Hands over what has arrived."""
+        while self._packets and self._packets[0][0] <= time.monotonic():
+            os.write(self._sink, self._packets.popleft()[1])
+
+
+def carry(one: int, other: int) -> None:
+    """The carrier's life, until its standard input ends; a line there is a new round trip in milliseconds."""
+    lanes, delay_s = {one: _Lane(one, other), other: _Lane(other, one)}, 0.0
+    orders = sys.stdin.fileno()
+    while True:
+        wait_s = max(0.0, min(lane.due for lane in lanes.values()) - time.monotonic())
+        ready, _, _ = select.select([*lanes, orders], [], [], min(wait_s, 1.0))
+        if orders in ready:
+            order = os.read(orders, 100).split()
+            if not order:
+                return
+            delay_s = float(order[-1]) / 2e3
+        for source, lane in lanes.items():
+            if source in ready:
+                lane.take(delay_s)
+        for lane in lanes.values():
+            lane.deliver()
+
+
+if __name__ == "__main__":
+    carry(int(sys.argv[1]), int(sys.argv[2]))

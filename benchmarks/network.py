@@ -1,0 +1,150 @@
+"""Masked against unmasked over a network, masks made in advance: decode and a fine-tuning step (Symbiosis, figure 21).
+
+Provider and tenant are two hosts joined by a link of 1 Gbit/s each way with a round trip of 1 and of 20 ms
+(benchmarks/link.py; a delay here is always the whole round trip, and the table shows the one that was measured). Both
+sides share this machine's cores. `lattice` has its hints fetched and its masks and effects ready before the clock
+starts; `off` sends the same 32-bit rows bare. They take turns. Needs the right to make network namespaces (root).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.common import Worker, interleaved, provider, ratios, serve_worker
+from benchmarks.link import ADDRESSES, Hosts, NoNamespaces
+
+PROMPT_TOKENS, NEW_TOKENS = 16, 8
+SHAPE = (2, 64)
+ROUND_TRIPS_MS = (1.0, 20.0)
+MASKED, UNMASKED = "lattice", "off"
+WORK = {"decode": f"decode of {NEW_TOKENS} tokens", "step": f"fine-tuning step {SHAPE[0]}×{SHAPE[1]}"}
+
+
+def decode_of(client: Any) -> Callable[[], Any]:
+    """Answers a fixed prompt with exactly NEW_TOKENS tokens, one call a layer group and token."""
+    import torch
+
+    model = client.load_model()
+    ids = torch.arange(100, 100 + PROMPT_TOKENS)[None]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+    return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+
+def step_of(client: Any) -> Callable[[], Any]:
+    """Forward and backward through a LoRA adapter on every linear layer, and its update."""
+    import torch
+    from peft import get_peft_model
+
+    from tenant_sdk.finetune import default_peft_config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = get_peft_model(client.load_model(), default_peft_config())
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
+    ids = torch.arange(100, 100 + SHAPE[0] * SHAPE[1]).view(SHAPE)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def tenant(url: str, folder: str, mask: str, work: str) -> None:
+    """A worker's life."""
+    from tenant_sdk import TenantClient
+
+    backward = work == "step"
+    num_tokens = SHAPE[0] * SHAPE[1] if backward else PROMPT_TOKENS + NEW_TOKENS
+    options = {"background": False} if mask == MASKED else {}
+    with TenantClient(
+        url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
+    ) as client:
+        client.fetch_hints(backward)
+        unit = step_of(client) if backward else decode_of(client)
+        serve_worker(unit, lambda: client.prepare(num_tokens, backward))
+
+
+def run(
+    round_trips_ms: tuple[float, ...] = ROUND_TRIPS_MS, rounds: int = 3, options: tuple[str, ...] = ()
+) -> list[dict[str, Any]]:
+    """One entry a delay and kind of work: the measured round trip, seconds of both masks, and the paired ratio.
+
+    Args:
+        round_trips_ms: delays of the link.
+        rounds: measured ones; one before them warms up.
+        options: of `provider serve`.
+
+    Raises:
+        NoNamespaces: this user or kernel cannot make two hosts.
+    """
+    found = []
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        with hosts.inside(0):
+            url, _ = stack.enter_context(provider(Path(folder), "--host", ADDRESSES[0], *options))
+        workers = {}
+        with hosts.inside(1):  # hints come before there is a delay
+            for work in WORK:
+                for mask in (UNMASKED, MASKED):
+                    workers[work, mask] = stack.enter_context(Worker(__name__, "tenant", url, folder, mask, work))
+        for delay in round_trips_ms:
+            hosts.set_round_trip(delay)
+            measured = hosts.measured_round_trip_ms(urlsplit(url).port or 0)
+            for work in WORK:
+                both = {mask: workers[work, mask] for mask in (UNMASKED, MASKED)}
+                seconds = interleaved(
+                    {mask: worker.run for mask, worker in both.items()}, rounds,
+                    before={mask: worker.prepare for mask, worker in both.items()},
+                )  # fmt: skip
+                found.append({
+                    "delay_ms": delay, "measured_ms": measured, "work": work,
+                    "seconds": {mask: statistics.median(values) for mask, values in seconds.items()},
+                    "ratio": ratios(seconds, UNMASKED)[MASKED],
+                })  # fmt: skip
+    return found
+
+
+def report(found: list[dict[str, Any]]) -> None:
+    """Prints the table."""
+    print("| round trip, ms (measured) | 1 Gbit/s each way | unmasked, s | masked, s | tokens/s, unmasked | masked "
+          "| masked / unmasked |\n|" + "---|" * 7)  # fmt: skip
+    for each in found:
+        tokens = NEW_TOKENS if each["work"] == "decode" else SHAPE[0] * SHAPE[1]
+        seconds = [each["seconds"][mask] for mask in (UNMASKED, MASKED)]
+        cells = [f"{value:.2f}" for value in seconds] + [f"{tokens / value:.2f}" for value in seconds]
+        print(f"| {each['delay_ms']:g} ({each['measured_ms']:.1f}) | {WORK[each['work']]} | {' | '.join(cells)} "
+              f"| {each['ratio']:.2f} |")  # fmt: skip
+
+
+def main() -> None:
+    """Prints the table; exit code 2 where namespaces cannot be made."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.network")
+    parser.add_argument("--round-trip-ms", type=float, nargs="+", default=list(ROUND_TRIPS_MS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--base-layers", help="serve these layers only, for a quick trial")
+    given, _ = parser.parse_known_args()
+    options = ("--base-layers", given.base_layers) if given.base_layers else ()
+    try:
+        report(run(tuple(given.round_trip_ms), given.rounds, options))
+    except NoNamespaces as exc:
+        print(f"{exc}: run it as root on Linux with iproute2", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["tenant"]:
+        tenant(*sys.argv[2:])
+    else:
+        main()
