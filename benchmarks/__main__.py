@@ -1,7 +1,31 @@
-"""Every benchmark, one after the other: `make bench`."""
+"""Every benchmark, one after the other: `make bench`.
 
-from benchmarks import decode, finetune_step, memory, transport
+Those that need more than `make setup` (a right, or a peer's wheel) say so and are left out where it is missing.
+"""
 
-for module in (finetune_step, decode, transport, memory):
+from benchmarks import (
+    decode,
+    encrypted_matmul,
+    finetune_step,
+    masks,
+    memory,
+    network,
+    quality,
+    seeds,
+    tenant_cost,
+    transport,
+)
+
+NOT_POSSIBLE = 2
+"""Exit code of a benchmark that lacks a right (network) or a peer (encrypted_matmul); it has said which."""
+
+MODULES = (finetune_step, decode, transport, memory, masks, tenant_cost, quality, seeds, network, encrypted_matmul)
+
+for module in MODULES:
     print(f"\n## {(module.__doc__ or '').splitlines()[0]}\n", flush=True)
-    module.main()
+    try:
+        module.main()
+    except SystemExit as exc:
+        if exc.code != NOT_POSSIBLE:
+            raise
+        print("not run here", flush=True)

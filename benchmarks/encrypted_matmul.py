@@ -29,7 +29,7 @@ TOKENS = 16
 BLOCKS = 8
 """Made at once and sharing the transforms, as the pool's worker makes them (noise/lattice.py)."""
 DEFAULT_PEER = Path(tempfile.gettempdir()) / "concrete-peer" / "bin" / "python"
-HOW_TO = "python3 -m venv {0} && {0}/bin/pip install concrete-ml-extensions numpy"
+HOW_TO = "python3 -m venv {0} && {0}/bin/pip install concrete-ml-extensions==0.2.0 numpy"
 
 
 class Ours:
@@ -139,8 +139,8 @@ def missing(python: Path) -> str | None:
         probe = None
     if probe is not None and probe.returncode == 0:
         return None
-    how_to = HOW_TO.format(python.parent.parent)
-    return f"{python} cannot import concrete_ml_extensions. To make such an environment: {how_to}"
+    how_to = HOW_TO.format(DEFAULT_PEER.parent.parent)
+    return f"{python} cannot import concrete_ml_extensions. The default of --peer-python can: {how_to}"
 
 
 def run(python: Path = DEFAULT_PEER, rounds: int = 1, repeats: int = 9) -> dict[str, float]:
