@@ -187,3 +187,14 @@ def test_equals_big_integers_on_cuda(shape: tuple[int, int, int]) -> None:
     expected = reference(rows, weight)
     assert torch.equal(ring.product(rows.cuda(), weight.cuda()).cpu(), expected)
     assert torch.equal(ring.product(rows.cuda(), weight.t().contiguous().cuda().t()).cpu(), expected)
+
+
+@pytest.mark.parametrize("num_rows", [5, 32, 33, 100])
+def test_many_rows_go_in_blocks(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    monkeypatch.setattr(ring, "_SCRATCH_BYTES", 1)  # so that a block has the least number of rows
+    rows = torch.randint(-(2**31), 2**31, (num_rows, 40), dtype=torch.int32)
+    weight = torch.randint(-127, 128, (40, 24), dtype=torch.int8)
+    first = ring.product(rows, weight)
+    assert torch.equal(first, reference(rows, weight))
+    ring.product(rows + 1, weight)  # scratch memory is used again; what was given away stays
+    assert torch.equal(first, reference(rows, weight))
