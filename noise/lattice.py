@@ -97,12 +97,15 @@ class Lattice:
         encoded, scales = encode_rows(group, direction, rows, error_norm, slack)  # raises before a row is burnt
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
+        # in place: these rows of the pool are burnt, and nobody else will read them; fresh pages are not free
+        masked = mask.add_(encoded.to("cpu"))
+
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             reply = replies[0]
-            return decode_rows(group, direction, reply - effect.to(reply.device), scales)
+            product = torch.sub(reply, effect, out=effect) if reply.device == effect.device else reply - effect.to(reply)
+            return decode_rows(group, direction, product, scales)
 
-        call = Call(group.id, direction, Arithmetic.RING)
-        return Masked((Message(call, encoded.to("cpu") + mask),), unmask)
+        return Masked((Message(Call(group.id, direction, Arithmetic.RING), masked),), unmask)
 
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ from wire.frame import ITEM_BYTES, Direction
 DEFAULT_BYTES = 2 << 30
 _LEAVE_S = 10.0
 """At exit, for a worker in the middle of some blocks: a second or two for eight of the widest layer."""
+_MOST_CALLS_BEYOND = 3
+"""Four blocks together take about half the time of four alone, eight not much less (docs/benchmarks.md)."""
 Key = tuple[int, Direction]
 
 
@@ -133,13 +135,24 @@ class MaskPool:
                 self._want(key, shelf)
                 must_make = num_rows > 0 and self._claim(shelf)
             if must_make:
-                self._fill(key, shelf, num_rows)
+                self._fill(key, shelf, num_rows + self._rows_beyond(shelf))
         if len(parts) == 1:
             return parts[0]
         if not parts:
             return torch.empty(0, request_cols, dtype=torch.int32), torch.empty(0, reply_cols, dtype=torch.int32)
         masks, effects = zip(*parts, strict=True)
         return torch.cat(masks), torch.cat(effects)
+
+    def _rows_beyond(self, shelf: _Shelf) -> int:
+        """Rows for later calls that are worth making with those for this one: blocks made together share transforms.
+
+        As many calls as every shelf could keep within the budget, once a cycle through all of them has been seen.
+        """
+        rows = shelf.rows_a_call
+        if rows < self._block_rows:
+            return 0
+        cycle_bytes = self._features * -(-rows // self._block_rows) * self._block_rows * ITEM_BYTES
+        return rows * min(self._budget_bytes // cycle_bytes, _MOST_CALLS_BEYOND)
 
     def _shelf(self, key: Key, group: GroupSpec) -> _Shelf:
         self.check_open()
@@ -193,8 +206,9 @@ class MaskPool:
         return max(1, rows // self._block_rows) * self._block_rows
 
     def _target(self, shelf: _Shelf) -> int:
-        """As many rows as a call takes, but not so many that the first layers keep the budget from the last."""
-        return max(self._block_rows, min(shelf.rows_a_call, self.fitting_rows(self._features)))
+        """Rows for a few calls, but not so many that the first layers keep the budget from the last."""
+        calls = (1 + _MOST_CALLS_BEYOND) * shelf.rows_a_call
+        return max(self._block_rows, min(calls, self.fitting_rows(self._features)))
 
     def _want(self, key: Key, shelf: _Shelf) -> None:
         if self._background and not shelf.is_wanted and shelf.num_rows <= self._target(shelf) // 2:
