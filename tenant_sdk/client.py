@@ -99,7 +99,9 @@ class TenantClient:
 
     def connect(self) -> Manifest:
         """Connects, compares the provider with the trusted checkpoint, returns the manifest; cheap when repeated."""
-        return self._open().manifest
+        session = self._open()
+        with session.executor.in_session():  # as in all methods but `explain` and `close`
+            return session.manifest
 
     def _open(self) -> Session:
         with self._lock:
@@ -120,8 +122,8 @@ class TenantClient:
         return total
 
     def _bundle(self) -> Path:
-        with self._lock:
-            session = self._open()
+        session = self._open()
+        with self._lock, session.executor.in_session():
             if self._folder is None:
                 self._folder = fetch_bundle(session.connections[0], session.manifest, self._plan.cache)
             return self._folder
@@ -139,8 +141,10 @@ class TenantClient:
 
         It works in stock PEFT, Trainer, TRL and `generate`; each call builds a new one, so adapters do not mix.
         """
-        folder, session = self._bundle(), self._open()
-        return load_remote_model(folder, session.manifest, session.executor, self._dtype, self._device)
+        session = self._open()
+        with session.executor.in_session():
+            folder = self._bundle()
+            return load_remote_model(folder, session.manifest, session.executor, self._dtype, self._device)
 
     def finetune(
         self,
@@ -175,16 +179,21 @@ class TenantClient:
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
-        prefetch_hints(session.scheme, session.manifest, self._bundle(), directions, self._progress)
+        with session.executor.in_session():
+            prefetch_hints(session.scheme, session.manifest, self._bundle(), directions, self._progress)
 
     def prepare(self, num_tokens: int, backward: bool = False) -> None:
         """Makes masks ahead of use, as far as the pool's budget goes, so that the next tokens find them ready."""
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
-        prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
+        with session.executor.in_session():
+            prepare_masks(session.scheme, session.manifest, self._bundle(), directions, num_tokens)
 
     def explain(self) -> str:
-        """Prints, and returns, the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
+        """Prints, and returns, the privacy in force: scheme, assumption, parameters, what stays visible, costs.
+
+        After a failed check it still answers, and says that the session is over.
+        """
         session = self._open()
         text = explain(session.scheme, session.manifest, session.verifier, self._plan.verify)
         print(text)

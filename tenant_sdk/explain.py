@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from noise.registry import RING_ONLY
 from noise.scheme import MaskScheme
-from noise.verify import Verifier
+from noise.verify import FAILED, Verifier
 from tenant_sdk.session import UNVERIFIED
 from wire.frame import ITEM_BYTES, Arithmetic
 from wire.manifest import Manifest
@@ -65,6 +65,8 @@ def _weights(scheme: MaskScheme, manifest: Manifest) -> str:
 
 
 def _verification(hides: bool, verifier: Verifier | None, checkpoint: str | None) -> str:
+    if verifier is not None and verifier.failed:
+        return f"FAILED: {FAILED}"
     if verifier is not None:
         return (
             f"every reply and the bundle are checked against {checkpoint}; a forged reply passes with probability at "

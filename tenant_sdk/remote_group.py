@@ -1,23 +1,25 @@
 """One layer group at a provider: rows out, product back, forward and backward, with the mask in between.
 
 Guarantees: the autograd node keeps no tensor (a linear layer's input gradient is g·Wᵀ); members share a call only when
-they read the same tensor object at the same version; a backward call is made only when the input needs a gradient.
-Nothing here can be pickled: a mask scheme holds secrets.
+they read the same tensor object at the same version; a backward call is made only when the input needs a gradient;
+after a reply that failed its check nothing is sent, and every call ends with the one fixed `VerificationFailed`,
+whichever thread met the lie. Nothing here can be pickled: a mask scheme holds secrets.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
 import torch
 
 from noise.scheme import GroupSpec, MaskScheme, Message
-from noise.verify import Verifier
-from wire.errors import InvalidTensor, VerificationFailed
+from noise.verify import FAILED, Verifier
+from wire.errors import InvalidTensor, VeilbaseError, VerificationFailed
 from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, ITEM_BYTES, Arithmetic, Call, Direction
 from wire.limits import Limits
@@ -43,6 +45,27 @@ class RemoteExecutor:
         self._verifier = verifier
         scheme.bind(self._effect)
 
+    @contextlib.contextmanager
+    def in_session(self) -> Iterator[None]:
+        """Whatever uses the session happens in here: a failed check is the one thing that is said from then on.
+
+        Raises:
+            VerificationFailed: a check has failed, before or meanwhile, here or in another thread. Masks and
+                connections were closed with it, and their own words about that would hide the reason.
+        """
+        self._check_honest()
+        try:
+            yield
+        except VeilbaseError:
+            if self._verifier is not None and self._verifier.failed:
+                raise VerificationFailed(FAILED) from None
+            raise
+
+    def _check_honest(self) -> None:
+        """The verifier alone remembers the failure."""
+        if self._verifier is not None and self._verifier.failed:
+            raise VerificationFailed(FAILED)
+
     def run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         """One product.
 
@@ -57,9 +80,14 @@ class RemoteExecutor:
         Raises:
             VeilbaseError: one error, on the side that can act on it.
         """
-        request_cols, reply_cols = group.widths(direction)
+        request_cols = group.widths(direction)[0]
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
+        with self.in_session():
+            return self._run(group, direction, rows)
+
+    def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
+        request_cols, reply_cols = group.widths(direction)
         device = rows.device
         if rows.shape[0] == 0:
             return torch.empty(0, reply_cols, dtype=torch.float32, device=device)
@@ -79,6 +107,7 @@ class RemoteExecutor:
         return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
 
     def _send(self, message: Message, reply_cols: int) -> Pending:
+        self._check_honest()  # the mask's own thread comes this way too, and an inproc: connection cannot be closed
         rows = message.rows
         if isinstance(rows, torch.Tensor):
             rows = rows.to("cpu", DTYPES[message.call.arithmetic]).contiguous()
