@@ -26,6 +26,7 @@ from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire import frame
 from wire.errors import (
+    ConfigurationError,
     DeadlineExceeded,
     LimitExceeded,
     MalformedFrame,
@@ -295,6 +296,27 @@ def test_the_same_client_works_after_a_restart(chat_core: ProviderCore, tmp_path
                 model(ids)
         with tiny.serving(chat_core, server.port, state), torch.no_grad():
             assert torch.equal(model(ids).logits, want)
+
+
+def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, connection: GrpcConnection) -> None:
+    """Also before the first request: hours may lie between it and the manifest."""
+    first, other = connection.manifest(), "0" * 64
+    group = first.groups[0].model_copy(update={"digest": other})
+    for _ in range(2):
+        fake._manifest = first.model_copy(update={"groups": (group, *first.groups[1:])}).to_bytes()
+        for _ in range(2):  # asking again does not help
+            with pytest.raises(ConfigurationError, match="other weights") as failure:
+                connection.submit(CALL, rows(), REPLY_COLS)
+            assert "\n" not in str(failure.value)
+        assert fake.received.empty(), "a request was sent"
+        fake._manifest = first.model_copy(update={"model_id": "a new name", "recording": True}).to_bytes()
+        works(connection)
+        fake.next_received()
+        fake.script = lambda request: [b"garbage"]  # ends the stream
+        with pytest.raises(MalformedFrame):
+            works(connection)
+        fake.next_received()
+        fake.script = lambda request: [answer(request)]
 
 
 def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ProviderCore, tmp_path: Path) -> None:

@@ -463,11 +463,12 @@ def test_other_weights_after_a_restart_end_a_session_that_verifies(site: Site, s
     assert isinstance(step_after_the_swap(site, swaps, site.folder), VerificationFailed | ConfigurationError)
 
 
-@pytest.mark.xfail(strict=True, reason="GrpcConnection does not look at the manifest of a provider that came back")
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 def test_other_weights_after_a_restart_are_an_error_before_anything_is_sent(site: Site, swaps: Swaps) -> None:
     """An operator's mistake, not a lie: without an error the hints of the old weights make every result noise."""
-    step_after_the_swap(site, swaps, None)
+    failure = step_after_the_swap(site, swaps, None)
+    assert isinstance(failure, ConfigurationError)
+    assert "other weights" in str(failure)
     assert swaps.second.asked == []
 
 

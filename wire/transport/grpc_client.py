@@ -2,7 +2,8 @@
 
 Guarantees: replies are matched by request id in any order; every request ends by its own deadline; a reply is checked
 against what was asked before it is allocated; a forked child is refused. After a broken stream the next request opens
-a new one; what was pending fails with one error and is never re-sent by itself (a re-send could reuse a mask).
+a new one; what was pending fails with one error and is never re-sent by itself (a re-send could reuse a mask). Nothing
+is sent on a stream before the provider at its other end has been seen to serve the weights of the first manifest.
 """
 
 from __future__ import annotations
@@ -150,6 +151,8 @@ class GrpcConnection:
         self._lock = threading.Lock()
         self._channel: grpc.Channel | None = None
         self._stream: Multiplexer | None = None
+        self._compared: Multiplexer | None = None
+        """The stream, once `_check_same_weights` has passed: requests go nowhere else."""
         self._manifest: Manifest | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -173,13 +176,16 @@ class GrpcConnection:
         """The provider's manifest, fetched once."""
         with self._lock:
             if self._manifest is None:
-                try:
-                    data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
-                except TransportError:
-                    self._drop_channel()
-                    raise
-                self._manifest = parse_manifest(data)
+                self._manifest = self._fetch_manifest()
             return self._manifest
+
+    def _fetch_manifest(self) -> Manifest:
+        try:
+            data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
+        except TransportError:
+            self._drop_channel()
+            raise
+        return parse_manifest(data)
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
         """The chunks of one bundle file, never more than the manifest announced."""
@@ -209,7 +215,7 @@ class GrpcConnection:
         """Sends one request on the stream; see `Connection.submit`."""
         self._check_usable()
         frame.check_rows(call, rows)
-        stream = self._stream
+        stream = self._compared
         if stream is None or not stream.is_usable():
             stream = self._open_stream()
         return stream.submit(call, rows, self._request_cols(call, rows), reply_cols)
@@ -225,16 +231,34 @@ class GrpcConnection:
         return info.in_features if call.direction is Direction.FORWARD else info.out_features
 
     def _open_stream(self) -> Multiplexer:
-        limits = self.manifest().limits
+        begun_with = self.manifest()
         with self._lock:
-            if self._stream is None or not self._stream.is_usable():
+            if self._compared is None or not self._compared.is_usable():
                 if self._stream is not None:
                     self._drop_channel()
                 raw = open_stream(self._open_channel(), STREAM_METHOD)
-                stream = Multiplexer(raw, limits, self.traffic, _translate)
-                self._stream = stream
-                stream.wait_welcome()
-            return self._stream
+                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, _translate)
+                try:
+                    stream.wait_welcome()
+                    self._check_same_weights(begun_with)
+                except BaseException:
+                    stream.close()
+                    raise
+                self._compared = stream
+            return self._compared
+
+    def _check_same_weights(self, begun_with: Manifest) -> None:
+        """An operator's restart with another model must not answer rows that were meant for the first one.
+
+        Called after WELCOME: a provider that is replaced between this answer and the first request takes the stream
+        with it. Not a defence against one that lies: that is what verification is for.
+        """
+        now = self._fetch_manifest()
+        if (now.weights, now.groups) != (begun_with.weights, begun_with.groups):
+            raise ConfigurationError(
+                "the provider serves other weights than when this session began, and nothing was sent to it: "
+                "ask its operator for the first ones, or begin a new session"
+            )
 
     def _drop_channel(self) -> None:
         """After a failure: gRPC would let the old channel wait for up to two minutes before it tries again."""
