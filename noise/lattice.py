@@ -21,10 +21,12 @@ import torch
 from noise import polynomial, sampling
 from noise.hint_file import Hint
 from noise.hints import HintKey, HintStore
-from noise.ledger import Ledger, Reservation, Seed, SeedExhausted, Slots, SlotsExhausted
+from noise.ledger import Ledger, Reservation, SeedExhausted
+from noise.ledger_file import Seed
 from noise.params import LatticeParameters
 from noise.pool import DEFAULT_BYTES, Block, MaskPool
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.slots import Slots, SlotsExhausted
 from wire.errors import ConfigurationError, MaskError
 from wire.expand import SeededRows
 from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose

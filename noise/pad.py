@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from noise.ledger import Slots
 from noise.pool import DEFAULT_BYTES, Block, MaskPool
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.slots import Slots
 from wire import ring
 from wire.errors import ConfigurationError
 from wire.expand import SeededRows

@@ -1,6 +1,6 @@
 """Masks and their effects, made ahead of use in the background, in memory only.
 
-Guarantees: a row is handed out once, ever (`noise.ledger.Slots`); nothing is written to disk, pickled or carried into a
+Guarantees: a row is handed out once, ever (`noise.slots.Slots`); nothing is written to disk, pickled or carried into a
 forked child; when no row is ready the caller makes one itself, so that an empty pool costs time and never privacy.
 Does not guarantee that a long run never waits: that needs a core that has time to refill.
 """
@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import torch
 
-from noise.ledger import Origin, Slots
 from noise.scheme import GroupSpec
+from noise.slots import Origin, Slots
 from wire.errors import MaskError
 from wire.frame import ITEM_BYTES, Direction
 

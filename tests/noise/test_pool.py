@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from noise.ledger import Slots
 from noise.pool import Block, MaskPool
 from noise.scheme import GroupSpec
+from noise.slots import Slots
 from wire.errors import MaskError, MaskReused, Unavailable
 from wire.frame import Direction
 
