@@ -105,7 +105,8 @@ class Ledger:
         """Closes the file; whatever is asked afterwards is refused."""
         with contextlib.suppress(MaskReused):  # a forked child leaves it: the lock may have been copied while held
             self._origin.check()
-            with self._lock:
+            with self._batch_lock, self._lock:
+                self._batches.clear()  # counted, and abandoned like every block that was not used
                 fd, self._fd = self._fd, -1
                 if fd >= 0:
                     os.close(fd)

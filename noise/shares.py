@@ -37,7 +37,7 @@ class Shares:
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Splits the rows; see `MaskScheme.mask`."""
-        if self._closed:  # the ledger alone would go on with the seeds that it has counted already
+        if self._closed:
             raise MaskError("this mask was closed")
         encoded, scales = encode_rows(group, direction, rows)  # raises before a seed is spent
         share = SeededRows(self._fresh_seed(), 0, rows.shape[0])

@@ -177,6 +177,16 @@ def test_one_time_seeds_are_counted_before_they_are_given(path: Path) -> None:
     assert used(path) == {"shares": 2 * module.ONE_TIME_BATCH, "pad": 2 * module.ONE_TIME_BATCH}
 
 
+def test_a_closed_ledger_gives_no_seed_that_it_has_counted_already(path: Path) -> None:
+    ledger = opened(path)
+    ledger.fresh_seed("shares")
+    ledger.close()
+    for kind in ("shares", "pad"):
+        with pytest.raises(MaskError, match="closed"):
+            ledger.fresh_seed(kind)  # type: ignore[arg-type]
+    assert used(path) == {"shares": module.ONE_TIME_BATCH}
+
+
 def test_threads_share_one_time_batches(path: Path) -> None:
     ledger = opened(path)
     per_thread = module.ONE_TIME_BATCH // 2
