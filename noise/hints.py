@@ -11,12 +11,12 @@ decay and mix-ups, not forgeries. Hints are public: without the secrets they are
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from noise.file_lock import locked
 from noise.hint_file import Hint, Layout, MappedHint
 from noise.hint_part import PartFile, disk_errors
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
@@ -180,6 +181,10 @@ class HintStore:
         self._range_bytes = range_bytes
         self._in_flight = in_flight
         self._kept: OrderedDict[tuple[HintKey, Layout], Hint] = OrderedDict()
+        self._renew_locks()
+        _STORES.add(self)
+
+    def _renew_locks(self) -> None:
         self._fetching: dict[tuple[HintKey, Layout], threading.Lock] = {}
         self._lock = threading.Lock()
 
@@ -310,15 +315,11 @@ class HintStore:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds a lock between processes, which the kernel lets go when its holder dies."""
-    with disk_errors(path, 0):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    """`locked`, with the user's error where that cannot be."""
+    with contextlib.ExitStack() as stack:
         with disk_errors(path, 0):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            stack.enter_context(locked(path))
         yield
-    finally:
-        os.close(handle)
 
 
 def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None:
@@ -353,3 +354,14 @@ def _stream(layout: Layout, source: _Source) -> Hint:
     hint = _StreamedHint(layout, source.verify is not None)
     source.into(hint.write, layout, [range(layout.rows)])
     return hint
+
+
+_STORES: weakref.WeakSet[HintStore] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_STORES):
+        store._renew_locks()  # whoever held the old ones is not in this process
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

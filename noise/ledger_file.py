@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from noise.file_lock import locked
 from wire.errors import ConfigurationError
 
 VERSION = 1
@@ -184,24 +184,6 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Holds the lock file of a ledger: opened anew each time, so that no lock is shared by fork."""
-    lock = path.with_name(path.name + ".lock")
-    while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_at(fd, lock):  # else someone removed it meanwhile, and others lock its successor
-                yield
-                return
-        finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing does not unlock while a forked child holds the same file
-            os.close(fd)
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
+def exclusive(path: Path) -> contextlib.AbstractContextManager[None]:
+    """The lock of the ledger at `path`, in a file next to it."""
+    return locked(path.with_name(path.name + ".lock"))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import ClassVar, NoReturn
 
@@ -87,6 +88,7 @@ class Verifier:
         self._fold: torch.Tensor | None = _random_bits(kappa + 1, _FOLD_ROWS).view(torch.uint8)
         self._lock = threading.Lock()
         self._failed = self._closed = False
+        _VERIFIERS.add(self)
 
     @property
     def failed(self) -> bool:
@@ -180,6 +182,17 @@ class Verifier:
     def __reduce__(self) -> NoReturn:
         """Refuses to be pickled or copied."""
         raise TypeError("a verifier holds secrets: it cannot be pickled")
+
+
+_VERIFIERS: weakref.WeakSet[Verifier] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for verifier in list(_VERIFIERS):
+        verifier._lock = threading.Lock()  # whoever held the old one is not in this process
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _shapes_fit(projection: _Projection, rows: torch.Tensor, reply: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from noise.hint_file import HEADER_BYTES, Hint
 from noise.hints import HintKey, HintStore
 from noise.params import choose
 from noise.polynomial import product, secret_transform
+from tests.noise.test_pool import in_child
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, Unavailable, VerificationFailed
 from wire.frame import Direction
 
@@ -409,9 +411,10 @@ def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
         from noise.hints import HintKey, HintStore
         from wire.frame import Direction
         lock = fcntl.flock
-        def tell(*arguments):
-            print("waiting", flush=True)
-            lock(*arguments)
+        def tell(fd, operation):
+            if operation == fcntl.LOCK_EX:
+                print("waiting", flush=True)
+            lock(fd, operation)
         fcntl.flock = tell
         def nothing(first_row, num_rows):
             raise AssertionError("fetched again")
@@ -432,6 +435,52 @@ def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
     assert int(line_of(others[0])) == int(hint.load(0, 70).sum())
     others[0].communicate()
     assert others[0].returncode == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("where", ["disk", "stream"])
+def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, where: str) -> None:
+    """The parent holds the hint's turn, the store's lock and, on disk, the lock between processes."""
+    store = HintStore(tmp_path if where == "disk" else None)
+    parent, childs, answers = Provider(exact_hint(70)), Provider(exact_hint(70)), []
+
+    def child() -> str:
+        if where == "stream":  # on disk the child waits for its parent, as any other process does
+            childs.get(store)
+        store.forget(bytes(32))
+        store.close()
+        return f"{len(childs.asked)} fetches"
+
+    def fork(first_row: int, rows: torch.Tensor) -> None:
+        with store._lock:
+            answers.append(in_child(child))
+
+    hint = parent.get(store, verify=fork)
+    assert answers == ["0 fetches" if where == "disk" else "1 fetches"]
+    assert parent.get(store) is hint
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> None:
+    """It has a copy of the open lock file: the parent's end of the fetch must free it none the less."""
+    done, told = os.pipe()
+    children: list[int] = []
+
+    def fork(first_row: int, rows: torch.Tensor) -> None:
+        children.append(os.fork())
+        if children[0] == 0:
+            os.close(told)
+            os.read(done, 1)  # until the parent closes its end
+            os._exit(0)
+
+    try:
+        Provider(exact_hint(70)).get(HintStore(tmp_path), verify=fork)
+        with next(tmp_path.glob("*/*.lock")).open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another process would
+    finally:
+        os.close(told)
+        os.waitpid(children[0], 0)
+        os.close(done)
 
 
 def line_of(process: subprocess.Popen[str]) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from noise import verify
 from noise.verify import FAILED, Verifier
+from tests.noise.test_pool import in_child
 from wire import ring
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
@@ -241,6 +242,22 @@ def test_closing_drops_the_secrets_and_accuses_nobody() -> None:
     assert not verifier.failed
     with pytest.raises(ConfigurationError):
         verifier.check(0, FORWARD, rows, ring.product(rows, weight))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_child_forked_while_the_lock_is_held_can_check_and_close() -> None:
+    weight, rows = weight_of(4, 3), ring_rows(2, 4)
+    verifier = verifier_of(weight)
+
+    def child() -> str:
+        verifier.check(0, FORWARD, rows, ring.product(rows, weight))
+        verifier.add_group(1, weight)
+        verifier.close()
+        return f"{verifier.secret_bytes} bytes"
+
+    with verifier._lock:  # by a thread that the child does not have
+        assert in_child(child) == "0 bytes"
+    verifier.check(0, FORWARD, rows, ring.product(rows, weight))
 
 
 def test_nothing_can_be_pickled_copied_or_printed() -> None:
