@@ -14,21 +14,36 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def locked(lock: Path) -> Iterator[None]:
-    """Waits for the lock and holds it; OSError where the file cannot be opened.
+def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
+    """Holds the lock; OSError where the file cannot be opened.
 
     The file is opened anew each time, so that threads exclude each other too.
+
+    Args:
+        lock: the file, made where it is missing.
+        wait: whether to wait for the lock; if not, the block runs without it while somebody else holds it.
+
+    Returns:
+        Whether the lock is held.
     """
     while True:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_at(fd, lock):  # else someone removed it meanwhile, and others lock its successor
-                yield
+            is_held = _lock(fd, wait)
+            if not is_held or _is_at(fd, lock):  # else someone removed it meanwhile, and others lock its successor
+                yield is_held
                 return
         finally:
             fcntl.flock(fd, fcntl.LOCK_UN)  # closing does not unlock while a forked child holds the same file
             os.close(fd)
+
+
+def _lock(fd: int, wait: bool) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import os
 import re
-import shutil
 import threading
 import weakref
 from collections import OrderedDict, deque
@@ -181,6 +180,7 @@ class HintStore:
         self._range_bytes = range_bytes
         self._in_flight = in_flight
         self._kept: OrderedDict[tuple[HintKey, Layout], Hint] = OrderedDict()
+        self._forgotten: set[bytes] = set()
         self._renew_locks()
         _STORES.add(self)
 
@@ -223,9 +223,19 @@ class HintStore:
         with turn:  # threads that want one hint fetch it once
             hint = self._recall(slot)
             if hint is None or (verify is not None and not hint.verified):
-                hint = self._from_disk(self.folder, slot, source) if self.folder else _stream(layout, source)
+                try:
+                    hint = self._load(slot, source)
+                finally:
+                    if key.seed in self._forgotten:
+                        self._clear(key.seed)  # `forget` has passed by the files that were locked here
                 self._keep(slot, hint)
         return hint
+
+    def _load(self, slot: tuple[HintKey, Layout], source: _Source) -> Hint:
+        key, layout = slot
+        if self.folder is None or key.seed in self._forgotten:  # a block of the old seed may yet be in the making
+            return _stream(Layout(layout.rows, layout.features, 0), source)
+        return self._from_disk(self.folder, slot, source)
 
     def has(self, key: HintKey, shape: tuple[int, int]) -> bool:
         """Whether the hint lies on disk, whole but not yet checked."""
@@ -241,7 +251,7 @@ class HintStore:
     def _keep(self, slot: tuple[HintKey, Layout], hint: Hint) -> None:
         with self._lock:
             self._kept.pop(slot, None)
-            if hint.num_bytes > self._budget_bytes:
+            if hint.num_bytes > self._budget_bytes or slot[0].seed in self._forgotten:
                 return
             self._kept[slot] = hint
             held = sum(other.num_bytes for other in self._kept.values())
@@ -256,7 +266,6 @@ class HintStore:
             return found
         with disk_errors(path, layout.file_bytes):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.parent.mkdir(mode=0o700, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             found = MappedHint.open(path, layout, key.metadata())  # another process may have been first
             if found is None or (source.verify is not None and not found.verified):
@@ -285,9 +294,10 @@ class HintStore:
         if self.folder is None:
             return 0
         total = 0
-        for file in self.folder.glob("*/*"):
-            with contextlib.suppress(FileNotFoundError):  # another process may finish a fetch meanwhile
-                total += file.stat().st_size
+        for folder, _, names in os.walk(self.folder):  # a folder that vanishes is skipped
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # another process may finish a fetch meanwhile
+                    total += os.stat(os.path.join(folder, name)).st_size
         return total
 
     def kept_bytes(self) -> int:
@@ -300,12 +310,31 @@ class HintStore:
         return 1 << (self.dropped_bits - 1) if self.dropped_bits else 0
 
     def forget(self, seed: bytes) -> None:
-        """Deletes every hint of a seed that is no longer used (after a reseed); hints in use stay readable."""
+        """Deletes every hint of a seed that is no longer used (after a reseed); waits for nobody.
+
+        Hints in use stay readable. One that is being fetched is deleted when its fetch has ended: here by that fetch,
+        in another process when that process forgets the seed itself. Whoever still asks gets the hint, not stored.
+        """
         with self._lock:
+            self._forgotten.add(seed)
             for slot in [slot for slot in self._kept if slot[0].seed == seed]:
                 del self._kept[slot]
-        if self.folder is not None:
-            shutil.rmtree(self.folder / hashlib.sha256(seed).hexdigest()[:24], ignore_errors=True)
+        self._clear(seed)
+
+    def _clear(self, seed: bytes) -> None:
+        """Deletes a seed's files, but those that somebody is writing."""
+        if self.folder is None:
+            return
+        folder, names = self.folder / hashlib.sha256(seed).hexdigest()[:24], []
+        with contextlib.suppress(OSError):  # here and below: another process may clear the same files
+            names = os.listdir(folder)
+        for path in {(folder / name).with_suffix(".lock") for name in names}:
+            with contextlib.suppress(OSError), locked(path, wait=False) as is_held:
+                if is_held:
+                    for suffix in (".safetensors", ".part", ".journal", ".lock"):  # the lock last
+                        path.with_suffix(suffix).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty, or gone
+            folder.rmdir()
 
     def close(self) -> None:
         """Lets go of every hint in memory."""
@@ -315,10 +344,15 @@ class HintStore:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """`locked`, with the user's error where that cannot be."""
+    """`locked`, in a folder that is made where it is missing, with the user's error where that cannot be."""
     with contextlib.ExitStack() as stack:
-        with disk_errors(path, 0):
-            stack.enter_context(locked(path))
+        is_held = False
+        while not is_held:
+            with disk_errors(path, 0):
+                with contextlib.suppress(FileExistsError):  # Path.mkdir(exist_ok=True) would look a second time
+                    path.parent.mkdir(mode=0o700)
+                with contextlib.suppress(FileNotFoundError):  # `forget` has removed the folder in between
+                    is_held = stack.enter_context(locked(path))
         yield
 
 

@@ -171,9 +171,11 @@ class Lattice:
 
     def _renew(self, old: _Epoch) -> None:
         with self._lock:
-            if self._epoch is old:
+            is_first = self._epoch is old
+            if is_first:
                 self._epoch = _Epoch(self._ledger.renew(old.seed.seed_id))
-                self._hints.forget(old.seed.seed)
+        if is_first:
+            self._hints.forget(old.seed.seed)
 
     def _matrix(self, epoch: _Epoch, features: int) -> torch.Tensor:
         """Transforms of A's first columns, kept: every layer reads the same ones."""

@@ -184,6 +184,6 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def exclusive(path: Path) -> contextlib.AbstractContextManager[None]:
+def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
     """The lock of the ledger at `path`, in a file next to it."""
     return locked(path.with_name(path.name + ".lock"))

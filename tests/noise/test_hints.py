@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -551,3 +552,82 @@ def test_forgetting_a_seed_deletes_its_hints_only(tmp_path: Path) -> None:
     store.get(other, (ROWS, 70), nothing)
     provider.get(store)
     assert len(provider.asked) == 3
+
+
+def left_in(folder: Path) -> list[str]:
+    return [file.name for file in folder.rglob("*")]
+
+
+@pytest.mark.parametrize("stop_at", [0, 2])
+def test_a_seed_forgotten_during_a_fetch_does_not_disturb_it(tmp_path: Path, stop_at: int) -> None:
+    """One thread renews while another still makes a block under the old seed."""
+    store, provider = small_ranges(tmp_path, 70), Provider(exact_hint(70))
+
+    def forget(first_row: int, rows: torch.Tensor) -> None:
+        if first_row == stop_at * 10:
+            store.forget(KEY.seed)
+
+    hint = provider.get(store, verify=forget)
+    assert torch.equal(hint.load(0, 70), rounded(provider.hint, 8))
+    assert left_in(tmp_path) == []
+    assert store.kept_bytes() == 0
+
+
+def test_a_forgotten_hint_that_is_asked_for_once_more_is_not_stored(tmp_path: Path) -> None:
+    store, provider = HintStore(tmp_path), Provider(exact_hint(70))
+    provider.get(store)
+    store.forget(KEY.seed)
+    for _ in range(2):
+        hint = provider.get(store, verify=accept)
+        assert torch.equal(hint.load(0, 70), provider.hint)
+        assert hint.verified
+    assert left_in(tmp_path) == []
+    assert (store.kept_bytes(), store.stored_bytes()) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", [VerificationFailed, Unavailable])
+def test_a_fetch_that_fails_after_forgetting_leaves_nothing(tmp_path: Path, kind: type[Exception]) -> None:
+    store, provider = small_ranges(tmp_path, 70), Provider(exact_hint(70))
+
+    def fail(first_row: int, rows: torch.Tensor) -> None:
+        if first_row == 20:
+            store.forget(KEY.seed)
+            raise kind("at the third range")
+
+    with pytest.raises(kind):
+        provider.get(store, verify=fail)
+    assert left_in(tmp_path) == []
+
+
+def test_another_process_that_still_fetches_is_left_alone(tmp_path: Path) -> None:
+    """It has blocks of the old seed on record; it deletes the hint when it renews."""
+    ours, theirs = HintStore(tmp_path), small_ranges(tmp_path, 70)
+    provider = Provider(exact_hint(70))
+    provider.get(ours, replace(KEY, group=9))
+
+    def forget(first_row: int, rows: torch.Tensor) -> None:
+        ours.forget(KEY.seed)
+
+    hint = provider.get(theirs, verify=forget)
+    assert torch.equal(hint.load(0, 70), rounded(provider.hint, 8))
+    assert the_file(tmp_path).name.startswith("3-"), "the other one is gone"
+    theirs.get(KEY, (ROWS, 70), nothing)
+    theirs.forget(KEY.seed)
+    assert left_in(tmp_path) == []
+
+
+def test_forgetting_while_others_fetch_never_breaks_a_fetch(tmp_path: Path) -> None:
+    """Stores of one folder, as processes have them, that fetch and forget as fast as they can."""
+    exact = exact_hint(70)
+
+    def work(number: int) -> None:
+        for _ in range(40):
+            store, provider = small_ranges(tmp_path, 70, 24), Provider(exact)
+            assert torch.equal(provider.get(store).load(0, 70), rounded(exact, 8))
+            store.forget(KEY.seed)
+            store.stored_bytes()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    HintStore(tmp_path).forget(KEY.seed)
+    assert left_in(tmp_path) == []
