@@ -35,7 +35,7 @@ from wire.limits import MIB
 DEFAULT_DROPPED_BITS = 8
 """24 bits a number: the rounding stays below e·W̃, gradient norm error 4e-5 on SmolLM2 (DESIGN.md, section 4)."""
 DEFAULT_RAM_BUDGET_BYTES = 4 << 30
-"""A step uses every hint in turn: one that does not fit would be mapped and checked anew each time. 1.2 GB for SmolLM2."""
+"""A step uses every hint in turn: what does not fit would be mapped and checked anew each time. SmolLM2: 1.2 GB."""
 _MOST_MAPPED = 256
 """Each mapping holds a file descriptor, of which a process commonly has 1,024."""
 

@@ -104,7 +104,8 @@ class Lattice:
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             reply = replies[0]
-            product = torch.sub(reply, effect, out=effect) if reply.device == effect.device else reply - effect.to(reply)
+            on_cpu = reply.device == effect.device
+            product = torch.sub(reply, effect, out=effect) if on_cpu else reply - effect.to(reply.device)
             return decode_rows(group, direction, product, scales)
 
         return Masked((Message(Call(group.id, direction, Arithmetic.RING), masked),), unmask)

@@ -70,7 +70,7 @@ def other_index(count: int, last: int | None) -> int:
 
 
 class Csprng:
-    """AES-256-CTR under a key from os.urandom. One object may be used by several threads: a lock serves them in turn.
+    """AES-256-CTR under keys from os.urandom, one for each thread that draws, so that none waits for another.
 
     A forked child draws a key of its own before its first byte. Cannot be copied or pickled and prints nothing. Python
     cannot wipe a key from memory: a dropped generator leaves that to the allocator.
@@ -82,35 +82,25 @@ class Csprng:
         _GENERATORS.add(self)
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()  # a fork may have copied it locked
-        self._context: CipherContext | None = None
-        self._left = 0
-        self._owner = -1
+        self._streams = threading.local()
 
     def fill(self, buffer: Bytes | bytearray | memoryview) -> None:
         """Overwrites a contiguous writable buffer with random bytes."""
         view = memoryview(buffer).cast("B")  # type: ignore[arg-type,unused-ignore]  # numpy's stubs lack __buffer__
-        if os.getpid() != self._owner:
-            self._notice_fork()
-        with self._lock:
-            for start in range(0, len(view), len(_PIECE)):
-                piece = view[start : start + len(_PIECE)]
-                self._stream(len(piece)).update_into(_PIECE[: len(piece)], piece)
-
-    def _notice_fork(self) -> None:
-        """Also for a fork that Python did not see: another process id, another key."""
-        with _FORK_LOCK:
-            if os.getpid() != self._owner:
-                self._forget()
-                self._owner = os.getpid()
+        for start in range(0, len(view), len(_PIECE)):
+            piece = view[start : start + len(_PIECE)]
+            self._stream(len(piece)).update_into(_PIECE[: len(piece)], piece)
 
     def _stream(self, num_bytes: int) -> CipherContext:
-        if self._context is None or self._left < num_bytes:
+        """This thread's stream. A fork that Python did not see shows as another process id: another key."""
+        own: Any = self._streams
+        if getattr(own, "process", None) != os.getpid() or own.left < num_bytes:
             # a fresh key, so that the counter may start at zero
-            self._context = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
-            self._left = _REKEY_BYTES
-        self._left -= num_bytes
-        return self._context
+            own.context = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
+            own.left, own.process = _REKEY_BYTES, os.getpid()
+        own.left -= num_bytes
+        context: CipherContext = own.context
+        return context
 
     def random_bytes(self, count: int) -> torch.Tensor:
         """uint8, shape (count,), CPU."""
@@ -134,12 +124,9 @@ class Csprng:
 
 
 _GENERATORS: weakref.WeakSet[Csprng] = weakref.WeakSet()
-_FORK_LOCK = threading.Lock()
 
 
 def _after_fork_in_child() -> None:
-    global _FORK_LOCK
-    _FORK_LOCK = threading.Lock()
     for generator in list(_GENERATORS):
         generator._forget()
 

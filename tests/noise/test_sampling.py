@@ -140,22 +140,32 @@ def test_a_forked_child_draws_other_bytes() -> None:
     assert len({first, second, own}) == 3
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_fork_while_another_thread_draws_does_not_hang() -> None:
-    rng = Csprng()
-    rng.array(16)
-    with rng._lock:  # as another thread would at that moment
-        child_bytes(rng)
-
-
 def test_another_process_id_alone_means_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork that Python's hook did not see."""
     rng = Csprng()
     rng.array(16)
-    context = rng._context
+    context = rng._streams.context
+    rng.array(16)
+    assert rng._streams.context is context
     monkeypatch.setattr(sampling.os, "getpid", lambda: -5)
     rng.array(16)
-    assert rng._context is not context
+    assert rng._streams.context is not context
+
+
+def test_each_thread_draws_under_a_key_of_its_own() -> None:
+    rng = Csprng()
+    rng.array(16)
+    others: list[object] = []
+
+    def draw() -> None:
+        rng.array(16)
+        others.append(rng._streams.context)
+
+    for _ in range(2):
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+    assert len({id(one) for one in (*others, rng._streams.context)}) == 3
 
 
 @pytest.mark.parametrize("clone", [pickle.dumps, copy.copy, copy.deepcopy])
