@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from noise.ledger import SeedExhausted
+from noise.slots import SlotsExhausted
 from wire import errors
 from wire.errors import VeilbaseError, WireCode, code_of, error_from_code
 
@@ -71,7 +73,9 @@ def test_the_tree_is_the_one_drawn() -> None:
             del parents[depth:]
             drawn[found[2]] = parents[-1]
             parents.append(found[2])
-    assert drawn == {name: kind.__bases__[0].__name__ for name, kind in CLASSES.items() if name != "VeilbaseError"}
+    elsewhere = {kind.__name__: kind for kind in (SlotsExhausted, SeedExhausted)}
+    everything = {**CLASSES, **elsewhere}
+    assert drawn == {name: kind.__bases__[0].__name__ for name, kind in everything.items() if name != "VeilbaseError"}
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
