@@ -149,8 +149,8 @@ class MaskPool:
         As many calls as every shelf could keep within the budget, once a cycle through all of them has been seen.
         """
         rows = shelf.rows_a_call
-        if rows < self._block_rows:
-            return 0
+        if 2 * rows < self._block_rows:
+            return 0  # single tokens: a block lasts for many of them
         cycle_bytes = self._features * -(-rows // self._block_rows) * self._block_rows * ITEM_BYTES
         return rows * min(self._budget_bytes // cycle_bytes, _MOST_CALLS_BEYOND)
 
