@@ -15,7 +15,8 @@ proven is the vendor's FFT, so every call measures the distance to the nearest i
 `_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4.
 
 Threads: a call shares its chunks among the threads of noise/workers.py, so that `Columns.load` is called from several;
-calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does it all.
+calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does it
+all but the secrets' transforms.
 
 Why not integers: one int8 GEMM of the four bytes of H with a ternary Toeplitz matrix takes 8·k·N operations a token and
 feature, 12,288 at 3×512: 14 ns at the 850 GOP/s measured for `_int_mm` on a quiet 2-core machine.
@@ -222,7 +223,8 @@ def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tens
 
 
 def _output(out: torch.Tensor | None, num_blocks: int, degree: int, features: int) -> torch.Tensor:
-    return torch.empty(num_blocks, degree, features, dtype=torch.int32) if out is None else out
+    with torch.inference_mode(False):  # masks are added in place, and whoever uses them may be outside of it
+        return torch.empty(num_blocks, degree, features, dtype=torch.int32) if out is None else out
 
 
 class _Inverse:
@@ -239,6 +241,7 @@ class _Inverse:
         num_blocks, rank, half = self._shape
         chunk = matrix_hat.shape[1]
         if self._sums.shape[1:2] != (chunk,):
+            self._calls = 0  # another number of transforms at a time may be another way through the library
             self._sums = torch.empty(num_blocks, chunk, half, dtype=torch.complex128)
             self._rounded = torch.empty(num_blocks, chunk, half + _PADDING, dtype=torch.complex128)
         factors = secrets_hat.unsqueeze(2)  # (B, k, 1, N/2)

@@ -133,9 +133,10 @@ class MaskPool:
                 shelf = self._shelf(key, group)
                 num_rows -= self._take_ready(shelf, num_rows, parts)
                 self._want(key, shelf)
+                beyond = self._rows_beyond(shelf)
                 must_make = num_rows > 0 and self._claim(shelf)
             if must_make:
-                self._fill(key, shelf, num_rows + self._rows_beyond(shelf))
+                self._fill(key, shelf, num_rows + beyond)
         if len(parts) == 1:
             return parts[0]
         if not parts:

@@ -22,7 +22,7 @@ from provider.core import LOCAL_TENANT, ProviderCore
 from provider.executor import Executor
 from provider.identity import StateDir, issue_server_certificate, peer_identity
 from provider.session import SWEEP_S, Session
-from provider.stream import attach
+from provider.stream import carry
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, WireCode
 from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
@@ -144,7 +144,7 @@ class ProviderService:
         if not context.add_callback(lambda: self._drop(session)):
             self._drop(session)
         try:
-            yield from attach(session, messages, context).carry()
+            yield from carry(session, messages)
         finally:
             self._drop(session)
 

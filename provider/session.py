@@ -40,7 +40,7 @@ from wire.limits import MAX_DEADLINE_MS, Limits
 INLINE_ROWS = 8
 """Forward requests of at most so many rows are computed where they are read: a decode step is 4 calls a block."""
 INLINE_PRODUCTS = 1 << 23
-"""And of at most so many multiplications, about a third of a millisecond: who reads, reads for every tenant."""
+"""And of at most so many multiplications, a millisecond or so: larger ones take turns in the compute thread."""
 MAX_REQUESTS = 1 << 14
 """Requests in flight, and answers that wait to be sent: without it, empty requests would cost nothing and add up."""
 SWEEP_S = 2.0
@@ -319,6 +319,11 @@ class Session:
                 return None
         self._replies.clear()
         return None
+
+    def stop_sending(self) -> None:
+        """Lets go of replies that are half sent; by who takes frames, which will take no more."""
+        self._over = True
+        self._replies.clear()
 
     def _reply_frames(self, request: _Request) -> Iterator[bytes]:
         asked, reply = request.header, request.reply

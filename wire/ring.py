@@ -25,7 +25,8 @@ _EXACT_FLOAT64_ROWS = 1 << 15
 _BYTE_VALUES = torch.tensor([[1, 1 << 8, 1 << 16, 1 << 24]], dtype=torch.int32)
 _FEW_ROWS = 4
 _SCRATCH_BYTES = 32 << 20
-"""Each thread that multiplies keeps up to so much; a block of a layer with 3,072 outputs has 600 rows in it."""
+"""Each thread that multiplies keeps up to so much, or what 32 rows need where that is more; a block of a layer with
+3,072 outputs has 600 rows in it."""
 _LEAST_BLOCK = 32
 _local = threading.local()
 
@@ -85,7 +86,8 @@ def _scratch(rows: int, d: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:
     needed = sums + 4 * rows * m
     buffer: torch.Tensor | None = getattr(_local, "scratch", None)
     if buffer is None or buffer.shape[0] < needed:
-        buffer = _local.scratch = torch.empty(needed, dtype=torch.uint8)
+        with torch.inference_mode(False):  # one made inside could not be written to outside, for this thread's life
+            buffer = _local.scratch = torch.empty(needed, dtype=torch.uint8)
     return buffer[: rows * d].view(rows, d), buffer[sums:needed].view(torch.int32).view(rows, m)
 
 

@@ -361,6 +361,15 @@ def test_the_same_rows_never_look_the_same(make: Any, provider: Provider) -> Non
     assert len({rows.seed for _, rows in square.hints}) == 1
 
 
+@pytest.mark.parametrize("first_inside", [True, False])
+def test_masks_made_in_inference_mode_can_be_used_outside(make: Any, provider: Provider, first_inside: bool) -> None:
+    scheme, spec = make(), provider.groups[0]
+    for inside in (first_inside, not first_inside):  # the second call takes rows of the first one's block
+        with torch.inference_mode(inside):
+            masked = scheme.mask(spec, FORWARD, rows_of(3, 40))
+            masked.unmask([torch.zeros(3, 24, dtype=torch.int32)])
+
+
 def test_zeros_cannot_be_told_from_data(make: Any, provider: Provider) -> None:
     """Bytes of masked zeros are uniform: χ² of 256 bins, 255 degrees of freedom, mean 255 and variance 510.
 

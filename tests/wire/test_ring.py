@@ -198,3 +198,12 @@ def test_many_rows_go_in_blocks(monkeypatch: pytest.MonkeyPatch, num_rows: int) 
     assert torch.equal(first, reference(rows, weight))
     ring.product(rows + 1, weight)  # scratch memory is used again; what was given away stays
     assert torch.equal(first, reference(rows, weight))
+
+
+def test_a_product_made_in_inference_mode_leaves_later_ones_alone() -> None:
+    rows = torch.randint(-(2**31), 2**31, (9, 4099), dtype=torch.int32)
+    weight = torch.randint(-127, 128, (4099, 3), dtype=torch.int8)  # wider than any other here: fresh scratch memory
+    expected = reference(rows, weight)
+    with torch.inference_mode():
+        assert torch.equal(ring.product(rows, weight), expected)
+    assert torch.equal(ring.product(rows, weight), expected)
