@@ -190,6 +190,11 @@ def frames(header: Header, data: memoryview) -> Iterator[bytes]:
         yield b"".join((replace(header, offset=start).pack() if start else header.pack(), chunk))
 
 
+def _unwritten(num_bytes: int) -> memoryview:
+    """Memory that is not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros."""
+    return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+
+
 class Assembler:
     """Puts the chunks of one tensor together; made after the first header has been checked."""
 
@@ -220,8 +225,7 @@ class Assembler:
             if not payload:
                 raise MalformedFrame("an empty chunk")
             if self._buffer is None:
-                # not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros; `rows` wants all written
-                self._buffer = torch.empty(first.total_bytes, dtype=torch.uint8).numpy().data
+                self._buffer = _unwritten(first.total_bytes)
             self._buffer[header.offset : header.offset + len(payload)] = payload
         self._received += len(payload)
         return self._received == first.total_bytes

@@ -40,22 +40,22 @@ SPECIAL = [0, 1, 2, 3, 6, 7, 48, 255, 256, 4096, 2**16, 2**31 - 1, 2**31, 2**32 
 
 
 class Allocations:
-    """Stands for `bytearray` in wire.frame and counts."""
+    """Stands for wire.frame's one allocation and counts."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, size: int) -> bytearray:
+    def __call__(self, size: int) -> memoryview:
         self.sizes.append(size)
         assert size <= MAX_TENSOR_BYTES, f"{size} bytes would be allocated for a peer"
-        return bytearray(size)
+        return memoryview(bytearray(size))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def allocations() -> Iterator[Allocations]:
     counter = Allocations()
     patch = pytest.MonkeyPatch()
-    patch.setattr(frame, "bytearray", counter, raising=False)
+    patch.setattr(frame, "_unwritten", counter)
     yield counter
     patch.undo()
 
