@@ -1,0 +1,156 @@
+"""What one provider sees: a recording made by `provider serve --record`, read back and checked.
+
+Guarantees: a view holds the manifest and the recorded bytes and nothing of the tenant's; a recording that is empty,
+damaged or of another model is one `ConfigurationError`; tensors are read when they are asked for. Where the recorder
+ran into its size limit, messages are there without their tensors, and `is_truncated` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from wire.errors import ConfigurationError, VeilbaseError
+from wire.expand import SeededRows
+from wire.manifest import Manifest, parse_manifest
+
+INDEX_NAME = "index.jsonl"
+MANIFEST_NAME = "manifest.json"
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    seq: int
+    tenant: str
+    layer: int
+    direction: Literal["forward", "backward"]
+    arithmetic: Literal["ring", "float"]
+    purpose: Literal["product", "hint", "effect"]
+    rows: int
+    file: str | None
+    truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Message:
+    """One request and its reply.
+
+    Attributes:
+        seq: place in the order of arrival.
+        group: id in the manifest.
+        num_rows: tokens; of a hint, rows of the public matrix.
+        file: holds the tensors; None where the recorder had no room left.
+    """
+
+    seq: int
+    tenant: str
+    group: int
+    direction: Literal["forward", "backward"]
+    arithmetic: Literal["ring", "float"]
+    purpose: Literal["product", "hint", "effect"]
+    num_rows: int
+    file: Path | None = field(repr=False)
+
+    def request(self) -> torch.Tensor:
+        """What came: int32 or float32, shape (num_rows, features); of a hint the 48 bytes of its payload, uint8."""
+        return self._read("request")
+
+    def reply(self) -> torch.Tensor:
+        """What was answered, shape (num_rows, features of the other side), dtype of the arithmetic."""
+        return self._read("reply")
+
+    def seeded_rows(self) -> SeededRows:
+        """Of a hint: the seed and rows that were asked for."""
+        return SeededRows.unpack(self.request().numpy().tobytes())
+
+    def _read(self, name: str) -> torch.Tensor:
+        if self.file is None:
+            raise ConfigurationError(f"message {self.seq} was recorded without its tensors: the recording is truncated")
+        try:
+            with safe_open(self.file, framework="pt") as file:
+                return file.get_tensor(name)
+        except (OSError, SafetensorError):
+            raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from None
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything one provider learned, in the order in which it came."""
+
+    manifest: Manifest
+    messages: tuple[Message, ...]
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some messages lack their tensors."""
+        return any(message.file is None for message in self.messages)
+
+    def with_tensors(self) -> View:
+        """The same view without the messages whose tensors are missing."""
+        return View(self.manifest, tuple(message for message in self.messages if message.file is not None))
+
+    def of_tenant(self, tenant: str) -> View:
+        """One tenant's messages."""
+        return View(self.manifest, tuple(message for message in self.messages if message.tenant == tenant))
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names, in order of appearance."""
+        return tuple(dict.fromkeys(message.tenant for message in self.messages))
+
+    def select(self, purpose: str, direction: str | None = None, group: int | None = None) -> tuple[Message, ...]:
+        """Messages of one purpose, and where given of one direction and group."""
+        return tuple(
+            message
+            for message in self.messages
+            if message.purpose == purpose
+            and (direction is None or message.direction == direction)
+            and (group is None or message.group == group)
+        )
+
+
+def open_view(folder: Path) -> View:
+    """Reads a recording.
+
+    Raises:
+        ConfigurationError: not a recording, empty, or damaged.
+    """
+    try:
+        manifest = parse_manifest((folder / MANIFEST_NAME).read_bytes())
+        lines = (folder / INDEX_NAME).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"{folder} is not a recording: expected the folder that was given to `provider serve --record`"
+        ) from None
+    except (OSError, UnicodeDecodeError, VeilbaseError):
+        raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from None
+    messages = tuple(_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1))
+    if not any(message.file is not None for message in messages):
+        raise ConfigurationError(f"the recording in {folder} is empty: no tensor was recorded")
+    return View(manifest, messages)
+
+
+def _message(folder: Path, number: int, line: str, manifest: Manifest) -> Message:
+    try:
+        fields = _Line.model_validate(json.loads(line))
+    except (ValueError, ValidationError):
+        raise ConfigurationError(
+            f"line {number} of {folder / INDEX_NAME} cannot be read: the recording was cut off or changed"
+        ) from None
+    if not 0 <= fields.layer < len(manifest.groups):
+        raise ConfigurationError(f"line {number} of {folder / INDEX_NAME} names a layer that its model does not have")
+    file = None
+    if fields.file is not None:
+        file = folder / fields.file
+        if file.parent != folder or not file.is_file():
+            raise ConfigurationError(f"the recording in {folder} lacks {Path(fields.file).name}: it was cut off")
+    return Message(
+        fields.seq, fields.tenant, fields.layer, fields.direction, fields.arithmetic, fields.purpose, fields.rows, file
+    )
