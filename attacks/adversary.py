@@ -42,6 +42,15 @@ class StolenRows:
 
 
 @dataclass(frozen=True)
+class StolenDifference:
+    """Unmasked rows of one message minus those of another; float64, as many rows as both have."""
+
+    seq: int
+    other_seq: int
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
 class StolenFact:
     """Something read from metadata, such as the number of prompt tokens."""
 
@@ -49,7 +58,7 @@ class StolenFact:
     value: str | int | float
 
 
-Claim = StolenDelta | StolenTokens | StolenRows | StolenFact
+Claim = StolenDelta | StolenTokens | StolenRows | StolenDifference | StolenFact
 
 
 @dataclass(frozen=True)
