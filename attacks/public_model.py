@@ -32,16 +32,13 @@ class Norm:
             return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
-    def directions(self, normed: torch.Tensor) -> list[torch.Tensor]:
-        """What the input of a normed row is a combination of, row by row: c·v for RMSNorm, c·v + μ·1 for LayerNorm.
+    def visible(self, rows: torch.Tensor) -> torch.Tensor:
+        """The part of a row that the norm lets through: all of it, or what LayerNorm leaves, which takes off the mean."""
+        return rows if self.bias is None else rows - rows.mean(-1, keepdim=True)
 
-        Args:
-            normed: shape (num_rows, hidden).
-        """
-        if self.bias is None:
-            return [normed / self.weight]
-        centred = (normed - self.bias) / self.weight
-        return [centred, torch.ones_like(centred)]
+    def direction(self, normed: torch.Tensor) -> torch.Tensor:
+        """The visible part of the norm's input up to one positive factor a row; shape (num_rows, hidden), as `normed`."""
+        return normed / self.weight if self.bias is None else (normed - self.bias) / self.weight
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Writes down exactly what a provider sees, for security evaluation (DESIGN.md, section 8).
 
-Guarantees: one line of index.jsonl per request, in the order of `seq`; tensors only up to the size limit, and where
-one is missing the index says so; a full disk ends the recording, never the serving.
+Guarantees: manifest.json says what was served; one line of index.jsonl per request, in the order of `seq`; tensors only
+up to the size limit, and where one is missing the index says so; a full disk ends the recording, never the serving.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors.torch import save
 from wire.errors import ConfigurationError
 from wire.expand import Rows, SeededRows
 from wire.frame import Call
-from wire.manifest import GroupInfo
+from wire.manifest import GroupInfo, Manifest
 
 DEFAULT_LIMIT_BYTES = 4 << 30
 _LOGGER = logging.getLogger(__name__)
@@ -28,13 +28,13 @@ class Recorder:
     """Appends to one folder."""
 
     def __init__(
-        self, folder: Path, groups: tuple[GroupInfo, ...], limit_bytes: int = DEFAULT_LIMIT_BYTES, patterns: str = ""
+        self, folder: Path, manifest: Manifest, limit_bytes: int = DEFAULT_LIMIT_BYTES, patterns: str = ""
     ) -> None:
         """Opens the folder and warns.
 
         Args:
             folder: made if it is not there; must hold no other recording.
-            groups: of the manifest.
+            manifest: of the served model; written beside the index, so that a reader knows whose traffic it is.
             limit_bytes: of tensor files together.
             patterns: comma-separated fnmatch patterns of group or layer names; empty means all.
 
@@ -42,12 +42,13 @@ class Recorder:
             ConfigurationError: no such layer, another recording is there, or the folder cannot be written.
         """
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._groups = {group.id for group in groups if _wanted(group, patterns)}
+        self._groups = {group.id for group in manifest.groups if _wanted(group, patterns)}
         if not self._groups:
             raise ConfigurationError(f"--record-layers {patterns!r} matches no layer")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._index = (folder / "index.jsonl").open("x", encoding="utf-8")
+            (folder / "manifest.json").write_bytes(manifest.to_bytes())
         except FileExistsError:
             raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from None
         except OSError as exc:

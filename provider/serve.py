@@ -102,7 +102,7 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
     )
     recorder = None
     if settings.record is not None:
-        recorder = Recorder(settings.record, served.manifest.groups, settings.record_limit, settings.record_layers)
+        recorder = Recorder(settings.record, served.manifest, settings.record_limit, settings.record_layers)
     num_layers = sum(len(group.info.layers) for group in served.groups)
     _LOGGER.info(
         "serving %d layers in %d groups, %s weights, %.0f MB",

@@ -142,7 +142,7 @@ def test_the_real_model(tmp_path: Path) -> None:
 
 
 def record(core: ProviderCore, folder: Path, limit: int = 1 << 20, patterns: str = "") -> list[dict[str, object]]:
-    recording = ProviderCore(core.served, Recorder(folder, core.manifest().groups, limit, patterns))
+    recording = ProviderCore(core.served, Recorder(folder, core.manifest(), limit, patterns))
     for group in (0, 1):
         for direction, cols in ((Direction.FORWARD, "in_features"), (Direction.BACKWARD, "out_features")):
             rows = torch.arange(3 * getattr(core.manifest().groups[group], cols), dtype=torch.int32).view(3, -1)
@@ -161,6 +161,7 @@ def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
 def test_a_recording_is_what_the_provider_saw(tiny_core: ProviderCore, tmp_path: Path) -> None:
     index = record(tiny_core, tmp_path / "seen")
     assert [line["seq"] for line in index] == [0, 1, 2, 3]
+    assert parse_manifest((tmp_path / "seen" / "manifest.json").read_bytes()) == tiny_core.manifest()
     first = {key: index[0][key] for key in ("tenant", "layer", "direction", "arithmetic", "purpose", "rows")}
     assert first == {
         "tenant": "acme", "layer": 0, "direction": "forward", "arithmetic": "ring", "purpose": "product", "rows": 3,

@@ -256,7 +256,7 @@ def test_bad_hints_in_process(tiny_core: ProviderCore) -> None:
 
 
 def test_a_recorded_hint_is_what_came(tiny_core: ProviderCore, tmp_path: Path) -> None:
-    recording = ProviderCore(tiny_core.served, Recorder(tmp_path / "seen", tiny_core.manifest().groups))
+    recording = ProviderCore(tiny_core.served, Recorder(tmp_path / "seen", tiny_core.manifest()))
     rows = SeededRows(SEED, 3, 6)
     reply = InprocConnection(recording).submit(BACKWARD, rows, COLS).result()
     recording.close()

@@ -1,0 +1,144 @@
+"""What an adapter adds to q, k and v, from an attention layer's input and output alone.
+
+v: position 0 attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as
+the layer has inputs. q and k: with v known, the attention output is a smooth function of W_q and W_k, and adapters are
+small, so Gauss-Newton-like descent from the public weights finds them up to the gauge that leaves q·k unchanged. Where
+first tokens do not suffice, all three are found together in that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attacks.public_model import Block, PublicModel
+
+_MAX_STEPS = 400
+_HISTORY = 50
+
+
+@dataclass(frozen=True)
+class Heads:
+    """W + ΔW of the three projections, each (hidden, out_features), and how well they explain the outputs.
+
+    Attributes:
+        error: ‖predicted − seen‖ / ‖seen‖ over all attention outputs.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    error: float
+
+
+def fit_first_position(
+    block: Block, model: PublicModel, given: torch.Tensor, outputs: torch.Tensor
+) -> torch.Tensor | None:
+    """W_v + ΔW_v from position 0 of many prompts, or None where their first tokens differ too little.
+
+    Args:
+        given: the attention's input at position 0, shape (num_prompts, hidden).
+        outputs: o_proj's input there, shape (num_prompts, num_heads · head_dim).
+    """
+    sizes = torch.linalg.svdvals(given)
+    if given.shape[0] < given.shape[1] or sizes[-1] < sizes[0] * 1e-7:
+        return None
+    shared = outputs.reshape(outputs.shape[0], model.num_kv_heads, -1, model.head_dim).mean(2)
+    values = shared.reshape(outputs.shape[0], -1)
+    if block.v.bias is not None:
+        values = values - block.v.bias
+    return torch.linalg.lstsq(given, values, driver="gelsd").solution
+
+
+def fit_all(
+    block: Block,
+    model: PublicModel,
+    given: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    v: torch.Tensor | None = None,
+) -> Heads:
+    """Descends from the public weights until the outputs are explained.
+
+    Args:
+        given: for each prompt the attention's input, shape (num_tokens, hidden).
+        outputs: for each prompt o_proj's input, shape (num_tokens, num_heads · head_dim).
+        v: W_v + ΔW_v where it is known already.
+    """
+    start = (block.q.weight, block.k.weight, block.v.weight if v is None else v)
+    deltas = [torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True) for weight in (start if v is None else start[:2])]
+    size = sum(float(one.pow(2).sum()) for one in outputs)
+    batches = _batches(given, outputs)
+    optimizer = torch.optim.LBFGS(
+        deltas, max_iter=_MAX_STEPS, history_size=_HISTORY, tolerance_grad=1e-14, tolerance_change=1e-16,
+        line_search_fn="strong_wolfe",
+    )  # fmt: skip
+
+    def weights() -> list[torch.Tensor]:
+        return [weight + delta for weight, delta in zip(start, [*deltas, None], strict=False) if delta is not None] + (
+            [] if v is None else [v]
+        )
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for rows, seen in batches:
+            total = total + (attention(block, model, weights(), rows) - seen).pow(2).sum() / size
+        total.backward()  # type: ignore[no-untyped-call]
+        return total
+
+    optimizer.step(loss)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        missed = sum(float((attention(block, model, weights(), rows) - seen).pow(2).sum()) for rows, seen in batches)
+        q, k, found_v = (weight.detach() for weight in weights())
+    return Heads(q, k, found_v, (missed / size) ** 0.5)
+
+
+def _batches(
+    given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Prompts of one length together: shapes (num_prompts, num_tokens, features)."""
+    lengths = sorted({rows.shape[0] for rows in given})
+    return [
+        (
+            torch.stack([rows for rows in given if rows.shape[0] == length]),
+            torch.stack([rows for rows in outputs if rows.shape[0] == length]),
+        )
+        for length in lengths
+    ]
+
+
+def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Causal attention without the output projection.
+
+    Args:
+        weights: of q, k and v, each (hidden, out_features).
+        rows: normed input, shape (num_prompts, num_tokens, hidden).
+
+    Returns:
+        Shape (num_prompts, num_tokens, num_heads · head_dim).
+    """
+    num_prompts, num_tokens, _ = rows.shape
+    parts = []
+    for layer, weight in zip((block.q, block.k, block.v), weights, strict=True):
+        out = rows @ weight
+        out = out if layer.bias is None else out + layer.bias
+        parts.append(out.view(num_prompts, num_tokens, -1, model.head_dim).transpose(1, 2))
+    q, k, v = parts
+    if model.rope_theta:
+        q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
+    repeats = model.num_heads // model.num_kv_heads
+    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out.transpose(1, 2).reshape(num_prompts, num_tokens, -1)
+
+
+def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary positions in transformers' convention: halves, not pairs. Shape (prompts, heads, tokens, head_dim)."""
+    half = x.shape[-1] // 2
+    steps = theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * steps
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

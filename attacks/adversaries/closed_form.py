@@ -1,0 +1,118 @@
+"""The whole adapter of a model whose activations are visible, block after block from the embedding upwards.
+
+Tokens come from the first layer's input, residuals from `residual.py`, attention from `attention.py`, the MLP from
+`mlp.py`. A layer that its public weights explain already is reported as unchanged. Where there are too few tokens for
+a layer that was changed, the recursion ends and nothing is claimed above it. The last down_proj shows only where the
+output head is a base layer: else no provider sees what comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from attacks.adversaries import attention, mlp, residual
+from attacks.adversaries.layer0_lookup import lookup
+from attacks.adversary import Adversary, Claim, StolenDelta
+from attacks.passes import Opened, Prompt, prompts
+from attacks.public_model import Block, Layer, Norm, PublicModel
+from attacks.view import View
+
+_UNCHANGED = 1e-5
+"""Relative error at which public weights explain what was seen: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
+
+
+class _Stop(Exception):
+    """The recursion cannot go on."""
+
+
+def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+    seen = [prompt for prompt in prompts(view.with_tensors(), opened) if model.blocks[0].q.group in prompt.rows]
+    claims: list[Claim] = []
+    if seen:
+        try:
+            for claim in _steal(model, seen):
+                claims.append(claim)
+        except (_Stop, torch.linalg.LinAlgError):
+            pass
+    return claims
+
+
+def _steal(model: PublicModel, seen: list[Prompt]) -> Iterator[Claim]:
+    starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
+    stream = torch.cat(starts)
+    for index, block in enumerate(model.blocks):
+        yield from _steal_attention(model, block, seen)
+        fit = _fit(block.o, _rows(seen, block.o.group), stream, block.mlp_norm, _rows(seen, block.up[0].group))
+        yield StolenDelta(block.o.name, fit.weight - block.mlp_norm.visible(block.o.weight))
+        yield from _steal_mlp(model, block, seen)
+        norm, group = _next(model, index)
+        fit = _fit(block.down, _rows(seen, block.down.group), fit.after, norm, _rows(seen, group))
+        yield StolenDelta(block.down.name, fit.weight - norm.visible(block.down.weight))
+        stream = fit.after
+
+
+def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
+    """The norm after a block, and the group that is given its output."""
+    if index + 1 < len(model.blocks):
+        return model.blocks[index + 1].attention_norm, model.blocks[index + 1].q.group
+    if model.head_group is None:
+        raise _Stop
+    return model.final_norm, model.head_group
+
+
+def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
+    if any(group not in prompt.rows or prompt.rows[group].shape[0] != prompt.num_tokens for prompt in seen):
+        raise _Stop  # not recorded
+    return torch.cat([prompt.rows[group] for prompt in seen])
+
+
+def _fit(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> residual.Fit:
+    predicted = before + layer(given)
+    if _relative(norm(predicted), normed) < _UNCHANGED:
+        return residual.Fit(norm.visible(layer.weight), norm.visible(predicted))
+    if not residual.has_enough_rows(layer, given.shape[0]):
+        raise _Stop
+    return residual.fit_layer(layer, given, before, norm, normed)
+
+
+def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt]) -> Iterator[Claim]:
+    _rows(seen, block.o.group)
+    given = [prompt.rows[block.q.group] for prompt in seen]
+    outputs = [prompt.rows[block.o.group] for prompt in seen]
+    public = [layer.weight for layer in (block.q, block.k, block.v)]
+    with torch.no_grad():
+        unchanged = all(
+            _relative(attention.attention(block, model, public, rows[None])[0], out) < _UNCHANGED
+            for rows, out in zip(given, outputs, strict=True)
+        )
+    if unchanged:
+        weights = public
+    else:
+        first = torch.stack([rows[0] for rows in given]), torch.stack([rows[0] for rows in outputs])
+        v = attention.fit_first_position(block, model, *first)
+        found = attention.fit_all(block, model, given, outputs, v)
+        weights = [found.q, found.k, found.v]
+    for layer, weight in zip((block.q, block.k, block.v), weights, strict=True):
+        yield StolenDelta(layer.name, weight - layer.weight)
+
+
+def _steal_mlp(model: PublicModel, block: Block, seen: list[Prompt]) -> Iterator[Claim]:
+    given, outputs = _rows(seen, block.up[0].group), _rows(seen, block.down.group)
+    if not mlp.has_enough_rows(block.up, given.shape[0]):
+        return
+    found = mlp.fit_mlp(block.up, model.activation, given, outputs)
+    if found is None:
+        return
+    for layer, weight in zip(block.up, found[0], strict=True):
+        yield StolenDelta(layer.name, weight - layer.weight)
+
+
+ADVERSARY = Adversary(
+    "closed-form", "every base layer's ΔW from plain activations, block after block", _attack
+)
