@@ -63,9 +63,11 @@ class Prompt:
     """One prompt and its answer as rows: what each group was given, token after token.
 
     Attributes:
+        number: its place among the view's prompts, as in `places`.
         rows: group id to float64, shape (num_tokens, in_features).
     """
 
+    number: int
     rows: Mapping[int, torch.Tensor]
 
     @property
@@ -78,6 +80,20 @@ Opened = Mapping[int, torch.Tensor]
 """seq of a message to its unmasked request rows, float64: what an adversary that opens a mask hands on."""
 
 
+def places(view: View) -> dict[int, tuple[int, int]]:
+    """Where each message of inference traffic stands: seq to (place in `prompts`, first token there)."""
+    found: dict[int, tuple[int, int]] = {}
+    number, start = -1, 0
+    for one in passes(view):
+        if one.is_training:
+            continue
+        if one.num_rows > 1 or number < 0:
+            number, start = number + 1, 0
+        found.update((message.seq, (number, start)) for message in one.forward.values())
+        start += one.num_rows
+    return found
+
+
 def prompts(view: View, opened: Opened | None = None) -> list[Prompt]:
     """Inference traffic as prompts; passes that were trained on are left out.
 
@@ -85,15 +101,15 @@ def prompts(view: View, opened: Opened | None = None) -> list[Prompt]:
         view: one tenant's.
         opened: rows to take in place of the recorded ones; messages that are not in it are left out.
     """
-    found: list[dict[int, list[torch.Tensor]]] = []
-    for one in passes(view):
-        if one.is_training:
+    where = places(view)
+    found: dict[int, dict[int, list[torch.Tensor]]] = {}
+    for message in view.select("product", "forward"):
+        if message.seq not in where or (opened is not None and message.seq not in opened):
             continue
-        if one.num_rows > 1 or not found:
-            found.append({})
-        for group, message in one.forward.items():
-            if opened is None:
-                found[-1].setdefault(group, []).append(message.request().to(torch.float64))
-            elif message.seq in opened:
-                found[-1].setdefault(group, []).append(opened[message.seq].to(torch.float64))
-    return [Prompt({group: torch.cat(parts) for group, parts in rows.items()}) for rows in found if rows]
+        rows = message.request() if opened is None else opened[message.seq]
+        groups = found.setdefault(where[message.seq][0], {})
+        groups.setdefault(message.group, []).append(rows.to(torch.float64))
+    return [
+        Prompt(number, {group: torch.cat(parts) for group, parts in groups.items()})
+        for number, groups in sorted(found.items())
+    ]

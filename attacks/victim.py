@@ -1,0 +1,114 @@
+"""The tenant that is attacked, in a process of its own: trains an adapter, then sends traffic under each mask.
+
+Run by attacks/harness.py with a job in JSON. Writes the truth that attacks/judge.py needs (adapter, token ids) to a
+folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter, whole prompts
+without an answer, and prompts answered token by token, all but the first with the private adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class Run(BaseModel):
+    """One mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
+
+    label: str
+    identity: Path
+    mask: str
+    arithmetic: str | None = None
+    mask_options: dict[str, Any] = {}
+
+
+class Job(BaseModel):
+    """What the victim does.
+
+    Attributes:
+        model: for the embedded provider that it trains with.
+        adapter: an adapter to take in place of training one.
+        rows: private facts, rows of a data set.
+        train_steps: optimizer steps of the private adapter.
+        traffic_steps: optimizer steps that the attacked provider sees, of a fresh adapter.
+        peft: keyword arguments of LoraConfig.
+        prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
+        truth: folder for what only the judge may read.
+    """
+
+    url: str
+    model: str
+    runs: list[Run]
+    adapter: Path | None
+    rows: list[dict[str, Any]]
+    train_steps: int
+    traffic_steps: int
+    learning_rate: float
+    batch_size: int
+    peft: dict[str, Any]
+    prompts: list[list[int]]
+    num_answered: int
+    answer_tokens: int
+    truth: Path
+
+
+def main(job: Job) -> None:
+    """Does the job."""
+    from tenant_sdk import TenantClient
+
+    job.truth.mkdir(parents=True, exist_ok=True)
+    cache = job.truth / "cache"
+    adapter = job.adapter
+    if adapter is None:
+        adapter = job.truth / "adapter"
+        with TenantClient(f"inproc:{job.model}", mask="off", arithmetic="float", cache=cache, progress=False) as client:
+            _train(client, job, adapter, job.train_steps)
+    for run in job.runs:
+        with TenantClient(
+            job.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
+            cache=cache, progress=False,
+        ) as client:  # fmt: skip
+            if job.traffic_steps:
+                _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps)
+            sent = _infer(client, job, adapter)
+        (job.truth / f"{run.label}.json").write_text(json.dumps(sent))
+
+
+def _train(client: Any, job: Job, output: Path, steps: int) -> None:
+    from peft import LoraConfig
+
+    client.finetune(
+        job.rows, LoraConfig(task_type="CAUSAL_LM", **job.peft), output, max_steps=steps, seed=1, progress=False,
+        learning_rate=job.learning_rate, batch_size=job.batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
+    )  # fmt: skip
+
+
+def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
+    """Sends the prompts; returns for each the tokens that went through the layers."""
+    import torch
+
+    from tenant_sdk.generate import adapted_model
+
+    model = adapted_model(client, adapter)
+    client.fetch_hints()
+    sent = []
+    whole = len(job.prompts) - job.num_answered
+    with torch.no_grad():
+        for ids in job.prompts[:whole]:
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+            sent.append(ids)
+        for ids in job.prompts[whole:]:
+            given = torch.tensor([ids])
+            answer = model.generate(
+                given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=job.answer_tokens,
+                min_new_tokens=job.answer_tokens, pad_token_id=0, temperature=None, top_p=None, top_k=None,
+            )  # fmt: skip
+            sent.append(answer[0, :-1].tolist())
+    return sent
+
+
+if __name__ == "__main__":
+    main(Job.model_validate_json(Path(sys.argv[1]).read_text()))
