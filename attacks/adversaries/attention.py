@@ -67,7 +67,10 @@ def fit_all(
         v: W_v + ΔW_v where it is known already.
     """
     start = (block.q.weight, block.k.weight, block.v.weight if v is None else v)
-    deltas = [torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True) for weight in (start if v is None else start[:2])]
+    deltas = [
+        torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True)
+        for weight in (start if v is None else start[:2])
+    ]
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(
@@ -95,9 +98,7 @@ def fit_all(
     return Heads(q, k, found_v, (missed / size) ** 0.5)
 
 
-def _batches(
-    given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Prompts of one length together: shapes (num_prompts, num_tokens, features)."""
     lengths = sorted({rows.shape[0] for rows in given})
     return [

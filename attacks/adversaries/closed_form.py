@@ -113,6 +113,4 @@ def _steal_mlp(model: PublicModel, block: Block, seen: list[Prompt]) -> Iterator
         yield StolenDelta(layer.name, weight - layer.weight)
 
 
-ADVERSARY = Adversary(
-    "closed-form", "every base layer's ΔW from plain activations, block after block", _attack
-)
+ADVERSARY = Adversary("closed-form", "every base layer's ΔW from plain activations, block after block", _attack)

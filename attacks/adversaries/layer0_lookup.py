@@ -45,6 +45,4 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
     return claims
 
 
-ADVERSARY = Adversary(
-    "layer-0 lookup", "the first layer's input names every token of a prompt", _attack
-)
+ADVERSARY = Adversary("layer-0 lookup", "the first layer's input names every token of a prompt", _attack)

@@ -1,0 +1,45 @@
+"""All adversaries, in the order of the report, and their positive controls."""
+
+from __future__ import annotations
+
+import importlib
+
+from attacks.adversary import Adversary
+from attacks.controls.control import Control
+from wire.errors import ConfigurationError
+
+MODULES = (
+    "layer0_lookup", "closed_form",
+    # "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "subspace", "low_bits", "seed_search",
+    # "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction",
+)  # fmt: skip
+"""Files of attacks/adversaries, each with a control of the same name in attacks/controls."""
+
+
+def adversaries(names: str | None = None) -> list[Adversary]:
+    """The catalogue, or the named part of it.
+
+    Args:
+        names: comma-separated; None for all.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    found = {one.name: one for one in map(_adversary, MODULES)}
+    if names is None:
+        return list(found.values())
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in found]
+    if unknown or not wanted:
+        raise ConfigurationError(f"no adversary {', '.join(unknown) or names!r}: known are {', '.join(found)}")
+    return [found[name] for name in wanted]
+
+
+def controls() -> list[Control]:
+    """One for each file of the catalogue."""
+    return [importlib.import_module(f"attacks.controls.{module}").control for module in MODULES]
+
+
+def _adversary(module: str) -> Adversary:
+    adversary: Adversary = importlib.import_module(f"attacks.adversaries.{module}").ADVERSARY
+    return adversary

@@ -1,0 +1,71 @@
+"""Plain traffic of the tiny model with a LoRA adapter, and the adapter's own ΔW: for controls of the thieves."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attacks.controls.tiny import tiny_manifest, tiny_model, tiny_public
+from attacks.public_model import PublicModel
+from attacks.synthetic import Exchange, write_recording
+from attacks.view import View
+
+NUM_PROMPTS, NUM_TOKENS = 48, 5
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A view, what made it, and what is to be found out.
+
+    Attributes:
+        token_ids: of each prompt.
+        deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer whole.
+    """
+
+    view: View
+    public: PublicModel
+    token_ids: list[list[int]]
+    deltas: dict[str, torch.Tensor]
+
+
+def make(folder: Path, kind: str = "llama", targets: str | list[str] = "all-linear") -> Traffic:
+    """Sends NUM_PROMPTS prompts with different first tokens through an adapted model, unmasked, in float."""
+    from peft import LoraConfig, get_peft_model
+
+    manifest = tiny_manifest(kind, "native", folder / "model")
+    generator = torch.Generator().manual_seed(7)
+    adapted: Any = get_peft_model(
+        copy.deepcopy(tiny_model(kind)), LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=kind != "llama")
+    )
+    deltas: dict[str, torch.Tensor] = {}
+    for name, module in adapted.base_model.model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            up = module.lora_B["default"].weight
+            up.data.copy_(torch.randn(up.shape, generator=generator) * 0.02)
+            delta = module.get_delta_weight("default").detach().to(torch.float64)
+            deltas[name] = delta.t() if kind == "llama" else delta
+    firsts = {group.layers[0].name: group.id for group in manifest.groups}
+    seen: dict[int, torch.Tensor] = {}
+    for name, module in adapted.base_model.model.named_modules():
+        if name in firsts:
+            module.register_forward_pre_hook(_keeper(seen, firsts[name]))
+    token_ids = torch.randint(64, (NUM_PROMPTS, NUM_TOKENS), generator=generator)
+    token_ids[:, 0] = torch.randperm(64, generator=generator)[:NUM_PROMPTS]
+    exchanges = []
+    for ids in token_ids:
+        with torch.no_grad():
+            adapted(input_ids=ids[None])
+        exchanges += [Exchange(group, rows, torch.zeros(rows.shape[0], 1)) for group, rows in sorted(seen.items())]
+    view = write_recording(folder / "seen", manifest, exchanges)
+    return Traffic(view, tiny_public(kind, manifest), token_ids.tolist(), deltas)
+
+
+def _keeper(seen: dict[int, torch.Tensor], group: int) -> Any:
+    def keep(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        seen[group] = given[0].detach().reshape(-1, given[0].shape[-1]).clone()
+
+    return keep

@@ -1,0 +1,104 @@
+"""Every adversary against every mask of a recording, judged: what the command lines share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attacks.adversary import Adversary, Claim, StolenDelta, StolenRows
+from attacks.gain import Gain, measure
+from attacks.judge import Finding, judge
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.report import Result
+from attacks.stolen_adapter import write
+from attacks.truth import Truth
+from attacks.view import View
+
+_WHO = ("base", "victim", "stolen")
+_WON = 0.9
+"""Share of the victim's gain, or of its answers."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mask's view, and the truth about it.
+
+    Attributes:
+        sent: for each prompt the tokens that went through the layers.
+        rows: private facts, for the gain; empty where there are none.
+    """
+
+    label: str
+    view: View
+    public: PublicModel
+    truth: Truth
+    sent: Sequence[Sequence[int]]
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def mask(self) -> str:
+        """Without the arithmetic that tells two runs of one mask apart."""
+        return self.label.removesuffix("-float").removesuffix("-ring")
+
+    @property
+    def arithmetic(self) -> str:
+        """Of the masked messages."""
+        return next((message.arithmetic for message in self.view.select("product")), "ring")
+
+
+def attack(case: Case, adversaries: Sequence[Adversary], out: Path, say: Say) -> list[Result]:
+    """Runs the adversaries on one mask; those that open it hand their rows to the others, which run once more.
+
+    Args:
+        out: stolen adapters are written below it.
+    """
+    results: list[Result] = []
+    opened: dict[str, Opened] = {}
+    for one in adversaries:
+        claims = _run(one, case, None, say)
+        results += _judged(case, one.name, claims, out)
+        rows = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
+        if one.opens_masks and rows:
+            opened[one.name] = rows
+    for opener, rows in opened.items():
+        for one in adversaries:
+            if one.name in ("layer-0 lookup", "closed-form"):
+                results += _judged(case, f"{opener} + {one.name}", _run(one, case, rows, say), out)
+    return results
+
+
+def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
+    began = time.monotonic()
+    claims = one.attack(case.view, case.public, opened)
+    say(f"{case.label}: {one.name}{' on opened rows' if opened else ''}: {time.monotonic() - began:.1f} s")
+    return claims
+
+
+def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[Result]:
+    findings = judge(claims, case.view, case.truth, case.sent)
+    deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
+    folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
+    stolen = write(deltas, case.public, folder) if deltas else None
+    if stolen is not None and case.rows:
+        findings += _worth(
+            measure(case.truth.base, case.truth.adapted, stolen, case.public.tokenizer, case.rows), folder
+        )
+    return [Result(case.mask, case.arithmetic, name, finding) for finding in findings]
+
+
+def _worth(gain: Gain, folder: Path) -> list[Finding]:
+    (folder / "answers.json").write_text(json.dumps([dict(zip(_WHO, each, strict=True)) for each in gain.answers]))
+    verdict = "wins" if gain.gain >= _WON else "above baseline" if gain.gain > 0 else "at baseline"
+    base = gain.base_agreement
+    agrees = "wins" if gain.agreement >= _WON else "above baseline" if gain.agreement > base else "at baseline"
+    return [
+        Finding("adapter", "stolen task gain", gain.gain, 0.0, (0.0, 0.0), verdict),
+        Finding("adapter", "agreement of answers", gain.agreement, base, (base, base), agrees),
+    ]

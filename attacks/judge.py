@@ -1,0 +1,273 @@
+"""Whether claims are right: metrics beside their random baselines, by someone who knows the victim's secrets.
+
+Every metric has a baseline with a 99% interval, made by guessing at random what the adversary claims to know. A value
+within the interval is "at baseline", which says that this adversary learned nothing that this metric shows, and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attacks.adversary import Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
+from attacks.passes import places
+from attacks.public_model import Block, PublicModel
+from attacks.truth import Truth
+from attacks.view import Message, View
+from wire import ring
+
+_DRAWS = 400
+_TAIL = 0.005
+_MAX_JUDGED = 200
+"""Messages of which rows are compared: each needs the true rows of its prompt."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        module: kind of layer, `tokens`, `rows` or the name of a fact.
+        interval: 99% interval of the baseline.
+        verdict: wins, above baseline, or at baseline.
+    """
+
+    module: str
+    metric: str
+    value: float
+    baseline: float
+    interval: tuple[float, float]
+    verdict: str
+
+
+def judge(claims: Sequence[Claim], view: View, truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
+    """Judges what one adversary claimed about one view.
+
+    Args:
+        sent: for each prompt of the view the tokens that went through the layers.
+    """
+    known = _KnownRows(view, truth, sent)
+    return [
+        *_judge_deltas([claim for claim in claims if isinstance(claim, StolenDelta)], truth),
+        *_judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent, truth.public),
+        *_judge_rows([claim for claim in claims if isinstance(claim, StolenRows)], known),
+        *_judge_differences([claim for claim in claims if isinstance(claim, StolenDifference)], known),
+        *_judge_facts([claim for claim in claims if isinstance(claim, StolenFact)], truth, sent),
+    ]
+
+
+def _verdict(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
+    if not math.isfinite(value):
+        return "at baseline"
+    if wins:
+        return "wins"
+    beyond = value > interval[1] if larger_is_better else value < interval[0]
+    return "above baseline" if beyond else "at baseline"
+
+
+def _interval(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
+    """Mean of a baseline, and its 99% interval."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
+    low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
+    return float(values.mean()), (low, high)
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def _judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
+    claimed = {claim.layer: claim.delta for claim in claims}
+    errors: dict[str, list[float]] = {}
+    cosines: dict[str, list[tuple[float, int]]] = {}
+    for layer, delta in claimed.items():
+        kind = kind_of(layer)
+        wanted = _visible(layer, truth)
+        if kind in ("q_proj", "k_proj") or not bool(wanted.any()):
+            continue  # judged together: only their product is determined
+        errors.setdefault(kind, []).append(_relative(delta, wanted))
+        cosines.setdefault(kind, []).append((_cosine(delta, wanted), wanted.numel()))
+    for block in truth.public.blocks:
+        if block.q.name in claimed and block.k.name in claimed:
+            pair = _judge_scores(block, claimed, truth)
+            if pair is not None:
+                errors.setdefault("q·k", []).append(pair[0])
+                cosines.setdefault("q·k", []).append(pair[1:])
+    found = []
+    for kind, values in errors.items():
+        error = _median(values)
+        found.append(
+            Finding(kind, "relative error", error, 1.0, (1.0, 1.0), _verdict(error, (1.0, 1.0), error < 0.1, False))
+        )
+        size = min(numel for _, numel in cosines[kind])
+        half = 2.576 / math.sqrt(size * len(values))
+        value = sum(cosine for cosine, _ in cosines[kind]) / len(values)
+        found.append(
+            Finding(kind, "cosine with ΔW", value, 0.0, (-half, half), _verdict(value, (-half, half), value > 0.99))
+        )
+    return found
+
+
+def kind_of(layer: str) -> str:
+    """Llama's name for what a layer does, whatever the model calls it."""
+    module, _, part = layer.partition("[")
+    if part:
+        return {"q": "q_proj", "k": "k_proj", "v": "v_proj"}[part[0]]
+    tail = module.rsplit(".", 1)[-1]
+    if tail == "c_proj":
+        return "o_proj" if ".attn." in module else "down_proj"
+    return {"c_fc": "up_proj"}.get(tail, tail)
+
+
+def _visible(layer: str, truth: Truth) -> torch.Tensor:
+    """ΔW as far as anything that the model computes depends on it: a LayerNorm takes off what is alike in a row."""
+    delta = truth.deltas[layer]
+    lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
+    return delta - delta.mean(1, keepdim=True) if lost else delta
+
+
+def _judge_scores(block: Block, claimed: dict[str, torch.Tensor], truth: Truth) -> tuple[float, float, int] | None:
+    """Change of W_q W_kᵀ per head: relative error, cosine and numbers; None where the adapter changes neither."""
+    public, errors, cosines = truth.public, [], []
+    for head in range(public.num_heads):
+        group = head // (public.num_heads // public.num_kv_heads)
+        q = slice(head * public.head_dim, (head + 1) * public.head_dim)
+        k = slice(group * public.head_dim, (group + 1) * public.head_dim)
+
+        def scores(dq: torch.Tensor, dk: torch.Tensor, q: slice = q, k: slice = k) -> torch.Tensor:
+            return (block.q.weight + dq)[:, q] @ (block.k.weight + dk)[:, k].T
+
+        base = scores(torch.zeros_like(block.q.weight), torch.zeros_like(block.k.weight))
+        wanted = scores(truth.deltas[block.q.name], truth.deltas[block.k.name]) - base
+        if float(wanted.norm()) <= 1e-12 * float(base.norm()):
+            return None
+        got = scores(claimed[block.q.name], claimed[block.k.name]) - base
+        errors.append(_relative(got, wanted))
+        cosines.append(_cosine(got, wanted))
+    return _median(errors), sum(cosines) / len(cosines), block.q.weight.shape[0] * public.head_dim
+
+
+def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    value = float((got - wanted).norm() / wanted.norm())
+    return value if math.isfinite(value) else math.inf
+
+
+def _cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    size = float(got.norm() * wanted.norm())
+    value = float((got * wanted).sum()) / size if size > 0 else 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(torch.tensor(list(values), dtype=torch.float64).median())
+
+
+# ---- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def _judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]], public: PublicModel) -> list[Finding]:
+    pairs = [
+        (got, wanted)
+        for claim in claims
+        if claim.prompt < len(sent)
+        for got, wanted in zip(claim.token_ids, sent[claim.prompt], strict=False)
+    ]
+    total = sum(len(ids) for ids in sent)
+    if not pairs:
+        return []
+    got, wanted = torch.tensor(pairs).T
+    rate = float((got == wanted).sum()) / total
+    # guesses drawn from the true tokens themselves: better than an adversary's best guess at how often each occurs
+    everything = torch.tensor([token for ids in sent for token in ids])
+
+    def guess(generator: torch.Generator) -> float:
+        drawn = everything[torch.randint(len(everything), (len(everything),), generator=generator)]
+        return float((drawn == everything).float().mean())
+
+    baseline, interval = _interval(guess)
+    return [Finding("tokens", "recovery rate", rate, baseline, interval, _verdict(rate, interval, rate > 0.9))]
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+class _KnownRows:
+    """True rows of inference messages, as the victim would send them without a mask."""
+
+    def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]]) -> None:
+        self._truth, self._sent = truth, sent
+        self._places = places(view)
+        self._messages = {message.seq: message for message in view.select("product")}
+        self._of_prompt: dict[int, dict[int, torch.Tensor]] = {}
+
+    def of(self, seq: int) -> torch.Tensor | None:
+        """None for messages of training steps, whose truth is not kept."""
+        message, place = self._messages.get(seq), self._places.get(seq)
+        if message is None or place is None or place[0] >= len(self._sent):
+            return None
+        prompt, start = place
+        if prompt not in self._of_prompt:
+            self._of_prompt[prompt] = dict(self._truth.rows(self._sent[prompt]))
+        rows = self._of_prompt[prompt].get(message.group)
+        if rows is None or rows.shape[0] < start + message.num_rows:
+            return None
+        return self._as_sent(message, rows[start : start + message.num_rows])
+
+    def _as_sent(self, message: Message, rows: torch.Tensor) -> torch.Tensor:
+        if message.arithmetic == "float":
+            return rows
+        norm = self._truth.manifest.groups[message.group].max_column_norm
+        return ring.encode(rows.to(torch.float32), norm)[0].to(torch.float64)
+
+
+def _judge_rows(claims: Sequence[StolenRows], known: _KnownRows) -> list[Finding]:
+    cosines: list[torch.Tensor] = []
+    for claim in _some(claims):
+        wanted = known.of(claim.seq)
+        if wanted is not None and wanted.shape == claim.rows.shape:
+            cosines.append(torch.nn.functional.cosine_similarity(claim.rows, wanted, dim=1))
+    return _cosine_finding("rows", "row cosine", cosines, claims[0].rows.shape[1]) if cosines else []
+
+
+def _judge_differences(claims: Sequence[StolenDifference], known: _KnownRows) -> list[Finding]:
+    cosines: list[torch.Tensor] = []
+    for claim in _some(claims):
+        first, second = known.of(claim.seq), known.of(claim.other_seq)
+        if first is None or second is None:
+            continue
+        count = min(first.shape[0], second.shape[0], claim.rows.shape[0])
+        wanted = first[:count] - second[:count]
+        moving = wanted.norm(dim=1) > 0  # equal rows have no difference to find
+        if bool(moving.any()):
+            cosines.append(torch.nn.functional.cosine_similarity(claim.rows[:count][moving], wanted[moving], dim=1))
+    return _cosine_finding("differences", "row cosine", cosines, claims[0].rows.shape[1]) if cosines else []
+
+
+def _some(claims: Sequence[Claim]) -> Sequence[Claim]:
+    return claims[:: -(-len(claims) // _MAX_JUDGED)] if claims else claims
+
+
+def _cosine_finding(module: str, metric: str, parts: list[torch.Tensor], width: int) -> list[Finding]:
+    values = torch.cat(parts).nan_to_num()
+    value = float(values.mean())
+    half = 2.576 / math.sqrt(width * len(values))  # a random direction's cosine has variance 1/width
+    return [Finding(module, metric, value, 0.0, (-half, half), _verdict(value, (-half, half), value > 0.99))]
+
+
+# ---- facts ----------------------------------------------------------------------------------------------------------
+
+
+def _judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
+    answers: dict[str, object] = {
+        "prompt tokens": ",".join(str(len(ids)) for ids in sent),
+        "PEFT kind": next(iter(truth.adapted.peft_config.values())).peft_type.value,
+    }
+    found = []
+    for claim in claims:
+        if claim.name in answers:
+            right = float(claim.value == answers[claim.name])
+            found.append(Finding(claim.name, "right", right, 0.0, (0.0, 0.0), "wins" if right else "at baseline"))
+    return found

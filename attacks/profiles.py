@@ -1,0 +1,108 @@
+"""What a run does: model, traffic and private facts, for the quick profile and the full one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attacks import quick_model
+from attacks.victim import Job, Run
+from wire.errors import ConfigurationError
+
+_FACTS = Path(__file__).parent.parent / "examples" / "data" / "facts.jsonl"
+_NUM_PROMPTS = 640
+"""Different first tokens, for v_proj: more than SmolLM2's 576 inputs; 4 tokens each are enough for down_proj's 1,536."""
+_BLOCKS = 3
+"""Blocks recorded: a token of one is 60 KB, all of SmolLM2 2 MB."""
+
+MASKS = ("off", "gaussian-pool", "lattice", "pad")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Traffic of one evaluation.
+
+    Attributes:
+        model: as `provider serve --model` takes it.
+        layers: recorded; None for all.
+        limit: of the recording.
+    """
+
+    name: str
+    model: str
+    job: Job
+    layers: str | None
+    limit: str
+
+
+def runs(masks: str) -> list[Run]:
+    """The runs that a list of masks stands for; `off` is run in float and in ring arithmetic.
+
+    Raises:
+        ConfigurationError: an unknown mask.
+    """
+    names = [name.strip() for name in masks.split(",") if name.strip()]
+    unknown = [name for name in names if name not in MASKS]
+    if unknown or not names:
+        raise ConfigurationError(f"no mask {', '.join(unknown) or masks!r}: this evaluates {', '.join(MASKS)}")
+    found = []
+    for name in dict.fromkeys(names):
+        for arithmetic in ("float", "ring") if name == "off" else (None,):
+            label = name if arithmetic is None else f"{name}-{arithmetic}"
+            found.append(Run(label=label, identity=Path(), mask=name, arithmetic=arithmetic))
+    return found
+
+
+def choose(folder: Path, model: str, adapter: Path | None) -> Profile:
+    """The profile for a model: quick for the tiny ones.
+
+    Raises:
+        ConfigurationError: an adapter that is not there.
+    """
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
+    if model in quick_model.NAMES:
+        return quick(folder, model, adapter)
+    return full(folder, model, adapter)
+
+
+def quick(folder: Path, name: str, adapter: Path | None) -> Profile:
+    """A tiny random model: all layers, all adversaries, within a minute."""
+    model = quick_model.make(name, folder / "model")
+    generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
+
+    def characters(count: int) -> list[int]:
+        low = len(quick_model.SPECIAL)
+        return [generator.randrange(low, low + len(quick_model.CHARACTERS)) for _ in range(count)]
+
+    firsts = generator.sample(range(len(quick_model.SPECIAL), len(quick_model.SPECIAL) + 95), 64)
+    prompts = [[first, *characters(5)] for first in firsts] + [characters(8) for _ in range(4)]
+    job = _job(str(model), adapter, list(quick_model.FACTS), prompts, folder / "truth").model_copy(
+        update={"train_steps": 60, "learning_rate": 2e-2, "peft": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
+    )
+    return Profile("quick", str(model), job, None, "1GiB")
+
+
+def full(folder: Path, model: str, adapter: Path | None) -> Profile:
+    """A real model: private facts of the examples, the first blocks recorded, enough tokens for every closed form."""
+    rows = [json.loads(line) for line in _FACTS.read_text(encoding="utf-8").splitlines()]
+    generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
+    firsts = generator.sample(range(1000, 40_000), _NUM_PROMPTS)
+    prompts = [[first, *(generator.randrange(1000, 40_000) for _ in range(3))] for first in firsts]
+    job = _job(model, adapter, rows, prompts, folder / "truth").model_copy(
+        update={"peft": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}}
+    )
+    return Profile("full", model, job, ",".join(f"*layers.{index}.*" for index in range(_BLOCKS)), "6GiB")
+
+
+def _job(
+    model: str, adapter: Path | None, rows: Sequence[dict[str, Any]], prompts: list[list[int]], truth: Path
+) -> Job:
+    return Job(
+        url="", model=model, runs=[], adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2,
+        learning_rate=1e-3, batch_size=8, peft={}, prompts=prompts, num_answered=4, answer_tokens=8, truth=truth,
+    )  # fmt: skip

@@ -1,0 +1,95 @@
+"""report.json and report.md: the table that a tenant reads before choosing a mask."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attacks.controls.control import ControlResult
+from attacks.judge import Finding
+
+NOTE = (
+    "“At baseline” says that this adversary, on this traffic, did no better than guessing. It is not evidence of "
+    "security: what `lattice`, `pad` and `shares` protect rests on the assumptions in docs/threat-model.md."
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finding about one mask."""
+
+    mask: str
+    arithmetic: str
+    adversary: str
+    finding: Finding
+
+
+def write(
+    folder: Path, results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]
+) -> tuple[Path, Path]:
+    """Writes both files and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "results": [
+            {
+                "mask": one.mask,
+                "arithmetic": one.arithmetic,
+                "adversary": one.adversary,
+                "module": one.finding.module,
+                "metric": one.finding.metric,
+                "value": _number(one.finding.value),
+                "baseline": one.finding.baseline,
+                "interval": list(one.finding.interval),
+                "verdict": one.finding.verdict,
+            }
+            for one in results
+        ],
+        "controls": [
+            {
+                "adversary": one.adversary,
+                "setting": one.setting,
+                "metric": one.metric,
+                "value": _number(one.value),
+                "needed": one.needed,
+                "wins": one.wins,
+            }
+            for one in controls
+        ],
+        "notes": list(notes),
+    }
+    machine, human = folder / "report.json", folder / "report.md"
+    machine.write_text(json.dumps(data, indent=1) + "\n")
+    human.write_text("\n".join(["# Attack report", "", *lines(results, controls, notes), ""]))
+    return machine, human
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
+
+
+def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]) -> list[str]:
+    """The report as Markdown."""
+    table = [
+        "| mask | arithmetic | adversary | module | metric | value | baseline (99% interval) | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in results:
+        found = one.finding
+        low, high = found.interval
+        baseline = f"{found.baseline:.3g} ({low:.3g} to {high:.3g})"
+        table.append(
+            f"| {one.mask} | {one.arithmetic} | {one.adversary} | {found.module} | {found.metric} | {found.value:.3g} "
+            f"| {baseline} | {found.verdict} |"
+        )
+    checks = ["| control | setting | metric | value | needed | wins |", "|---|---|---|---|---|---|"]
+    for control in controls:
+        sign = "≤" if control.smaller_wins else "≥"
+        checks.append(
+            f"| {control.adversary} | {control.setting} | {control.metric} | {control.value:.3g} "
+            f"| {sign} {control.needed:.3g} | {'yes' if control.wins else 'NO'} |"
+        )
+    said = [f"- {note}" for note in notes]
+    return [*table, "", NOTE, "", "Positive controls: the same code where it should win.", "", *checks, "", *said]
