@@ -162,7 +162,7 @@ def _cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _median(values: Iterable[float]) -> float:
-    return float(torch.tensor(list(values), dtype=torch.float64).median())
+    return float(torch.tensor(list(values), dtype=torch.float64).quantile(0.5))  # `median` takes the lower of two
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------

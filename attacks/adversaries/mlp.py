@@ -1,7 +1,7 @@
 """What an adapter adds to gate and up (or c_fc), from an MLP's input and the input of its last layer.
 
 m = act(x W_gate) · (x W_up) column by column: each column has its own unknowns (two columns of weights, or one without a
-gate), one equation per token, and the adapter is a small change of known weights: Gauss-Newton from there.
+gate), one equation per token, and the adapter is a small change of known weights: damped Gauss-Newton from there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from attacks.public_model import Layer
 
-_MAX_STEPS = 30
+_MAX_STEPS = 40
+_MAX_HALVINGS = 12
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -42,15 +43,38 @@ def fit_mlp(
     if act is None:
         return None
     weights = [layer.weight.clone() for layer in layers]
-    error = _error(layers, weights, act, given, outputs)
+    errors = _column_errors(layers, weights, act, given, outputs)
     for _ in range(_MAX_STEPS):
         steps = _gauss_newton(layers, weights, act, given, outputs)
-        moved = [weight + step for weight, step in zip(weights, steps, strict=True)]
-        after = _error(layers, moved, act, given, outputs)
-        if not after < error * 0.999:
+        moved, after = _move(layers, weights, steps, act, given, outputs, errors)
+        done = bool((after > errors * 0.999).all())
+        weights, errors = moved, after
+        if done:
             break
-        weights, error = moved, after
-    return tuple(weights), error
+    return tuple(weights), float(errors.norm() / outputs.norm())
+
+
+def _move(
+    layers: tuple[Layer, ...],
+    weights: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    act: Callable[[torch.Tensor], torch.Tensor],
+    given: torch.Tensor,
+    outputs: torch.Tensor,
+    errors: torch.Tensor,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Each column goes the whole step, or the largest power of a half that brings it nearer, or stays."""
+    size = torch.ones_like(errors)
+    for _ in range(_MAX_HALVINGS):
+        moved = [weight + size * step for weight, step in zip(weights, steps, strict=True)]
+        after = _column_errors(layers, moved, act, given, outputs)
+        worse = ~(after < errors)
+        if not bool(worse.any()):
+            return moved, after
+        size = torch.where(worse, size / 2, size)
+    size = torch.where(worse, torch.zeros_like(size), size)
+    moved = [weight + size * step for weight, step in zip(weights, steps, strict=True)]
+    return moved, _column_errors(layers, moved, act, given, outputs)
 
 
 def _terms(layers: tuple[Layer, ...], weights: list[torch.Tensor], given: torch.Tensor) -> list[torch.Tensor]:
@@ -64,14 +88,15 @@ def _predict(act: Callable[[torch.Tensor], torch.Tensor], terms: list[torch.Tens
     return act(terms[0]) if len(terms) == 1 else act(terms[0]) * terms[1]
 
 
-def _error(
+def _column_errors(
     layers: tuple[Layer, ...],
     weights: list[torch.Tensor],
     act: Callable[[torch.Tensor], torch.Tensor],
     given: torch.Tensor,
     outputs: torch.Tensor,
-) -> float:
-    return float((_predict(act, _terms(layers, weights, given)) - outputs).norm() / outputs.norm())
+) -> torch.Tensor:
+    """‖predicted − seen‖ of each column, shape (intermediate,)."""
+    return (_predict(act, _terms(layers, weights, given)) - outputs).norm(dim=0)
 
 
 def _gauss_newton(
