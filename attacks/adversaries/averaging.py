@@ -1,0 +1,62 @@
+"""A prompt that is repeated under fresh noise: the mean of its messages, cleaned by principal components.
+
+Messages of one group, direction and number of rows are taken for repetitions. Noise of their mean falls with the root
+of their number; principal components of the mean below the edge of the noise's spectrum are left out. The same numbers
+under uniform noise mod 2^32 have no mean, so it fails there. Does not tell whether messages are repetitions: where they
+are not, its claim is wrong. Source: Gavish and Donoho, "The optimal hard threshold for singular values is 4/√3", 2014,
+for keeping components above the edge of the noise's spectrum.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from attacks.adversary import Adversary, Claim, StolenRows
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import Message, View
+
+_FEW_SETS = 16
+_FEW_CLAIMS = 4
+_MOST_MESSAGES = 512
+
+
+def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+    """For each set of messages that may be repetitions, its cleaned mean as the rows of the first few of them."""
+    sets: dict[tuple[int, str, int], list[Message]] = defaultdict(list)
+    for message in view.with_tensors().select("product"):
+        if message.num_rows > 0:
+            sets[message.group, message.direction, message.num_rows].append(message)
+    claims: list[Claim] = []
+    for messages in [messages for messages in sets.values() if len(messages) > 1][:_FEW_SETS]:
+        repeats = torch.stack([message.request().to(torch.float64) for message in messages[:_MOST_MESSAGES]])
+        if bool(torch.isfinite(repeats).all()):
+            mean = clean_mean(repeats)
+            claims += [StolenRows(message.seq, mean) for message in messages[:_FEW_CLAIMS]]
+    return claims
+
+
+def clean_mean(repeats: torch.Tensor) -> torch.Tensor:
+    """The mean over repetitions without the principal components that noise alone would make.
+
+    Args:
+        repeats: float64, shape (num_repeats, num_rows, d), at least two repetitions.
+
+    Returns:
+        Shape (num_rows, d).
+    """
+    num_repeats, num_rows, d = repeats.shape
+    mean = repeats.mean(0)
+    noise = (float(repeats.var(0).mean()) / num_repeats) ** 0.5
+    u, values, vt = torch.linalg.svd(mean, full_matrices=False)
+    kept = values > noise * (num_rows**0.5 + d**0.5)  # the largest singular value of noise alone
+    return (u * torch.where(kept, values, 0.0)) @ vt
+
+
+ADVERSARY = Adversary(
+    "averaging-pca",
+    "a prompt repeated under fresh noise: mean and principal components of its messages",
+    attack,
+)

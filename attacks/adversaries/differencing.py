@@ -1,0 +1,46 @@
+"""A mask used twice cancels in the difference of two messages.
+
+Claims z − z' for a few pairs of messages of one group and direction, which is x − x' where both had the same mask. In
+the ring the difference is taken mod 2^32 and centred. Source: the two-time pad.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations, islice
+
+import torch
+
+from attacks.adversary import Adversary, Claim, StolenDifference
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import Message, View
+
+_FEW_GROUPS = 8
+_FEW_PAIRS = 8
+
+
+def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+    """Differences of messages with equally many rows, of the first groups; see `Adversary.attack`."""
+    claims: list[Claim] = []
+    for messages in islice(_alike(view), _FEW_GROUPS):
+        for one, other in islice(combinations(messages, 2), _FEW_PAIRS):
+            difference = one.request() - other.request()  # int32 wraps mod 2^32, centred by its sign
+            claims.append(StolenDifference(one.seq, other.seq, difference.to(torch.float64)))
+    return claims
+
+
+def _alike(view: View) -> list[list[Message]]:
+    """Messages of one group, direction, arithmetic and number of rows, where there are two, in order of arrival."""
+    found: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
+    for message in view.with_tensors().select("product"):
+        if message.num_rows > 0:
+            found[message.group, message.direction, message.arithmetic, message.num_rows].append(message)
+    return [messages for messages in found.values() if len(messages) > 1]
+
+
+ADVERSARY = Adversary(
+    "differencing",
+    "a mask used for two messages: the difference of their unmasked rows",
+    attack,
+)

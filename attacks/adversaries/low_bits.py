@@ -1,0 +1,49 @@
+"""A float mask on a coarser grid than the data: the low bits of the sum are the data's own.
+
+A bfloat16 mask has 8 significant bits; a float32 row plus such a mask keeps the row modulo the mask's grid. The grid
+of an element is 2^-7 times the power of two below |n|, and |n| is about |z| where the mask is strong. Claims the
+centred residue, which is x itself wherever |x| is below half the grid. In the ring there is no finer grid: rows are
+integers, and so are masks. Source: the definition of bfloat16.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attacks.adversary import Adversary, Claim, StolenRows
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import View
+
+_BFLOAT16_STEPS = 2.0**-7
+"""Spacing of bfloat16 numbers between 1 and 2."""
+_MARGIN = 0.75
+"""|n| is taken to be at least so much of |z|: a grid that is too fine still gives a true residue."""
+_MOST_MESSAGES = 512
+
+
+def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+    """The centred residue of every message modulo the grid of a bfloat16 mask; see `Adversary.attack`."""
+    claims: list[Claim] = []
+    for message in view.with_tensors().select("product")[:_MOST_MESSAGES]:
+        rows = message.request().to(torch.float64)
+        claims.append(StolenRows(message.seq, residue(rows, grid(rows))))
+    return claims
+
+
+def grid(rows: torch.Tensor) -> torch.Tensor:
+    """Spacing of a bfloat16 mask that dominates these masked rows, element by element."""
+    exponent = torch.floor(torch.log2((rows.abs() * _MARGIN).clamp_min(1e-30)))
+    return torch.exp2(exponent) * _BFLOAT16_STEPS
+
+
+def residue(rows: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
+    """Rows modulo the spacing, between minus and plus half of it."""
+    return rows - torch.round(rows / spacing) * spacing
+
+
+ADVERSARY = Adversary(
+    "low-bits",
+    "a float mask on a coarser grid than the data, such as bfloat16: the data modulo the grid",
+    attack,
+)

@@ -1,0 +1,143 @@
+"""Masks from a generator with a guessable seed: every candidate is tried until the rows behind one look like data.
+
+Two conventions of a careless tenant, with a torch.Generator seeded anew for each message: float rows plus
+`torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. Seeds tried: small numbers, and
+the seconds before the first message arrived (the recorder's file times; a recording that was copied without them has
+lost that). A float candidate must correlate with the rows and leave rows of the norm that a norm layer gives; in the
+ring it must leave small numbers. Source: own derivation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from attacks.adversary import Adversary, Claim, StolenRows
+from attacks.passes import Opened
+from attacks.public_model import Norm, PublicModel
+from attacks.view import Message, View
+
+SMALL_SEEDS = range(4096)
+_SECONDS_BEFORE = 300
+_NEAR = 8
+"""Seeds around those that were found are tried first: a tenant that reseeds for each message mostly counts up."""
+_FULL_SEARCHES = 4
+"""Messages for which all seeds are tried: one hit is enough to go on from."""
+_MOST_MESSAGES = 64
+_SIZES = range(256, 1 << 16)
+"""Numbers in a message: fewer give chance hits, more take long to draw 4,396 times."""
+_SIGNIFICANT = 5.0
+"""Standard deviations above chance: 4,396 candidates reach it once in a thousand searches."""
+_NORM_TOLERANCE = 1e-2
+"""Of a row's squared norm; room for the eps of a norm layer."""
+_SMALL = 2.0**28
+"""Data in the ring is far below 2^31; uniform numbers have a mean magnitude of 2^30."""
+
+Guess = Callable[[torch.Generator], torch.Tensor | None]
+"""A seeded generator to unmasked rows, None where they do not look like data."""
+
+
+def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+    """Small seeds and those of the clock; see `Adversary.attack`."""
+    return search(view, public, [*SMALL_SEEDS, *arrival_seconds(view)])
+
+
+def arrival_seconds(view: View) -> range:
+    """Unix seconds at which a tenant may have seeded a generator: the minutes before the first message arrived."""
+    times = [message.file.stat().st_mtime for message in view.messages[:1] if message.file is not None]
+    return range(int(times[0]) - _SECONDS_BEFORE, int(times[0]) + 1) if times else range(0)
+
+
+def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]:
+    """Rows of messages whose mask comes from one of these seeds, or from one near to a seed that was found."""
+    norms = {block.q.group: block.attention_norm for block in public.blocks}
+    norms |= {block.up[0].group: block.mlp_norm for block in public.blocks}
+    claims: list[Claim] = []
+    found: list[int] = []
+    left = _FULL_SEARCHES
+    for message, guess in _testable(view, norms):
+        near = [seed + step for seed in reversed(found[-_NEAR:]) for step in range(-_NEAR, _NEAR + 1)]
+        hit = _first_hit(guess, [seed for seed in dict.fromkeys(near) if seed >= 0])
+        if hit is None and left > 0:
+            left -= 1
+            hit = _first_hit(guess, seeds)
+        if hit is not None:
+            found.append(hit[0])
+            claims.append(StolenRows(message.seq, hit[1]))
+    return claims
+
+
+def _testable(view: View, norms: dict[int, Norm]) -> Iterable[tuple[Message, Guess]]:
+    """Messages whose rows can be told from noise, with the guess for each."""
+    num_messages = 0
+    for message in view.with_tensors().select("product"):
+        norm = norms.get(message.group) if message.direction == "forward" else None
+        if num_messages == _MOST_MESSAGES or (message.arithmetic == "float" and norm is None):
+            continue
+        request = message.request()
+        if request.numel() not in _SIZES:
+            continue
+        num_messages += 1
+        if message.arithmetic == "ring":
+            yield message, _ring_guess(request)
+        elif norm is not None and request.shape[1] == norm.weight.shape[0]:
+            yield message, _float_guess(request, norm)
+
+
+def _first_hit(guess: Guess, seeds: Iterable[int]) -> tuple[int, torch.Tensor] | None:
+    generator = torch.Generator()
+    for seed in seeds:
+        rows = guess(generator.manual_seed(seed))
+        if rows is not None:
+            return seed, rows
+    return None
+
+
+def _ring_guess(request: torch.Tensor) -> Guess:
+    """For int32 rows: a mask uniform mod 2^32."""
+
+    def guess(generator: torch.Generator) -> torch.Tensor | None:
+        mask = torch.randint(-(2**31), 2**31, request.shape, dtype=torch.int32, generator=generator)
+        rows = request - mask  # wraps mod 2^32
+        if float(rows.flatten()[: _SIZES.start].to(torch.float64).abs().mean()) > _SMALL:
+            return None
+        return rows.to(torch.float64)
+
+    return guess
+
+
+def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
+    """For float32 rows that a norm made: a Gaussian mask of strength 1 or one for the whole message."""
+    length = float(request.norm())
+    needed = _SIGNIFICANT * length  # of ⟨Z, N⟩, which for another seed's N is Gaussian with deviation ‖Z‖
+
+    def guess(generator: torch.Generator) -> torch.Tensor | None:
+        mask = torch.randn(request.shape, generator=generator)
+        if float(torch.dot(request.flatten(), mask.flatten())) < needed:
+            return None
+        return _with_norms(norm, request.to(torch.float64), mask.to(torch.float64))
+
+    return guess
+
+
+def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    """Rows without the mask if one strength gives all of them the norm of normed rows."""
+    scaled = (rows if norm.bias is None else rows - norm.bias) / norm.weight
+    noise = mask / norm.weight
+    square, half = noise.pow(2).sum(), (scaled * noise).sum()
+    rest = scaled.pow(2).sum() - scaled.numel()
+    root = (half * half - square * rest).clamp_min(0).sqrt()
+    for strength in (1.0, float((half - root) / square), float((half + root) / square)):
+        misfit = ((scaled - strength * noise).pow(2).mean(1) - 1).abs().mean()
+        if strength > 0 and float(misfit) < _NORM_TOLERANCE:
+            return rows - strength * mask
+    return None
+
+
+ADVERSARY = Adversary(
+    "seed-search",
+    "masks from a torch.Generator with a small or time-like seed: tries them all",
+    attack,
+    opens_masks=True,
+)

@@ -1,0 +1,69 @@
+"""One fixed mask, never seen: normed rows lie on a sphere, and the mask is its centre.
+
+z_t = x_t + n with ‖(x_t − β)/γ‖² = d for every row, so u_t = (z_t − β)/γ lies at distance √d from v = n/γ, and
+2(u_t − u_s)ᵀ v = ‖u_t‖² − ‖u_s‖² is linear in v: d + 1 rows give it. LayerNorm rows also have mean 0, which is one more
+equation. Does not win where rows span too little, or where the mask changes. Source: Coope, "Circle fitting by linear
+and nonlinear least squares", 1993, for the linear form of a sphere fit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attacks.adversary import Adversary, Claim, StolenRows
+from attacks.passes import Opened
+from attacks.public_model import Norm, PublicModel
+from attacks.view import View
+
+_MOST_MESSAGES = 64
+_ROWS_PER_FEATURE = 3
+"""More rows than d + 1 average the rounding of float32 out; beyond this they cost more than they give."""
+
+
+def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+    """Rows of the first messages of every group that a norm made; a best guess wherever it can be computed."""
+    norms = {block.q.group: block.attention_norm for block in public.blocks}
+    norms |= {block.up[0].group: block.mlp_norm for block in public.blocks}
+    claims: list[Claim] = []
+    for group, norm in norms.items():
+        messages = view.with_tensors().select("product", "forward", group)[:_MOST_MESSAGES]
+        requests = {message.seq: message.request().to(torch.float64) for message in messages}
+        if not requests:
+            continue
+        rows = torch.cat(list(requests.values()))
+        if rows.shape[1] != norm.weight.shape[0] or not bool(torch.isfinite(rows).all()):
+            continue
+        mask = fit(norm, rows[: _ROWS_PER_FEATURE * rows.shape[1]])
+        if mask is not None:
+            claims += [StolenRows(seq, request - mask) for seq, request in requests.items()]
+    return claims
+
+
+def fit(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
+    """The centre of the sphere on which rows lie, as a mask, shape (d,); None for fewer rows than unknowns.
+
+    Args:
+        norm: made the unmasked rows; its eps is left out.
+        rows: float64, shape (num_rows, d).
+    """
+    num_rows, d = rows.shape
+    if num_rows < d + 1:
+        return None
+    points = (rows if norm.bias is None else rows - norm.bias) / norm.weight
+    middle = points.mean(0)
+    centred = points - middle
+    squares = centred.pow(2).sum(1)
+    equations, values = 2 * (centred - centred.mean(0)), squares - squares.mean()
+    if norm.bias is not None:  # mean 0: the centre has the mean that all points have
+        equations = torch.cat([equations, equations.norm() / d * torch.ones(1, d, dtype=equations.dtype)])
+        values = torch.cat([values, values.new_zeros(1)])
+    # gelsd: the smallest solution where rows do not span everything
+    centre = torch.linalg.lstsq(equations, values[:, None], rcond=1e-9, driver="gelsd").solution[:, 0]
+    return (centre + middle) * norm.weight
+
+
+ADVERSARY = Adversary(
+    "sphere-fit",
+    "one fixed mask that was never seen: normed rows lie on a sphere around it, d + 1 of them give it",
+    attack,
+)

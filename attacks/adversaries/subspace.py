@@ -1,0 +1,56 @@
+"""Noise within a small span: principal components show the span, and the rows off it are bare.
+
+Strong noise of rank r makes the first r eigenvalues of the rows' second moment stand out; what is left off their
+eigenvectors is x without its part in the span. Noise in all directions leaves nothing to project off, and then the
+claim is as wrong as the message. Source: own derivation; principal component analysis.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attacks.adversary import Adversary, Claim, StolenRows
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import View
+
+_MOST_MESSAGES = 64
+_LARGEST_SHARE = 4
+"""A span of more than d/4 dimensions is not small."""
+
+
+def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
+    """Rows off the noise's span, of the first messages of every group and direction; see `Adversary.attack`."""
+    claims: list[Claim] = []
+    products = view.with_tensors().select("product")
+    for group, direction in dict.fromkeys((message.group, message.direction) for message in products):
+        messages = [m for m in products if (m.group, m.direction) == (group, direction)][:_MOST_MESSAGES]
+        requests = {message.seq: message.request().to(torch.float64) for message in messages}
+        rows = torch.cat(list(requests.values()))
+        span = noise_span(rows) if bool(torch.isfinite(rows).all()) else None
+        if span is not None:
+            claims += [StolenRows(seq, request - request @ span @ span.t()) for seq, request in requests.items()]
+    return claims
+
+
+def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
+    """An orthonormal basis of the directions that stand out most, shape (d, r) with 1 <= r <= d/4.
+
+    Args:
+        rows: float64, shape (num_rows, d); None is returned where there are too few to tell.
+    """
+    num_rows, d = rows.shape
+    largest = min(d, num_rows) // _LARGEST_SHARE
+    if largest < 1:
+        return None
+    values, vectors = torch.linalg.eigh(rows.t() @ rows)  # ascending
+    values = values.flip(0).clamp_min(float(values[-1]) * 1e-15 + 1e-300)
+    rank = 1 + int((values[:largest] / values[1 : largest + 1]).argmax())
+    return vectors[:, -rank:]
+
+
+ADVERSARY = Adversary(
+    "subspace-projection",
+    "noise within a small span: principal components give the span, rows off it are bare",
+    attack,
+)

@@ -1,0 +1,168 @@
+"""known-mask against the published scheme itself, and the masked traffic that other controls send too."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attacks.adversaries.known_mask import ADVERSARY
+from attacks.adversary import Claim, StolenDifference, StolenRows
+from attacks.controls.control import ControlResult
+from attacks.controls.tiny import tiny_manifest, tiny_model, tiny_public
+from attacks.public_model import PublicModel
+from attacks.synthetic import Exchange, write_recording
+from attacks.view import View
+from noise.gaussian_pool import GaussianPool, NotPrivateWarning
+from noise.scheme import GroupSpec
+from wire.expand import SeededRows
+from wire.frame import Call, Direction
+from wire.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A recording and what its maker knows.
+
+    Attributes:
+        truth: seq of a product message to its unmasked rows, in the units of the request.
+    """
+
+    view: View
+    public: PublicModel
+    truth: Mapping[int, torch.Tensor]
+
+
+@functools.cache
+def manifest_of(kind: str) -> Manifest:
+    """What a provider of the tiny model announces; native weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tiny_manifest(kind, "native", Path(folder) / "model")
+
+
+@functools.cache
+def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> list[dict[int, torch.Tensor]]:
+    """What each group of the tiny model is given for random prompts: group to float32, (num_tokens, in_features)."""
+    model = tiny_model(kind)
+    modules = dict(model.named_modules())
+    seen: dict[int, torch.Tensor] = {}
+
+    def keep(group: int) -> Callable[[Any, tuple[torch.Tensor, ...]], None]:
+        def hook(module: Any, args: tuple[torch.Tensor, ...]) -> None:
+            seen[group] = args[0].detach().reshape(-1, args[0].shape[-1]).clone()
+
+        return hook
+
+    groups = manifest_of(kind).groups
+    hooks = [modules[group.layers[0].name].register_forward_pre_hook(keep(group.id)) for group in groups]
+    tokens = torch.randint(0, 64, (num_prompts, num_tokens), generator=torch.Generator().manual_seed(seed))
+    passes = []
+    with torch.no_grad():
+        for prompt in tokens:
+            model(input_ids=prompt[None])
+            passes.append(dict(seen))
+    for hook in hooks:
+        hook.remove()
+    return passes
+
+
+def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
+    """A request with a reply of zeros: these adversaries read requests only."""
+    reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
+    return Exchange(group, rows, reply, **fields)
+
+
+def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor | None]]) -> Traffic:
+    """Records exchanges, each with its unmasked rows (None for an effect)."""
+    both = list(sent)
+    view = write_recording(Path(folder) / "recording", manifest_of(kind), [one for one, _ in both])
+    truth = {seq: rows.to(torch.float64) for seq, (_, rows) in enumerate(both) if rows is not None}
+    return Traffic(view, tiny_public(kind, manifest_of(kind)), truth)
+
+
+def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
+    """Ring rows, each under a fresh mask uniform mod 2^32: what a one-time mask looks like."""
+    generator = torch.Generator().manual_seed(2**40 + 1)
+    sent: list[tuple[Exchange, torch.Tensor | None]] = []
+    for one in inputs:
+        for group, rows in one.items():
+            encoded = (rows * 2**16).round().to(torch.int32)
+            mask = torch.randint(-(2**31), 2**31, rows.shape, dtype=torch.int32, generator=generator)
+            sent.append((exchange(kind, group, encoded + mask), encoded))
+    return record(kind, folder, sent)
+
+
+def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> dict[int, float]:
+    """seq to ‖X̂ − X‖_F / ‖X‖_F of every claim about rows; guessing zero scores 1."""
+    return {
+        claim.seq: float((claim.rows - truth[claim.seq]).norm() / truth[claim.seq].norm())
+        for claim in claims
+        if isinstance(claim, StolenRows)
+    }
+
+
+def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> list[float]:
+    """The same of every claim about a difference."""
+    errors = []
+    for claim in claims:
+        if isinstance(claim, StolenDifference):
+            wanted = truth[claim.seq] - truth[claim.other_seq]
+            errors.append(float((claim.rows - wanted).norm() / wanted.norm().clamp_min(1e-30)))
+    return errors
+
+
+def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
+    """What the provider of a tenant with `mask='gaussian-pool'` sees."""
+    sent: list[tuple[Exchange, torch.Tensor | None]] = []
+
+    def effect_path(call: Call, rows: torch.Tensor | SeededRows, reply_cols: int) -> Future[torch.Tensor]:
+        if isinstance(rows, SeededRows):
+            raise TypeError("gaussian-pool sends its vectors")
+        answer: Future[torch.Tensor] = Future()
+        answer.set_result(torch.zeros(rows.shape[0], reply_cols))
+        sent.append((exchange(kind, call.group, rows, purpose="effect"), None))
+        return answer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotPrivateWarning)
+        scheme = GaussianPool(pool_size=8, sigma=sigma, renew_every=6)
+    scheme.bind(effect_path)
+    for one in inputs:
+        for group, rows in one.items():
+            info = manifest_of(kind).groups[group]
+            spec = GroupSpec(group, info.in_features, info.out_features, 1.0, 1.0, torch.ones(info.out_features))
+            masked = scheme.mask(spec, Direction.FORWARD, rows).messages[0].rows
+            if isinstance(masked, torch.Tensor):
+                sent.append((exchange(kind, group, masked), rows))
+    return record(kind, folder, sent)
+
+
+def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -> list[dict[int, torch.Tensor]]:
+    """The same prompts, the last rows one at a time as a KV cache sends them."""
+    split = []
+    for one in inputs:
+        num_tokens = next(iter(one.values())).shape[0] - num_steps
+        split.append({group: rows[:num_tokens] for group, rows in one.items()})
+        for step in range(num_tokens, num_tokens + num_steps):
+            split.append({group: rows[step : step + 1] for group, rows in one.items()})
+    return split
+
+
+def control() -> ControlResult:
+    """Every masked row, prompts and single tokens, from gaussian-pool with a σ that the adversary is not told."""
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = decode_steps(inputs_of("llama", 2, 12), 3)
+        traffic = pool_traffic("llama", folder, 0.7, inputs)
+        errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
+    share = sum(errors.get(seq, 1.0) <= 1e-4 for seq in traffic.truth) / len(traffic.truth)
+    return ControlResult(
+        ADVERSARY.name, "gaussian-pool, K = 8, σ = 0.7, pools renewed", "messages with rows right to 1e-4",
+        share, 0.9, smaller_wins=False,
+    )  # fmt: skip
