@@ -52,7 +52,8 @@ def clean_mean(repeats: torch.Tensor) -> torch.Tensor:
     noise = (float(repeats.var(0).mean()) / num_repeats) ** 0.5
     u, values, vt = torch.linalg.svd(mean, full_matrices=False)
     kept = values > noise * (num_rows**0.5 + d**0.5)  # the largest singular value of noise alone
-    return (u * torch.where(kept, values, 0.0)) @ vt
+    cleaned: torch.Tensor = (u * torch.where(kept, values, 0.0)) @ vt
+    return cleaned
 
 
 ADVERSARY = Adversary(

@@ -91,7 +91,7 @@ def _unmask(one: _Masked, sigma: float) -> torch.Tensor:
 def _strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Tensor:
     """Both c of each vector from ‖Z − c·n‖² = T·d·(c/σ)², shape (2, K); 1e30 in place of one that is not above zero.
 
-    The first is right unless the rows point against the noise, ⟨X, n⟩ < −‖X‖²/c: the slope there is −2(‖X‖²/c + ⟨X, n⟩).
+    The first is right unless ⟨X, n⟩ < −‖X‖²/c, rows that point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)

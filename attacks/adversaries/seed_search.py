@@ -4,11 +4,13 @@ Two conventions of a careless tenant, with a torch.Generator seeded anew for eac
 `torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. Seeds tried: small numbers, and
 the seconds before the first message arrived (the recorder's file times; a recording that was copied without them has
 lost that). A float candidate must correlate with the rows and leave rows of the norm that a norm layer gives; in the
-ring it must leave small numbers. Source: own derivation.
+ring it must leave small numbers. Of one generator for many messages only the first is found. torch's generator on the
+CPU keeps the low 32 bits of a seed, so that a seed of 64 bits is no harder to search for. Source: own derivation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -45,7 +47,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 def arrival_seconds(view: View) -> range:
     """Unix seconds at which a tenant may have seeded a generator: the minutes before the first message arrived."""
-    times = [message.file.stat().st_mtime for message in view.messages[:1] if message.file is not None]
+    times = [message.file.stat().st_mtime for message in view.with_tensors().messages[:1] if message.file is not None]
     return range(int(times[0]) - _SECONDS_BEFORE, int(times[0]) + 1) if times else range(0)
 
 
@@ -81,7 +83,7 @@ def _testable(view: View, norms: dict[int, Norm]) -> Iterable[tuple[Message, Gue
         num_messages += 1
         if message.arithmetic == "ring":
             yield message, _ring_guess(request)
-        elif norm is not None and request.shape[1] == norm.weight.shape[0]:
+        elif norm is not None and request.shape[1] == norm.weight.shape[0] and 0 < float(request.norm()) < math.inf:
             yield message, _float_guess(request, norm)
 
 

@@ -58,8 +58,9 @@ def fit(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
         equations = torch.cat([equations, equations.norm() / d * torch.ones(1, d, dtype=equations.dtype)])
         values = torch.cat([values, values.new_zeros(1)])
     # gelsd: the smallest solution where rows do not span everything
-    centre = torch.linalg.lstsq(equations, values[:, None], rcond=1e-9, driver="gelsd").solution[:, 0]
-    return (centre + middle) * norm.weight
+    centre: torch.Tensor = torch.linalg.lstsq(equations, values[:, None], rcond=1e-9, driver="gelsd").solution[:, 0]
+    mask: torch.Tensor = (centre + middle) * norm.weight
+    return mask
 
 
 ADVERSARY = Adversary(

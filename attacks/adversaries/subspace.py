@@ -46,7 +46,8 @@ def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
     values, vectors = torch.linalg.eigh(rows.t() @ rows)  # ascending
     values = values.flip(0).clamp_min(float(values[-1]) * 1e-15 + 1e-300)
     rank = 1 + int((values[:largest] / values[1 : largest + 1]).argmax())
-    return vectors[:, -rank:]
+    span: torch.Tensor = vectors[:, -rank:]
+    return span
 
 
 ADVERSARY = Adversary(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,17 @@ def manifest_of(kind: str) -> Manifest:
 
 
 @functools.cache
+def public_of(kind: str) -> PublicModel:
+    """The tiny model as adversaries see it."""
+    return tiny_public(kind, manifest_of(kind))
+
+
+def normed_groups(public: PublicModel) -> set[int]:
+    """Groups whose input a norm layer made."""
+    return {layer.group for block in public.blocks for layer in (block.q, block.up[0])}
+
+
+@functools.cache
 def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> list[dict[int, torch.Tensor]]:
     """What each group of the tiny model is given for random prompts: group to float32, (num_tokens, in_features)."""
     model = tiny_model(kind)
@@ -84,18 +95,27 @@ def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor |
     both = list(sent)
     view = write_recording(Path(folder) / "recording", manifest_of(kind), [one for one, _ in both])
     truth = {seq: rows.to(torch.float64) for seq, (_, rows) in enumerate(both) if rows is not None}
-    return Traffic(view, tiny_public(kind, manifest_of(kind)), truth)
+    return Traffic(view, public_of(kind), truth)
+
+
+def to_ring(rows: torch.Tensor) -> torch.Tensor:
+    """Fixed point with 16 bits after the point, int32: far below 2^31, as encoded rows are."""
+    return (rows * 2**16).round().to(torch.int32)
+
+
+def uniform(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """int32 numbers, uniform over the ring."""
+    return torch.randint(-(2**31), 2**31, tuple(shape), dtype=torch.int32, generator=generator)
 
 
 def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
     """Ring rows, each under a fresh mask uniform mod 2^32: what a one-time mask looks like."""
-    generator = torch.Generator().manual_seed(2**40 + 1)
+    generator = torch.Generator().manual_seed(0x5EED0001)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     for one in inputs:
         for group, rows in one.items():
-            encoded = (rows * 2**16).round().to(torch.int32)
-            mask = torch.randint(-(2**31), 2**31, rows.shape, dtype=torch.int32, generator=generator)
-            sent.append((exchange(kind, group, encoded + mask), encoded))
+            encoded = to_ring(rows)
+            sent.append((exchange(kind, group, encoded + uniform(rows.shape, generator)), encoded))
     return record(kind, folder, sent)
 
 

@@ -1,0 +1,50 @@
+"""low-bits against a bfloat16 mask on float32 rows."""
+
+from __future__ import annotations
+
+import tempfile
+
+import torch
+
+from attacks.adversaries.low_bits import ADVERSARY
+from attacks.adversary import StolenRows
+from attacks.controls.control import ControlResult
+from attacks.controls.known_mask import exchange, inputs_of, record
+
+STRENGTH = 1000.0
+_FLOAT32_HALF_STEP = 2.0**-24
+"""Relative rounding of the sum, which is all that the low bits lose."""
+
+
+def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Where a guess is the row modulo the spacing of its mask element, up to the rounding of the sum; bool.
+
+    By chance this holds for one element in 2^14: the rounding against half a spacing of bfloat16.
+    """
+    spacing = torch.exp2(torch.floor(torch.log2(mask.abs()))) * 2.0**-7
+    off = guess - rows
+    off = off - torch.round(off / spacing) * spacing
+    return off.abs() <= 2 * _FLOAT32_HALF_STEP * (rows + mask).abs()
+
+
+def control() -> ControlResult:
+    """All inputs of 12 tokens; a few in a thousand fail, where the sum lies across a power of two from its mask."""
+    generator = torch.Generator().manual_seed(0x5EED0006)
+    sent, masks = [], []
+    for group, rows in inputs_of("llama", 1, 12)[0].items():
+        strength = STRENGTH * rows.pow(2).mean().sqrt()
+        mask = (strength * torch.randn(rows.shape, generator=generator)).to(torch.bfloat16).to(torch.float32)
+        masks.append(mask.to(torch.float64))
+        sent.append((exchange("llama", group, rows + mask), rows))
+    with tempfile.TemporaryDirectory() as folder:
+        traffic = record("llama", folder, sent)
+        claims = ADVERSARY.attack(traffic.view, traffic.public, None)
+    right = [
+        right_residues(claim.rows, traffic.truth[claim.seq], masks[claim.seq]).flatten()
+        for claim in claims
+        if isinstance(claim, StolenRows)
+    ]
+    return ControlResult(
+        ADVERSARY.name, "bfloat16 Gaussian mask of strength 1000", "elements right modulo the mask's grid",
+        float(torch.cat(right).to(torch.float64).mean()) if len(right) == len(sent) else 0.0, 0.99, smaller_wins=False,
+    )  # fmt: skip

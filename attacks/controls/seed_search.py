@@ -1,0 +1,41 @@
+"""seed-search against a generator seeded with a small number, and with the clock, in float and in the ring."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+
+import torch
+
+from attacks.adversaries.seed_search import ADVERSARY
+from attacks.controls.control import ControlResult
+from attacks.controls.known_mask import Traffic, exchange, inputs_of, record, row_errors, to_ring, uniform
+from attacks.synthetic import Exchange
+
+SMALL_SEED = 977
+
+
+def seeded_traffic(folder: str, ring: bool, first_seed: int) -> Traffic:
+    """Two prompts; each message's mask comes from a generator with the next seed."""
+    sent: list[tuple[Exchange, torch.Tensor | None]] = []
+    for one in inputs_of("llama", 2, 12):
+        for group in (0, 2, 4, 6):
+            generator = torch.Generator().manual_seed(first_seed + len(sent))
+            rows = to_ring(one[group]) if ring else one[group]
+            mask = uniform(rows.shape, generator) if ring else torch.randn(rows.shape, generator=generator)
+            sent.append((exchange("llama", group, rows + mask), rows))
+    return record("llama", folder, sent)
+
+
+def control() -> ControlResult:
+    """Float masks from a small seed and ring masks from the clock: all messages must be opened."""
+    worst = 0.0
+    for ring, first_seed in ((False, SMALL_SEED), (True, int(time.time()) - 60)):
+        with tempfile.TemporaryDirectory() as folder:
+            traffic = seeded_traffic(folder, ring, first_seed)
+            errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
+        worst = max(worst, *(errors.get(seq, 1.0) for seq in traffic.truth))
+    return ControlResult(
+        ADVERSARY.name, "seed 977 in float, the clock in the ring", "worst relative error of a message's rows",
+        worst, 1e-4, smaller_wins=True,
+    )  # fmt: skip

@@ -1,0 +1,22 @@
+"""which-of-K against the published scheme: every message of a normed input, prompts and single tokens."""
+
+from __future__ import annotations
+
+import tempfile
+
+from attacks.adversaries.which_of_k import ADVERSARY
+from attacks.controls.control import ControlResult
+from attacks.controls.known_mask import decode_steps, inputs_of, normed_groups, pool_traffic, row_errors
+
+
+def control() -> ControlResult:
+    """All 32 messages of four normed inputs, each with one of K = 8 vectors, or of 16 after a renewal."""
+    with tempfile.TemporaryDirectory() as folder:
+        traffic = pool_traffic("llama", folder, 1.0, decode_steps(inputs_of("llama", 2, 12), 3))
+        errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
+        groups = normed_groups(traffic.public)
+        wanted = [message.seq for message in traffic.view.select("product") if message.group in groups]
+    return ControlResult(
+        ADVERSARY.name, "gaussian-pool, K = 8, no correlation used", "worst relative error of a message's rows",
+        max(errors.get(seq, 1.0) for seq in wanted), 1e-4, smaller_wins=True,
+    )  # fmt: skip
