@@ -82,7 +82,7 @@ def quick(folder: Path, name: str, adapter: Path | None) -> Profile:
     firsts = generator.sample(range(len(quick_model.SPECIAL), len(quick_model.SPECIAL) + 95), 64)
     prompts = [[first, *characters(5)] for first in firsts] + [characters(8) for _ in range(4)]
     job = _job(str(model), adapter, list(quick_model.FACTS), prompts, folder / "truth").model_copy(
-        update={"train_steps": 60, "learning_rate": 2e-2, "peft": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
+        update={"train_steps": 150, "learning_rate": 5e-3, "peft": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
     )
     return Profile("quick", str(model), job, None, "1GiB")
 
