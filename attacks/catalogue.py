@@ -10,8 +10,8 @@ from wire.errors import ConfigurationError
 
 MODULES = (
     "layer0_lookup", "closed_form",
-    # "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "subspace", "low_bits", "seed_search",
-    # "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction",
+    "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "subspace", "low_bits", "seed_search",
+    "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction",
 )  # fmt: skip
 """Files of attacks/adversaries, each with a control of the same name in attacks/controls."""
 

@@ -1,0 +1,105 @@
+"""`tiny-error`: a lattice mask whose error is 0 or 1 falls to linearisation.
+
+With e in {0, 1}, e(e − 1) = 0 for e = z − ⟨m, s⟩. Over a power of two this says something only after halving:
+e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, where w_i = 1 iff s_i = −1, and p_ij = s_i·s_j:
+
+    (z² − z)/2 + Σ ((m_i + m_i²)/2 − z·m_i)·s_i + Σ m_i²·w_i + Σ_{i<j} m_i·m_j·p_ij = 0 mod 2,
+
+linear in n(n + 3)/2 unknown bits: s_i mod 2 is its support and w_i its sign. A candidate is checked mod 2^32.
+
+Source: Arora, Ge, "New algorithms for learning with errors in presence of noise", ICALP 2011, section 3; with an
+error of η values the degree is η and the unknowns are about n^η/η!, out of reach at σ = 3.2.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from attacks.adversaries.binary_system import BinarySystem
+from attacks.adversaries.ring_lwe import PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
+from attacks.adversary import Adversary, Claim
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import View
+
+MOST_DIMENSION = 32
+"""560 unknowns; one guess takes tens of milliseconds."""
+SURPLUS = 32
+BUDGET = 1 << 22
+"""Guesses in all, each at unknowns² units: 20 at dimension 32, 2,000 at 8."""
+
+
+def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Opens blocks that have enough rows of known, or zero, plaintext; toy dimensions only."""
+    claims: list[Claim] = []
+    left = BUDGET
+    seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
+    for stream in streams(view, opened) if seeds and left > 0 else ():
+        share = left // 2 + 1  # no stream uses it all
+        for seed in seeds:
+            for degree in ring_degrees(seed.num_rows):
+                spent = _open(stream, PublicMatrix.of(seed, degree, stream.num_features), share)
+                share, left = share - spent, left - spent
+        claims += stream.claims()
+    return claims
+
+
+def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
+    """Tries windows of a stream within a budget; returns what was spent."""
+    num_unknowns = public.dimension * (public.dimension + 3) // 2
+    num_rows = -(-(num_unknowns + SURPLUS) // stream.num_features)
+    if num_rows > min(public.degree, len(stream.rows)):
+        return 0
+    equations = public.stacked_equations(num_rows, num_unknowns + SURPLUS)
+    spent = 0
+    for start in stream.windows(num_rows):
+        if bool(stream.is_open[start : start + num_rows].any()):
+            continue
+        if spent + num_unknowns**2 > budget:
+            break
+        spent += num_unknowns**2
+        secret = find_secret(equations, stream.masks(start, num_rows, len(equations)))
+        if secret is not None:
+            stream.open_around(public, secret, start, num_rows)
+    return spent
+
+
+def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | None:
+    """The ternary s with masks − M·s in {0, 1} everywhere; None where there is none, or no full rank.
+
+    Args:
+        equations: M, int64, shape (num_equations, n).
+        masks: int64, shape (num_equations,).
+
+    Returns:
+        int64, shape (n,).
+    """
+    if not bool(masks.any()):
+        return None  # rows of zeros are no mask at all
+    n = equations.shape[1]
+    m, z = equations.remainder(4).numpy(), masks.remainder(4).numpy()[:, None]
+    first, second = _pairs(n)
+    columns = np.concatenate(((m + m * m) // 2 - z * m, m * m, m[:, first] * m[:, second]), axis=1)
+    side = (z[:, 0] ** 2 - z[:, 0]) // 2
+    bits = BinarySystem((columns & 1).astype(np.uint8)).solve((side & 1).astype(np.uint8))
+    if bits is None:
+        return None
+    support, is_negative = bits[:n].astype(np.int64), bits[n : 2 * n].astype(np.int64)
+    secret = torch.from_numpy(support * (1 - 2 * is_negative))
+    error = centred(masks - equations @ secret)
+    return secret if bool(((error == 0) | (error == 1)).all()) else None
+
+
+@functools.cache
+def _pairs(n: int) -> tuple[list[int], list[int]]:
+    """i and j of all i < j < n."""
+    pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
+    return [i for i, _ in pairs], [j for _, j in pairs]
+
+
+ADVERSARY = Adversary(
+    "tiny-error", "a lattice mask with errors 0 or 1 at toy size: linearisation; opens the block", attack, True
+)

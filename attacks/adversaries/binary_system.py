@@ -1,0 +1,78 @@
+"""Linear systems mod 2: one elimination, many right sides.
+
+Guarantees: exact. A right side that the matrix cannot give is said to be inconsistent, so that noise passes with
+probability 2^-(num_equations − rank).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[np.uint8]
+
+
+class BinarySystem:
+    """M·x = b over GF(2) for a fixed M, reduced once.
+
+    Attributes:
+        rank: of M; every x is unique where it equals the number of unknowns.
+    """
+
+    def __init__(self, matrix: Bits) -> None:
+        """Args: matrix: 0 and 1, shape (num_equations, num_unknowns)."""
+        num_equations, self._num_unknowns = matrix.shape
+        rows = _pack(np.concatenate((matrix, np.eye(num_equations, dtype=np.uint8)), axis=1))
+        self.rank = _eliminate(rows, self._num_unknowns)
+        wide = np.unpackbits(rows.view(np.uint8), axis=1, count=self._num_unknowns + num_equations)
+        # what elimination did to the right side, shape (num_equations, num_equations); float32 sums stay below 2^24
+        self._transform = wide[:, self._num_unknowns :].astype(np.float32)
+
+    @property
+    def has_full_rank(self) -> bool:
+        """Whether a solution is unique."""
+        return bool(self.rank == self._num_unknowns)
+
+    def consistent(self, sides: Bits) -> npt.NDArray[np.bool_]:
+        """Which right sides have a solution.
+
+        Args:
+            sides: 0 and 1, shape (num_equations, count).
+
+        Returns:
+            shape (count,).
+        """
+        left = self._transform[self.rank :] @ sides.astype(np.float32)
+        return np.asarray(~np.any(left.astype(np.int64) & 1, axis=0))
+
+    def solve(self, side: Bits) -> Bits | None:
+        """The one x with M·x = side, shape (num_unknowns,); None where there is none, or more than one."""
+        if not self.has_full_rank or not self.consistent(side[:, None]).all():
+            return None
+        solution = self._transform[: self.rank] @ side.astype(np.float32)
+        return np.asarray(solution.astype(np.int64) & 1, dtype=np.uint8)
+
+
+def _pack(bits: Bits) -> npt.NDArray[np.uint64]:
+    packed = np.packbits(bits, axis=1)
+    padded = np.zeros((packed.shape[0], -(-packed.shape[1] // 8) * 8), dtype=np.uint8)
+    padded[:, : packed.shape[1]] = packed
+    return padded.view(np.uint64)
+
+
+def _eliminate(rows: npt.NDArray[np.uint64], num_columns: int) -> int:
+    """Reduces the first columns in place, pivots on top in order; returns the rank."""
+    octets, rank = rows.view(np.uint8), 0
+    for column in range(num_columns):
+        has_bit = (octets[:, column // 8] >> (7 - column % 8)) & 1
+        below = np.flatnonzero(has_bit[rank:])
+        if below.size == 0:
+            continue
+        pivot = rank + int(below[0])
+        if pivot != rank:
+            rows[[rank, pivot]] = rows[[pivot, rank]]
+            has_bit[[rank, pivot]] = has_bit[[pivot, rank]]
+        has_bit[rank] = 0
+        rows[has_bit.astype(bool)] ^= rows[rank]
+        rank += 1
+    return rank

@@ -1,0 +1,210 @@
+"""`lattice-reduction`: the primal attack on a lattice mask of toy dimension, and how its time grows.
+
+Rows guessed to be zero are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is reduced once for a matrix A:
+row t asks for X^-t·s in the same lattice (ring_lwe.py), so that one reduction serves every row of every block. A guess
+then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces again; (ν·s, −e, −τ) comes out when z
+was a sample. ν and τ bring s, e and the last coordinate to one size.
+
+Above `MOST_DIMENSION` it does not try: it states the published estimate of the parameters with that dimension instead.
+It needs fpylll, which is optional. The wheel has no pruning strategies, so that BKZ here is slower than the best.
+
+Source: Kannan, "Minkowski's convex body theorem and integer programming", 1987; Bai, Galbraith, "Lattice decoding
+attacks on binary LWE", ACISP 2014 (the scaling ν); Alkim, Ducas, Pöppelmann, Schwabe, "Post-quantum key exchange",
+USENIX Security 2016, section 6.3 (when it succeeds).
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import torch
+
+from attacks.adversaries.ring_lwe import MODULUS, PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
+from attacks.adversary import Adversary, Claim, StolenFact
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import View
+from noise.params import NOMINAL_SIGMA, PARAMETERS
+from wire.errors import ConfigurationError
+from wire.expand import SeededRows
+
+MOST_DIMENSION = 64
+"""k·N; the first reduction takes half a second there."""
+BUDGET = 1 << 24
+"""Guesses in all, each at (k·N)³ units: 60 at dimension 64, 4,000 at 16."""
+MOST_REDUCTIONS = 6
+LLL_ROOT_FACTOR = 1.0219
+"""Nguyen, Stehlé, "LLL on the average", ANTS 2006: the usual root Hermite factor of LLL."""
+TERNARY_SIGMA = math.sqrt(2 / 3)
+ERROR_BOUND = 12
+"""Errors up to so many σ are taken for errors: 21 is the bound of the centred binomial with σ = 3.24."""
+
+
+def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Opens blocks with one row (at few features: some) of known, or zero, plaintext."""
+    claims: list[Claim] = [estimate(seed) for seed in public_seeds(view) if seed.num_rows > MOST_DIMENSION]
+    seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
+    if not seeds:
+        return claims
+    try:
+        load_fpylll()
+    except ConfigurationError as exc:
+        return [*claims, StolenFact("lattice reduction", f"not tried: {exc}")]
+    targets: dict[tuple[bytes, int, int], _Target | None] = {}
+    left = BUDGET
+    for stream in streams(view, opened):
+        share = left // 2  # no stream uses it all
+        for seed in seeds:
+            for degree in ring_degrees(seed.num_rows):
+                key = seed.seed, degree, stream.num_features
+                if key not in targets and len(targets) < MOST_REDUCTIONS:
+                    targets[key] = _Target.of(seed, degree, stream.num_features)
+                target = targets.get(key)
+                spent = target.open(stream, share) if target is not None else 0
+                share, left = share - spent, left - spent
+        claims += stream.claims()
+    return claims
+
+
+def estimate(seed: SeededRows) -> StolenFact:
+    """What the attack would cost: the bits published for the shipped set of this dimension."""
+    bits = [chosen.bits for chosen in PARAMETERS.values() if chosen.dimension == seed.num_rows]
+    if not bits:
+        return StolenFact("lattice reduction", f"not tried at dimension {seed.num_rows}, which no shipped set has")
+    return StolenFact("bits of work to open a mask, published estimate", min(bits))
+
+
+class _Target:
+    """The reduced lattice of one matrix."""
+
+    def __init__(self, public: PublicMatrix, num_samples: int) -> None:
+        self._public = public
+        self._num_rows = -(-num_samples // public.matrix.shape[1])
+        self._equations = public.stacked_equations(self._num_rows, num_samples)
+        self._scale = secret_scale(NOMINAL_SIGMA)
+        self._basis = reduced_basis(self._equations, self._scale)
+
+    @classmethod
+    def of(cls, seed: SeededRows, degree: int, num_features: int) -> _Target | None:
+        """None where a block has too few samples for LLL."""
+        num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
+        if num_samples is None or num_samples > min(degree, 8) * num_features:
+            return None
+        return cls(PublicMatrix.of(seed, degree, num_features), num_samples)
+
+    def open(self, stream: Stream, budget: int) -> int:
+        """Tries windows of a stream; returns what was spent."""
+        spent, cost = 0, self._public.dimension**3
+        for start in stream.windows(self._num_rows):
+            if bool(stream.is_open[start : start + self._num_rows].any()):
+                continue
+            if spent + cost > budget:
+                break
+            spent += cost
+            masks = stream.masks(start, self._num_rows, len(self._equations))
+            secret = self._secret(masks)
+            if secret is not None:
+                stream.open_around(self._public, secret, start, self._num_rows)
+        return spent
+
+    def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
+        if not bool(masks.any()):
+            return None  # rows of zeros are no mask at all
+        embedded = embed(self._basis, masks, self._public.dimension, NOMINAL_SIGMA)
+        load_fpylll().LLL.reduction(embedded)
+        return read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)
+
+
+# ---- the lattice ----------------------------------------------------------------------------------------------------
+
+
+def load_fpylll() -> Any:
+    """The library, on first use.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        return importlib.import_module("fpylll")
+    except ImportError:
+        raise ConfigurationError(
+            "lattice reduction needs fpylll: pip install fpylll==0.6.4 cysignals==1.12.5"
+        ) from None
+
+
+def secret_scale(sigma: float) -> int:
+    """ν: makes a ternary secret as large as the error."""
+    return max(1, round(sigma / TERNARY_SIGMA))
+
+
+def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
+    """log2 of what a reduction of this quality leaves between the short vector and where it would be lost.
+
+    The last Gram-Schmidt vectors are about root_factor^-d·vol^(1/d), and must be longer than the error in one place.
+    """
+    size = dimension + num_samples
+    volume = 32 * num_samples + dimension * math.log2(secret_scale(sigma))
+    return volume / size - size * math.log2(root_factor) - math.log2(max(sigma, 1.0))
+
+
+def samples_for_lll(dimension: int, sigma: float) -> int | None:
+    """The fewest samples at which LLL should find the secret with four bits to spare; None where there are none."""
+    for num_samples in range(4, 4 * dimension + 8):
+        if log2_gap(dimension, num_samples, sigma, LLL_ROOT_FACTOR) >= 4:
+            return num_samples
+    return None
+
+
+def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
+    """An LLL-reduced basis of {(ν·s, M·s + q·k)}.
+
+    Args:
+        equations: M, int64, shape (num_samples, n).
+        scale: ν.
+
+    Returns:
+        fpylll's IntegerMatrix, n + num_samples rows and columns, secrets in the first n columns.
+    """
+    num_samples, n = equations.shape
+    basis = torch.zeros(n + num_samples, n + num_samples, dtype=torch.int64)
+    basis[:num_samples, n:] = MODULUS * torch.eye(num_samples, dtype=torch.int64)
+    basis[num_samples:, :n] = scale * torch.eye(n, dtype=torch.int64)
+    basis[num_samples:, n:] = centred(equations).t()
+    fpylll = load_fpylll()
+    matrix = fpylll.IntegerMatrix.from_matrix(basis.tolist())
+    fpylll.LLL.reduction(matrix)
+    return matrix
+
+
+def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
+    """Kannan's embedding of a target: one row and one column more."""
+    size, tau = basis.nrows, max(1, round(sigma))
+    rows = [[*basis[row], 0] for row in range(size)]
+    target = [0] * dimension + masks.tolist() + [tau]
+    return load_fpylll().IntegerMatrix.from_matrix([*rows, target])
+
+
+def read_secret(
+    embedded: Any, equations: torch.Tensor, masks: torch.Tensor, scale: int, sigma: float
+) -> torch.Tensor | None:
+    """The ternary s that a row of a reduced embedding gives, checked against every equation; int64, shape (n,)."""
+    n, tau = equations.shape[1], max(1, round(sigma))
+    for row in range(min(4, embedded.nrows)):
+        numbers = list(embedded[row])
+        if abs(numbers[-1]) != tau or any(abs(number) not in (0, scale) for number in numbers[:n]):
+            continue
+        secret = torch.tensor(numbers[:n], dtype=torch.int64) // (-scale if numbers[-1] > 0 else scale)
+        error = centred(masks - equations @ secret)
+        if int(error.abs().max()) <= ERROR_BOUND * max(sigma, 1.0):
+            return secret
+    return None
+
+
+ADVERSARY = Adversary(
+    "lattice-reduction",
+    "a lattice mask of toy dimension: LLL on rows guessed to be zero; opens the block",
+    attack,
+    True,
+)

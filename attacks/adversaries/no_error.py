@@ -1,0 +1,105 @@
+"""`no-error`: a lattice mask whose error was left out (σ = 0) falls to linear algebra.
+
+Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they give which
+coefficients of s are not zero; (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from 1 = …01; the rest
+is checked mod 2^32. Every row of a view is tried as zero at once: the elimination depends on A alone.
+
+With an error, the least bits of z are off in about half of the equations: a wrong guess passes the first check with
+probability 2^-32 and the last one never.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attacks.adversaries.binary_system import BinarySystem
+from attacks.adversaries.ring_lwe import PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
+from attacks.adversary import Adversary, Claim
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import View
+from wire.expand import SeededRows
+
+SURPLUS = 32
+"""Equations beyond the unknowns: what a wrong guess would have to meet by chance."""
+MOST_DIMENSION = 2048
+"""Elimination takes 1 s there."""
+BUDGET = 1 << 32
+"""Eliminations in all, each at equations³ units: two at dimension 1536."""
+MOST_WINDOWS = 1 << 15
+MOST_WINDOW_ROWS = 64
+
+
+def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Opens blocks that have enough rows of known, or zero, plaintext."""
+    systems: dict[tuple[bytes, int, int], _System] = {}
+    left = BUDGET
+    claims: list[Claim] = []
+    seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
+    for stream in streams(view, opened) if seeds else ():
+        for seed in seeds:
+            num_rows = -(-(seed.num_rows + SURPLUS) // stream.num_features)
+            for degree in ring_degrees(seed.num_rows):
+                if num_rows > min(MOST_WINDOW_ROWS, degree) or not stream.windows(num_rows):
+                    continue
+                key = seed.seed, degree, stream.num_features
+                if key not in systems and left > 0:
+                    systems[key] = _System(seed, degree, stream.num_features)
+                    left -= (seed.num_rows + SURPLUS) ** 3
+                if key in systems:
+                    systems[key].open(stream)
+        claims += stream.claims()
+    return claims
+
+
+class _System:
+    """The equations of as many rows as one secret takes."""
+
+    def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
+        self._public = PublicMatrix.of(seed, degree, num_features)
+        self._num_equations = self._public.dimension + SURPLUS
+        self._num_rows = -(-self._num_equations // num_features)
+        self._equations = self._public.stacked_equations(self._num_rows, self._num_equations)
+        self._binary = BinarySystem(bits(self._equations))
+
+    def open(self, stream: Stream) -> None:
+        """Tries every window of a stream."""
+        if not self._binary.has_full_rank:
+            return
+        starts = stream.windows(self._num_rows)[:MOST_WINDOWS]
+        if not starts:
+            return
+        sides = torch.stack([stream.masks(start, self._num_rows, self._num_equations) for start in starts], dim=1)
+        for index in np.flatnonzero(self._binary.consistent(bits(sides))):
+            start, masks = starts[int(index)], sides[:, int(index)]
+            if bool(stream.is_open[start]) or not bool(masks.any()):
+                continue  # a row of zeros is no mask at all
+            secret = self._secret(masks)
+            if secret is not None:
+                stream.open_around(self._public, secret, start, self._num_rows)
+
+    def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
+        """The ternary s with M·s = masks mod 2^32: int64, shape (k·N,)."""
+        low = self._binary.solve(bits(masks))
+        if low is None:
+            return None
+        secret = torch.from_numpy(low.astype(np.int64))
+        rest = masks - self._equations @ secret  # even
+        high = self._binary.solve(bits(rest >> 1))
+        if high is None:
+            return None
+        secret = secret - 2 * torch.from_numpy(high.astype(np.int64))  # 3 = −1 mod 4; two bits say it all
+        exact = bool((centred(self._equations @ secret - masks) == 0).all())
+        return secret if exact and int(secret.abs().max()) <= 1 else None
+
+
+def bits(numbers: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Least bits, 0 and 1, of the same shape."""
+    return np.asarray((numbers & 1).to(torch.uint8).numpy())
+
+
+ADVERSARY = Adversary(
+    "no-error", "a lattice mask without its error: linear equations in s from zero rows; opens the block", attack, True
+)

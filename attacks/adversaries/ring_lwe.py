@@ -1,0 +1,247 @@
+"""What the adversaries of the lattice mask share: the public matrix, rows as equations in the secret, and opening.
+
+Exact integer arithmetic mod 2^32. Row t of a block is z_t = x̃_t + coefficient t of Σ_i A_i·s_i + e_t in
+Z[X]/(X^N + 1). Its equations are those of row 0 in the secret X^-t·s, so that an attack takes any row as row 0: it
+need not know where blocks begin, and one preparation of A serves every row of every block. Opening goes from that row
+both ways while the rows come out small: a wrong secret or another block leaves numbers uniform mod 2^32.
+
+Source: DESIGN.md section 4; Lyubashevsky, Peikert, Regev, "On ideal lattices and learning with errors over rings",
+EUROCRYPT 2010, section 1 (a ring sample is N samples).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from attacks.adversary import Claim, StolenRows
+from attacks.passes import Opened
+from attacks.view import Message, View
+from noise.params import MAX_RANK, MAX_RING_DEGREE, PARAMETERS
+from wire.errors import VeilbaseError
+from wire.expand import SeededRows
+
+MODULUS = 1 << 32
+SMALL = 1 << 24
+"""Encoded activations and gradients stay below 2^20 or so; a number uniform mod 2^32 is this small once in 128."""
+MAX_DIMENSION = MAX_RANK * MAX_RING_DEGREE
+MOST_SEEDS = 4
+"""A seed is replaced after 2^33 secrets: a recording with more was made by several tenants or keys."""
+MOST_BYTES = 256 << 20
+"""Of recorded rows, as int64; streams beyond it are left out."""
+
+
+def centred(numbers: torch.Tensor) -> torch.Tensor:
+    """int64 of any size → int64 in [−2^31, 2^31), the same mod 2^32."""
+    return (numbers + MODULUS // 2).remainder(MODULUS) - MODULUS // 2
+
+
+# ---- the public matrix ----------------------------------------------------------------------------------------------
+
+
+def public_seeds(view: View) -> list[SeededRows]:
+    """The matrices A of a view, one for each seed that hints were asked for, the latest first, at most `MOST_SEEDS`.
+
+    Rows of one seed were asked for in ranges: the end of the last one is the dimension k·N.
+    """
+    dimensions: dict[bytes, int] = {}
+    for message in reversed(view.with_tensors().select("hint")):
+        try:
+            rows = message.seeded_rows()
+        except (VeilbaseError, TypeError, RuntimeError):
+            continue  # damaged, or not a hint's payload
+        if len(dimensions) < MOST_SEEDS or rows.seed in dimensions:
+            dimensions[rows.seed] = max(dimensions.get(rows.seed, 0), rows.first_row + rows.num_rows)
+    return [SeededRows(seed, 0, rows) for seed, rows in dimensions.items() if 2 <= rows <= MAX_DIMENSION]
+
+
+def ring_degrees(dimension: int) -> list[int]:
+    """What N may be for a dimension k·N: that of the shipped set, else every power of two that the scheme allows."""
+    shipped = [chosen.ring_degree for chosen in PARAMETERS.values() if chosen.dimension == dimension]
+    powers = [1 << log for log in range(MAX_RING_DEGREE.bit_length() - 1, 0, -1)]
+    return shipped[:1] or [n for n in powers if dimension % n == 0 and dimension // n <= MAX_RANK]
+
+
+@dataclass(frozen=True)
+class PublicMatrix:
+    """A for one ring degree and number of features.
+
+    Attributes:
+        matrix: int64, shape (k·N, features); row i·N + j holds coefficient j of polynomial i.
+        degree: N.
+    """
+
+    matrix: torch.Tensor
+    degree: int
+
+    @classmethod
+    def of(cls, seed: SeededRows, degree: int, features: int) -> PublicMatrix:
+        """Expands a seed, as wire/expand.py says."""
+        return cls(seed.expand(features).to(torch.int64), degree)
+
+    @property
+    def dimension(self) -> int:
+        """k·N, the unknowns of a block."""
+        return self.matrix.shape[0]
+
+    def equations(self, offset: int) -> torch.Tensor:
+        """M with (row at this offset) = M·s + e mod 2^32.
+
+        Args:
+            offset: from the row that is taken as row 0, −N < offset < N.
+
+        Returns:
+            int64, shape (features, k·N): coefficient `offset` of A_i·X^j, which is ±(coefficient offset − j of A_i).
+        """
+        at = offset - torch.arange(self.degree)
+        sign = 1 - 2 * at.div(self.degree, rounding_mode="floor").remainder(2)  # X^N = −1
+        polynomials = self.matrix.view(-1, self.degree, self.matrix.shape[1])  # (k, N, features)
+        turned = polynomials[:, at.remainder(self.degree)] * sign[:, None]
+        return turned.flatten(0, 1).t()
+
+    def stacked_equations(self, num_rows: int, most: int) -> torch.Tensor:
+        """Those of rows 0, 1, …: int64, shape (min(num_rows·features, most), k·N)."""
+        return torch.cat([self.equations(offset) for offset in range(num_rows)])[:most]
+
+    def mask(self, secret: torch.Tensor, offset: int) -> torch.Tensor:
+        """The mask of one row without its error.
+
+        Args:
+            secret: int64, small, shape (k·N,), as seen from row 0.
+            offset: as for `equations`.
+
+        Returns:
+            int64, shape (features,), centred.
+        """
+        return centred(self.equations(offset) @ secret)
+
+
+# ---- recorded rows --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Stream:
+    """Ring rows of one group and direction, in order of arrival: blocks follow each other in it.
+
+    Attributes:
+        rows: int64, shape (num_rows, features).
+        spans: seq, first and last row (exclusive) of each message.
+        known: row to its plaintext x̃; where it is empty any row may be tried as zero.
+        opened: int64, shape of `rows`, meaningful where `is_open`.
+    """
+
+    rows: torch.Tensor = field(repr=False)
+    spans: list[tuple[int, int, int]]
+    known: dict[int, torch.Tensor] = field(repr=False)
+    opened: torch.Tensor = field(repr=False)
+    is_open: torch.Tensor = field(repr=False)
+
+    @property
+    def num_features(self) -> int:
+        """Numbers in a row."""
+        return self.rows.shape[1]
+
+    def windows(self, num_rows: int) -> list[int]:
+        """First rows of runs to be tried: all of the run known, or (nothing known) any run of a message, not yet open.
+
+        First those that begin a message: positions before the answer have no label, so that their gradient is zero.
+        """
+        starts = []
+        for _, first, stop in self.spans:
+            for start in range(first, stop - num_rows + 1):
+                run = range(start, start + num_rows)
+                if not self.known or all(row in self.known for row in run):
+                    starts.append((start - first, start))
+        return [start for _, start in sorted(starts) if not bool(self.is_open[start : start + num_rows].any())]
+
+    def masks(self, start: int, num_rows: int, most: int) -> torch.Tensor:
+        """What a run's rows say the mask is, known plaintext or zero taken off: int64, shape (at most `most`,)."""
+        parts = [self.rows[row] - self.known.get(row, 0) for row in range(start, start + num_rows)]
+        return centred(torch.cat(parts)[:most])
+
+    def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
+        """Unmasks rows of the block that row `at` is in, as far as they come out small.
+
+        Args:
+            public: A.
+            secret: as seen from row `at`.
+            at: first row of the window that gave the secret.
+            num_tried: rows of that window. Nothing is opened unless more come out: one row's equations are the same
+                for every N, up to the order and the signs of the secret, so that a wrong N shows on the next row only.
+        """
+        rows: dict[int, torch.Tensor] = {}
+        for step in (1, -1):
+            offset = 0 if step == 1 else -1
+            while abs(offset) < public.degree and 0 <= at + offset < len(self.rows):
+                row = centred(self.rows[at + offset] - public.mask(secret, offset))
+                if int(row.abs().max()) >= SMALL:
+                    break
+                rows[at + offset] = row
+                offset += step
+        if len(rows) <= num_tried:
+            return False
+        for place, row in rows.items():
+            self.opened[place], self.is_open[place] = row, True
+        return True
+
+    def claims(self) -> list[Claim]:
+        """Messages that were opened whole."""
+        return [
+            StolenRows(seq, self.opened[first:stop].to(torch.float64))
+            for seq, first, stop in self.spans
+            if stop > first and bool(self.is_open[first:stop].all())
+        ]
+
+
+def streams(view: View, opened: Opened | None = None) -> Iterator[Stream]:
+    """The rows to attack: backward first, high groups first, since their gradients are zero where no label is.
+
+    Args:
+        view: one tenant's.
+        opened: rows that are known already; then only those serve as known plaintext.
+    """
+    by_place: dict[tuple[str, int], list[Message]] = {}
+    for message in view.with_tensors().select("product"):
+        if message.arithmetic == "ring":
+            by_place.setdefault((message.direction, message.group), []).append(message)
+    left = MOST_BYTES
+    for _, group in sorted(((d != "backward", -g), (d, g)) for d, g in by_place):
+        made = _stream(by_place[group], opened or {}, left)
+        if made is not None:
+            left -= made.rows.numel() * 8
+            yield made
+
+
+def ring_request(message: Message) -> torch.Tensor | None:
+    """The int32 rows of a message, None where they cannot be read or are no ring rows."""
+    try:
+        rows = message.request()
+    except (VeilbaseError, TypeError, RuntimeError):
+        return None
+    return rows if rows.dtype == torch.int32 and rows.dim() == 2 and rows.numel() else None
+
+
+def _stream(messages: list[Message], opened: Opened, most_bytes: int) -> Stream | None:
+    parts: list[torch.Tensor] = []
+    spans: list[tuple[int, int, int]] = []
+    known: dict[int, torch.Tensor] = {}
+    first = 0
+    for message in messages:
+        rows = ring_request(message)
+        if rows is None or (parts and rows.shape[1] != parts[0].shape[1]):
+            continue
+        stop = first + rows.shape[0]
+        if stop * rows.shape[1] * 8 > most_bytes:
+            break
+        plain = opened.get(message.seq)
+        if plain is not None and plain.shape == rows.shape:
+            known.update(zip(range(first, stop), plain.round().to(torch.int64), strict=True))
+        parts.append(rows.to(torch.int64))
+        spans.append((message.seq, first, stop))
+        first = stop
+    if not parts or (opened and not known):
+        return None
+    rows = torch.cat(parts)
+    return Stream(rows, spans, known, torch.zeros_like(rows), torch.zeros(len(rows), dtype=torch.bool))

@@ -1,0 +1,100 @@
+"""`slot-reuse`: two requests of one group and direction under the same mask rows differ by their activations alone.
+
+Of every pair of rows the difference mod 2^32 is taken; masks that are fresh leave it uniform, one mask used twice
+leaves x̃ − x̃′, below 2^21 or so. A pair of fresh rows looks reused with probability (2^25/2^32)^d = 2^-7d at d
+features; where that, times the pairs, is not below 2^-40 the adversary claims nothing. At d = 64 and 10,000 rows:
+2^-423. Requests sent again byte by byte tell nothing, and are passed over.
+
+Source: the two-time pad; DESIGN.md section 4, "what breaks it", item 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attacks.adversaries.ring_lwe import SMALL, Stream, centred, streams
+from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import View
+
+FALSE_POSITIVE_BITS = 40
+MOST_NEIGHBOURS = 512
+"""Rows compared with each row, of those that are near it in the first feature: 2^-7 of the rows by chance."""
+MOST_CLAIMS = 256
+
+
+def false_positive_log2(num_rows: int, num_features: int) -> float:
+    """log2 of the probability that fresh masks give any pair of rows that looks reused."""
+    pairs = max(num_rows * (num_rows - 1) // 2, 1)
+    return math.log2(pairs) + num_features * math.log2(2 * SMALL / 2**32)
+
+
+def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Differences of messages whose masks were the same; a fact for pairs that overlap in other rows."""
+    claims: list[Claim] = []
+    for stream in streams(view) if opened is None else ():
+        if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS:
+            continue
+        claims += _claims(stream)
+        if len(claims) >= MOST_CLAIMS:
+            break
+    return claims[:MOST_CLAIMS]
+
+
+def _claims(stream: Stream) -> list[Claim]:
+    owner = torch.empty(len(stream.rows), dtype=torch.int64)
+    for index, (_, first, stop) in enumerate(stream.spans):
+        owner[first:stop] = index
+    pairs = near_pairs(stream.rows)
+    between = owner[pairs]  # (num_pairs, 2)
+    met = {(min(a, b), max(a, b)) for a, b in between.tolist() if a != b}
+    return [claim for a, b in sorted(met)[:MOST_CLAIMS] if (claim := _claim(stream, a, b)) is not None]
+
+
+def _claim(stream: Stream, one: int, other: int) -> Claim | None:
+    (seq, first, stop), (other_seq, other_first, other_stop) = stream.spans[one], stream.spans[other]
+    count = min(stop - first, other_stop - other_first)
+    difference = centred(stream.rows[first : first + count] - stream.rows[other_first : other_first + count])
+    if not bool(difference.any()):
+        return None  # the same bytes
+    if int(difference.abs().max()) < SMALL:
+        return StolenDifference(seq, other_seq, difference.to(torch.float64))
+    return StolenFact("messages that share mask rows in other places", f"{seq}, {other_seq}")
+
+
+def near_pairs(rows: torch.Tensor) -> torch.Tensor:
+    """Pairs of rows that differ by less than `SMALL` in every feature, mod 2^32, and differ.
+
+    Args:
+        rows: int64, shape (num_rows, features).
+
+    Returns:
+        int64, shape (num_pairs, 2).
+    """
+    order = torch.argsort(rows[:, 0])
+    first_column = rows[order, 0]
+    found = [torch.empty(0, 2, dtype=torch.int64)]
+    for step in range(1, min(MOST_NEIGHBOURS, len(rows) - 1) + 1):
+        # the sorted rows against themselves, `step` places on; the last ones wrap around, as numbers mod 2^32 do
+        near = torch.nonzero(_is_small(first_column - first_column.roll(-step))).flatten()
+        if near.numel() == 0:
+            break
+        pairs = torch.stack((order[near], order[(near + step) % len(rows)]), dim=1)
+        for column in range(1, rows.shape[1]):
+            pairs = pairs[_is_small(rows[pairs[:, 0], column] - rows[pairs[:, 1], column])]
+            if pairs.numel() == 0:
+                break
+        found.append(pairs[(rows[pairs[:, 0]] != rows[pairs[:, 1]]).any(1)])
+    return torch.cat(found)
+
+
+def _is_small(difference: torch.Tensor) -> torch.Tensor:
+    return centred(difference).abs() < SMALL
+
+
+ADVERSARY = Adversary(
+    "slot-reuse", "one mask slot used twice: small differences mod 2^32; yields differences of activations", attack
+)

@@ -1,0 +1,27 @@
+"""Errors 0 and 1, dimension 8: two zero rows give the secret exactly, and the block up to those errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from attacks.adversaries.arora_ge import ADVERSARY
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import ACTIVATION, Traffic, toy
+from noise import sampling
+
+
+def binary(shape: Sequence[int]) -> torch.Tensor:
+    """Errors that are 0 or 1."""
+    return sampling.centred_binomial(sampling.Csprng(), shape).remainder(2)
+
+
+def control() -> ControlResult:
+    """Relative error of the rows of three blocks; the error of 0 or 1 itself is below 1/ACTIVATION of them."""
+    traffic = Traffic(toy(8, 1, 0.0), 64, binary)
+    for first in (0, 2, 6):
+        traffic.send_block([first, first + 1], 1)
+    error = traffic.relative_error(traffic.attacked(ADVERSARY.attack))
+    setting = "lattice mask 1x8 with errors 0 or 1, two zero rows in each block"
+    return ControlResult(ADVERSARY.name, setting, "relative error of the unmasked rows", error, 2 / ACTIVATION, True)

@@ -1,0 +1,141 @@
+"""Traffic under a lattice mask of toy size, made with noise's own arithmetic: for controls and tests."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from attacks.adversary import Claim, StolenRows
+from attacks.public_model import Norm, PublicModel
+from attacks.synthetic import Exchange, write_recording
+from attacks.view import View
+from noise import polynomial, sampling
+from noise.params import LatticeParameters
+from wire import ring
+from wire.expand import SEED_BYTES, SeededRows
+from wire.frame import PROTOCOL_VERSION
+from wire.limits import Limits
+from wire.manifest import BundleFile, GroupInfo, LayerInfo, Manifest
+
+ACTIVATION = 1 << 17
+"""Largest encoded activation of made traffic."""
+
+
+def toy(ring_degree: int, rank: int, sigma: float) -> LatticeParameters:
+    """A parameter set marked as a toy."""
+    return LatticeParameters(f"toy {rank}x{ring_degree}", ring_degree, rank, sigma, 0, "a control", toy=True)
+
+
+def manifest(num_features: int, num_groups: int = 1) -> Manifest:
+    """Of a provider with square layers, in name only."""
+    norm = 127.0 * num_features**0.5
+    shape = {
+        "in_features": num_features, "out_features": num_features, "max_column_norm": norm, "max_row_norm": norm,
+        "digest": "0" * 64,
+    }  # fmt: skip
+    groups = [
+        GroupInfo(id=i, name=f"g{i}", layers=(LayerInfo(name=f"l{i}", kind="linear", bias=False, **shape),), **shape)
+        for i in range(num_groups)
+    ]
+    bundle = (BundleFile(name="config.json", size_bytes=2, sha256="0" * 64),)
+    return Manifest(
+        protocol=PROTOCOL_VERSION, model_id="toy", config={}, weights="int8", arithmetic=("ring",),
+        groups=tuple(groups), bundle=bundle, bundle_digest="0" * 64, limits=Limits(),
+    )  # fmt: skip
+
+
+def no_model() -> PublicModel:
+    """The adversaries of the lattice mask do not look at the model."""
+    nothing = torch.zeros(0, 0, dtype=torch.float64)
+    norm = Norm(nothing, None, 0.0)
+    return PublicModel("llama", nothing, None, (), norm, None, 1, 1, 1, 1e4, "silu")
+
+
+ErrorSampler = Callable[[Sequence[int]], torch.Tensor]
+
+
+@dataclass
+class Traffic:
+    """Blocks of masks under one seed of A, and the exchanges in which they were used.
+
+    Attributes:
+        parameters: toy, or shipped ones.
+        num_features: of requests and replies.
+        error: draws errors; None for those of `parameters`.
+        truth: encoded rows x̃ of each exchange, int64, None for the hint.
+        secrets: of each block, int8, shape (k, N).
+    """
+
+    parameters: LatticeParameters
+    num_features: int
+    error: ErrorSampler | None = None
+    exchanges: list[Exchange] = field(default_factory=list)
+    truth: list[torch.Tensor | None] = field(default_factory=list)
+    secrets: list[torch.Tensor] = field(default_factory=list)
+    num_groups: int = 1
+
+    def __post_init__(self) -> None:
+        """Draws the seed and asks for the hint."""
+        self._rng = sampling.Csprng()
+        self._generator = torch.Generator().manual_seed(0)
+        seed = bytes(self._rng.random_bytes(SEED_BYTES).tolist())
+        self.seed = SeededRows(seed, 0, self.parameters.dimension)
+        self.matrix = self.seed.expand(self.num_features)
+        shape = self.num_features, self.num_features
+        self._weight = torch.randint(-127, 128, shape, generator=self._generator, dtype=torch.int8)
+        payload = torch.tensor(list(self.seed.pack()), dtype=torch.uint8)
+        self.exchanges.append(Exchange(0, payload, ring.product(self.matrix, self._weight), "forward", "hint"))
+        self.truth.append(None)
+
+    def activations(self, num_rows: int) -> torch.Tensor:
+        """int64, shape (num_rows, features)."""
+        shape = num_rows, self.num_features
+        return torch.randint(-ACTIVATION, ACTIVATION + 1, shape, generator=self._generator, dtype=torch.int64)
+
+    def block(self) -> torch.Tensor:
+        """The mask of a fresh block: int32, shape (N, features)."""
+        secret = sampling.ternary(self._rng, (1, self.parameters.rank, self.parameters.ring_degree))
+        shape = 1, self.parameters.ring_degree, self.num_features
+        error = self.error(shape) if self.error else sampling.error(self._rng, shape, self.parameters)
+        hat = polynomial.transform(self.matrix, self.parameters)
+        self.secrets.append(secret[0])
+        return polynomial.combine(hat, polynomial.secret_transform(secret), error)[0]
+
+    def send(self, rows: torch.Tensor, mask: torch.Tensor, direction: str = "backward", group: int = 0) -> None:
+        """One exchange: rows x̃, int64, under mask rows of the same shape."""
+        masked = ring.to_int32(rows + mask.to(torch.int64))
+        self.exchanges.append(Exchange(group, masked, ring.product(masked, self._weight), direction))
+        self.truth.append(rows)
+
+    def send_block(self, zero_rows: Sequence[int], num_messages: int = 2) -> None:
+        """A block in equal messages, some of its rows zero."""
+        rows = self.activations(self.parameters.ring_degree)
+        rows[list(zero_rows)] = 0
+        mask = self.block()
+        for part, mask_part in zip(rows.chunk(num_messages), mask.chunk(num_messages), strict=True):
+            self.send(part, mask_part)
+
+    def view(self, folder: Path) -> View:
+        """What the provider recorded."""
+        return write_recording(folder, manifest(self.num_features, self.num_groups), self.exchanges)
+
+    def attacked(self, attack: Callable[..., list[Claim]]) -> list[Claim]:
+        """What an adversary claims on this traffic."""
+        with tempfile.TemporaryDirectory() as folder:
+            return attack(self.view(Path(folder) / "recording"), no_model(), None)
+
+    def relative_error(self, claims: Sequence[Claim]) -> float:
+        """‖x̂ − x̃‖/‖x̃‖ over all exchanges of products, where nothing claimed counts as a guess of zero: 1.0."""
+        claimed = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
+        wrong = total = 0.0
+        for seq, rows in enumerate(self.truth):
+            if rows is not None:
+                wide = rows.to(torch.float64)
+                wrong += float((claimed.get(seq, torch.zeros_like(wide)) - wide).square().sum())
+                total += float(wide.square().sum())
+        return math.sqrt(wrong / total)

@@ -1,0 +1,28 @@
+"""The secret of a block at the default parameters, but a narrower layer: its rows come back up to the error."""
+
+from __future__ import annotations
+
+import torch
+
+from attacks.adversaries.leaked_secret import ADVERSARY, open_block
+from attacks.adversaries.ring_lwe import PublicMatrix
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import Traffic
+from noise import sampling
+from noise.params import PARAMETERS
+
+NUM_ROWS = 64
+
+
+def control() -> ControlResult:
+    """Relative error of the first rows of a block, against the largest that the error e can make."""
+    parameters = PARAMETERS["default"]
+    traffic = Traffic(parameters, 32)
+    rows, mask = traffic.activations(NUM_ROWS), traffic.block()[:NUM_ROWS]
+    traffic.send(rows, mask)
+    public = PublicMatrix(traffic.matrix.to(torch.int64), parameters.ring_degree)
+    opened = open_block(traffic.exchanges[-1].request, public, traffic.secrets[0])
+    error = float((opened - rows).to(torch.float64).norm() / rows.to(torch.float64).norm())
+    needed = sampling.error_bound(parameters) * rows.numel() ** 0.5 / float(rows.to(torch.float64).norm())
+    setting = "lattice mask 3x512 (default), the block's secret given"
+    return ControlResult(ADVERSARY.name, setting, "relative error of the unmasked rows", error, needed, True)

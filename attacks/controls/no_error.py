@@ -1,0 +1,17 @@
+"""σ = 0, dimension 32: one zero row opens its block, exactly."""
+
+from __future__ import annotations
+
+from attacks.adversaries.no_error import ADVERSARY
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import Traffic, toy
+
+
+def control() -> ControlResult:
+    """Relative error of the rows of two blocks, which have one zero row each."""
+    traffic = Traffic(toy(16, 2, 0.0), 64)
+    for zero_row in (0, 5):
+        traffic.send_block([zero_row])
+    error = traffic.relative_error(traffic.attacked(ADVERSARY.attack))
+    setting = "lattice mask 2x16 without its error, one zero row in each block"
+    return ControlResult(ADVERSARY.name, setting, "relative error of the unmasked rows", error, 0.0, True)
