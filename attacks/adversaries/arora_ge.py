@@ -54,9 +54,10 @@ def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
     if num_rows > min(public.degree, len(stream.rows)):
         return 0
     equations = public.stacked_equations(num_rows, num_unknowns + SURPLUS)
+    stream.restart()
     spent = 0
     for start in stream.windows(num_rows):
-        if bool(stream.is_open[start : start + num_rows].any()):
+        if bool(stream.is_done[start : start + num_rows].any()):
             continue
         if spent + num_unknowns**2 > budget:
             break

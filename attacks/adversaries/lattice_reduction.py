@@ -32,8 +32,8 @@ from wire.expand import SeededRows
 
 MOST_DIMENSION = 64
 """k·N; the first reduction takes half a second there."""
-BUDGET = 1 << 24
-"""Guesses in all, each at (k·N)³ units: 60 at dimension 64, 4,000 at 16."""
+BUDGET = 1 << 23
+"""Guesses in all, each at (k·N)³ units: 32 at dimension 64, 2,000 at 16."""
 MOST_REDUCTIONS = 6
 LLL_ROOT_FACTOR = 1.0219
 """Nguyen, Stehlé, "LLL on the average", ANTS 2006: the usual root Hermite factor of LLL."""
@@ -58,9 +58,10 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
         share = left // 2  # no stream uses it all
         for seed in seeds:
             for degree in ring_degrees(seed.num_rows):
-                key = seed.seed, degree, stream.num_features
+                num_features = min(stream.num_features, samples_for_lll(seed.num_rows, NOMINAL_SIGMA) or 0)
+                key = seed.seed, degree, num_features  # wider layers share a reduction
                 if key not in targets and len(targets) < MOST_REDUCTIONS:
-                    targets[key] = _Target.of(seed, degree, stream.num_features)
+                    targets[key] = _Target.of(seed, degree, num_features)
                 target = targets.get(key)
                 spent = target.open(stream, share) if target is not None else 0
                 share, left = share - spent, left - spent
@@ -79,9 +80,10 @@ def estimate(seed: SeededRows) -> StolenFact:
 class _Target:
     """The reduced lattice of one matrix."""
 
-    def __init__(self, public: PublicMatrix, num_samples: int) -> None:
-        self._public = public
-        self._num_rows = -(-num_samples // public.matrix.shape[1])
+    def __init__(self, seed: SeededRows, degree: int, num_features: int, num_samples: int) -> None:
+        self._seed, self._degree = seed, degree
+        public = PublicMatrix.of(seed, degree, num_features)
+        self._num_rows = -(-num_samples // num_features)
         self._equations = public.stacked_equations(self._num_rows, num_samples)
         self._scale = secret_scale(NOMINAL_SIGMA)
         self._basis = reduced_basis(self._equations, self._scale)
@@ -92,13 +94,14 @@ class _Target:
         num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
         if num_samples is None or num_samples > min(degree, 8) * num_features:
             return None
-        return cls(PublicMatrix.of(seed, degree, num_features), num_samples)
+        return cls(seed, degree, num_features, num_samples)
 
     def open(self, stream: Stream, budget: int) -> int:
         """Tries windows of a stream; returns what was spent."""
-        spent, cost = 0, self._public.dimension**3
+        stream.restart()
+        spent, cost = 0, self._seed.num_rows**3
         for start in stream.windows(self._num_rows):
-            if bool(stream.is_open[start : start + self._num_rows].any()):
+            if bool(stream.is_done[start : start + self._num_rows].any()):
                 continue
             if spent + cost > budget:
                 break
@@ -106,13 +109,14 @@ class _Target:
             masks = stream.masks(start, self._num_rows, len(self._equations))
             secret = self._secret(masks)
             if secret is not None:
-                stream.open_around(self._public, secret, start, self._num_rows)
+                public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
+                stream.open_around(public, secret, start, self._num_rows)
         return spent
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         if not bool(masks.any()):
             return None  # rows of zeros are no mask at all
-        embedded = embed(self._basis, masks, self._public.dimension, NOMINAL_SIGMA)
+        embedded = embed(self._basis, masks, self._seed.num_rows, NOMINAL_SIGMA)
         load_fpylll().LLL.reduction(embedded)
         return read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)
 

@@ -40,13 +40,14 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     for stream in streams(view, opened) if seeds else ():
         for seed in seeds:
-            num_rows = -(-(seed.num_rows + SURPLUS) // stream.num_features)
+            num_features = min(stream.num_features, seed.num_rows + SURPLUS)  # wider layers share a system
+            num_rows = -(-(seed.num_rows + SURPLUS) // num_features)
             for degree in ring_degrees(seed.num_rows):
-                if num_rows > min(MOST_WINDOW_ROWS, degree) or not stream.windows(num_rows):
+                if num_rows > min(MOST_WINDOW_ROWS, degree):
                     continue
-                key = seed.seed, degree, stream.num_features
+                key = seed.seed, degree, num_features
                 if key not in systems and left > 0:
-                    systems[key] = _System(seed, degree, stream.num_features)
+                    systems[key] = _System(seed, degree, num_features)
                     left -= (seed.num_rows + SURPLUS) ** 3
                 if key in systems:
                     systems[key].open(stream)
@@ -58,27 +59,30 @@ class _System:
     """The equations of as many rows as one secret takes."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
-        self._public = PublicMatrix.of(seed, degree, num_features)
-        self._num_equations = self._public.dimension + SURPLUS
+        self._seed, self._degree = seed, degree
+        self._num_equations = seed.num_rows + SURPLUS
         self._num_rows = -(-self._num_equations // num_features)
-        self._equations = self._public.stacked_equations(self._num_rows, self._num_equations)
+        public = PublicMatrix.of(seed, degree, num_features)
+        self._equations = public.stacked_equations(self._num_rows, self._num_equations)
         self._binary = BinarySystem(bits(self._equations))
 
     def open(self, stream: Stream) -> None:
         """Tries every window of a stream."""
         if not self._binary.has_full_rank:
             return
+        stream.restart()
         starts = stream.windows(self._num_rows)[:MOST_WINDOWS]
         if not starts:
             return
         sides = torch.stack([stream.masks(start, self._num_rows, self._num_equations) for start in starts], dim=1)
         for index in np.flatnonzero(self._binary.consistent(bits(sides))):
             start, masks = starts[int(index)], sides[:, int(index)]
-            if bool(stream.is_open[start]) or not bool(masks.any()):
+            if bool(stream.is_done[start]) or not bool(masks.any()):
                 continue  # a row of zeros is no mask at all
             secret = self._secret(masks)
             if secret is not None:
-                stream.open_around(self._public, secret, start, self._num_rows)
+                public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
+                stream.open_around(public, secret, start, self._num_rows)
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         """The ternary s with M·s = masks mod 2^32: int64, shape (k·N,)."""

@@ -130,6 +130,7 @@ class Stream:
         spans: seq, first and last row (exclusive) of each message.
         known: row to its plaintext x̃; where it is empty any row may be tried as zero.
         opened: int64, shape of `rows`, meaningful where `is_open`.
+        is_done: rows that were opened since `restart`, which need no further try.
     """
 
     rows: torch.Tensor = field(repr=False)
@@ -137,24 +138,30 @@ class Stream:
     known: dict[int, torch.Tensor] = field(repr=False)
     opened: torch.Tensor = field(repr=False)
     is_open: torch.Tensor = field(repr=False)
+    is_done: torch.Tensor = field(repr=False)
 
     @property
     def num_features(self) -> int:
         """Numbers in a row."""
         return self.rows.shape[1]
 
+    def restart(self) -> None:
+        """Before another N or seed is tried: a wrong N may have opened a part of a block, rightly but not all of it."""
+        self.is_done[:] = False
+
     def windows(self, num_rows: int) -> list[int]:
-        """First rows of runs to be tried: all of the run known, or (nothing known) any run of a message, not yet open.
+        """First rows of runs to be tried: all of the run known, or (nothing known) any run of a message; none done.
 
         First those that begin a message: positions before the answer have no label, so that their gradient is zero.
         """
-        starts = []
+        starts, is_done = [], self.is_done.tolist()
         for _, first, stop in self.spans:
             for start in range(first, stop - num_rows + 1):
                 run = range(start, start + num_rows)
-                if not self.known or all(row in self.known for row in run):
+                usable = not self.known or all(row in self.known for row in run)
+                if usable and not any(is_done[start : start + num_rows]):
                     starts.append((start - first, start))
-        return [start for _, start in sorted(starts) if not bool(self.is_open[start : start + num_rows].any())]
+        return [start for _, start in sorted(starts)]
 
     def masks(self, start: int, num_rows: int, most: int) -> torch.Tensor:
         """What a run's rows say the mask is, known plaintext or zero taken off: int64, shape (at most `most`,)."""
@@ -183,7 +190,7 @@ class Stream:
         if len(rows) <= num_tried:
             return False
         for place, row in rows.items():
-            self.opened[place], self.is_open[place] = row, True
+            self.opened[place], self.is_open[place], self.is_done[place] = row, True, True
         return True
 
     def claims(self) -> list[Claim]:
@@ -244,4 +251,5 @@ def _stream(messages: list[Message], opened: Opened, most_bytes: int) -> Stream 
     if not parts or (opened and not known):
         return None
     rows = torch.cat(parts)
-    return Stream(rows, spans, known, torch.zeros_like(rows), torch.zeros(len(rows), dtype=torch.bool))
+    nothing = torch.zeros(len(rows), dtype=torch.bool)
+    return Stream(rows, spans, known, torch.zeros_like(rows), nothing, nothing.clone())

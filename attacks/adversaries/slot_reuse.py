@@ -23,6 +23,8 @@ from attacks.view import View
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512
 """Rows compared with each row, of those that are near it in the first feature: 2^-7 of the rows by chance."""
+MOST_PAIRS = 1 << 14
+"""Traffic without a mask is all near pairs."""
 MOST_CLAIMS = 256
 
 
@@ -76,7 +78,7 @@ def near_pairs(rows: torch.Tensor) -> torch.Tensor:
     """
     order = torch.argsort(rows[:, 0])
     first_column = rows[order, 0]
-    found = [torch.empty(0, 2, dtype=torch.int64)]
+    found, num_pairs = [torch.empty(0, 2, dtype=torch.int64)], 0
     for step in range(1, min(MOST_NEIGHBOURS, len(rows) - 1) + 1):
         # the sorted rows against themselves, `step` places on; the last ones wrap around, as numbers mod 2^32 do
         near = torch.nonzero(_is_small(first_column - first_column.roll(-step))).flatten()
@@ -88,6 +90,9 @@ def near_pairs(rows: torch.Tensor) -> torch.Tensor:
             if pairs.numel() == 0:
                 break
         found.append(pairs[(rows[pairs[:, 0]] != rows[pairs[:, 1]]).any(1)])
+        num_pairs += len(found[-1])
+        if num_pairs > MOST_PAIRS:
+            break
     return torch.cat(found)
 
 

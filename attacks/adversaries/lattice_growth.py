@@ -1,0 +1,131 @@
+"""How the time of the primal attack grows with the dimension, measured at toy size.
+
+An extrapolation from here is an illustration and not an estimate. At toy size LLL or small blocks suffice, and their
+time grows slowly; at 1536 the block size needed is in the hundreds, where sieving and its 2^0.292β decide. A line
+through toy points knows nothing of that, and of better algorithms neither. The published bits of noise/params.py come
+from the lattice-estimator and stand beside it.
+
+With the true σ = 3.2 and q = 2^32 LLL alone succeeds through every dimension that is quick to measure, so that a
+measurement of growth takes a larger error, `HARD_SIGMA`: it makes a small dimension need BKZ.
+
+Source of the block size that should succeed: Alkim, Ducas, Pöppelmann, Schwabe, USENIX Security 2016, section 6.3;
+root Hermite factor by block size: Chen, thesis, Paris 7, 2013, appendix; constant below 40, where the formula fails.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attacks.adversaries.lattice_reduction import (
+    LLL_ROOT_FACTOR,
+    embed,
+    load_fpylll,
+    log2_gap,
+    read_secret,
+    reduced_basis,
+    samples_for_lll,
+    secret_scale,
+)
+from noise.params import PARAMETERS
+
+HARD_SIGMA = float(1 << 24)
+"""LLL finds the secret up to dimension 48 or so, block size 20 is needed at 64 to 72, 28 at 76 (measured)."""
+BLOCK_SIZES = (2, 10, 16, 20, 24, 28, 32)
+"""2 stands for LLL. Larger ones take minutes without pruning strategies, which the wheel of fpylll lacks."""
+OPS_A_SECOND_LOG2 = 31.0
+"""Operations a second of one core, to set seconds beside bits of work."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One measurement.
+
+    Attributes:
+        dimension: n, unknowns.
+        sigma: of the error.
+        num_samples: equations used.
+        seconds: until the secret was found, smaller block sizes included; or until it was given up.
+        block_size: with which it was found, 2 for LLL; None where none was enough.
+    """
+
+    dimension: int
+    sigma: float
+    num_samples: int
+    seconds: float
+    block_size: int | None
+
+
+def measure_growth(dimensions: Sequence[int], sigma: float = HARD_SIGMA, seed: int = 0) -> list[Growth]:
+    """Runs the primal attack on random LWE instances with a ternary secret, q = 2^32.
+
+    Args:
+        dimensions: n of each instance.
+        sigma: of the rounded Gaussian error.
+        seed: of the instances.
+
+    Raises:
+        ConfigurationError: fpylll is not installed.
+    """
+    return [_measure(dimension, sigma, np.random.default_rng((seed, dimension))) for dimension in dimensions]
+
+
+def _measure(dimension: int, sigma: float, rng: np.random.Generator) -> Growth:
+    num_samples = best_num_samples(dimension, sigma)
+    equations = torch.from_numpy(rng.integers(-(2**31), 2**31, (num_samples, dimension)))
+    secret = torch.from_numpy(rng.integers(-1, 2, dimension))
+    error = torch.from_numpy(np.rint(rng.normal(0.0, sigma, num_samples)).astype(np.int64))
+    masks = equations @ secret + error
+    start = time.perf_counter()
+    scale = secret_scale(sigma)
+    embedded = embed(reduced_basis(equations, scale), masks.remainder(2**32), dimension, sigma)
+    for block_size in BLOCK_SIZES:
+        _reduce(embedded, block_size)
+        found = read_secret(embedded, equations, masks, scale, sigma)
+        if found is not None and torch.equal(found, secret):
+            return Growth(dimension, sigma, num_samples, time.perf_counter() - start, block_size)
+    return Growth(dimension, sigma, num_samples, time.perf_counter() - start, None)
+
+
+def _reduce(matrix: Any, block_size: int) -> None:
+    fpylll = load_fpylll()
+    if block_size == 2:
+        fpylll.LLL.reduction(matrix)
+        return
+    flags = fpylll.BKZ.AUTO_ABORT | fpylll.BKZ.MAX_LOOPS
+    fpylll.BKZ.reduction(matrix, fpylll.BKZ.Param(block_size, flags=flags, max_loops=8))
+
+
+def best_num_samples(dimension: int, sigma: float) -> int:
+    """The fewest samples at which LLL should do; where there are none, those that leave the largest gap after LLL."""
+    fewest = samples_for_lll(dimension, sigma)
+    if fewest is not None:
+        return fewest
+    return max(range(4, 6 * dimension + 8), key=lambda count: log2_gap(dimension, count, sigma, LLL_ROOT_FACTOR))
+
+
+def fit(measured: Sequence[Growth]) -> tuple[float, float]:
+    """Slope and intercept of log2(seconds) against the dimension, of the measurements that found the secret."""
+    points = [(one.dimension, math.log2(one.seconds)) for one in measured if one.block_size is not None]
+    if len({dimension for dimension, _ in points}) < 2:
+        return math.nan, math.nan
+    slope, intercept = np.polyfit([x for x, _ in points], [y for _, y in points], 1)
+    return float(slope), float(intercept)
+
+
+def extrapolate(measured: Sequence[Growth]) -> dict[str, tuple[float, int]]:
+    """Beside each other, by name of a shipped set: log2 of operations on the fitted line, and the published bits.
+
+    An illustration and not an estimate: see the module's text.
+    """
+    slope, intercept = fit(measured)
+    return {
+        name: (slope * chosen.dimension + intercept + OPS_A_SECOND_LOG2, chosen.bits)
+        for name, chosen in PARAMETERS.items()
+    }

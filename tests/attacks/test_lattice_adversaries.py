@@ -1,0 +1,428 @@
+"""Adversaries of the lattice mask win on their controls, and get nothing at the error or dimension that counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks.adversaries import (
+    arora_ge,
+    lattice_growth,
+    lattice_reduction,
+    leaked_secret,
+    no_error,
+    ring_lwe,
+    slot_reuse,
+)
+from attacks.adversaries.binary_system import BinarySystem
+from attacks.adversaries.ring_lwe import PublicMatrix
+from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact, StolenRows
+from attacks.controls import arora_ge as arora_ge_control
+from attacks.controls import lattice_reduction as lattice_reduction_control
+from attacks.controls import leaked_secret as leaked_secret_control
+from attacks.controls import no_error as no_error_control
+from attacks.controls import slot_reuse as slot_reuse_control
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import ACTIVATION, Traffic, manifest, no_model, toy
+from attacks.synthetic import Exchange, write_recording
+from attacks.view import View
+from noise import polynomial, sampling
+from noise.hints import HintStore
+from noise.lattice import Lattice
+from noise.ledger import Ledger
+from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
+from noise.scheme import GroupSpec, encode_rows
+from wire import ring
+from wire.errors import ConfigurationError
+from wire.expand import Rows, SeededRows
+from wire.frame import Call, Direction
+
+DEFAULT = PARAMETERS["default"]
+ADVERSARIES = [module.ADVERSARY for module in (no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction)]
+MOST_S = 5.0
+"""Work on a view of a few hundred messages; measured 0.1 to 1.5 s."""
+
+
+def has_fpylll() -> bool:
+    try:
+        lattice_reduction.load_fpylll()
+    except ConfigurationError:
+        return False
+    return True
+
+
+needs_fpylll = pytest.mark.skipif(not has_fpylll(), reason="fpylll is not installed")
+
+
+# ---- exactness ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parameters", [toy(8, 1, 3.2), toy(16, 3, 3.2), DEFAULT], ids=lambda chosen: chosen.name)
+def test_equations_are_the_masks_of_noise(parameters: LatticeParameters) -> None:
+    rng = sampling.Csprng()
+    seed = SeededRows(bytes(range(32)), 0, parameters.dimension)
+    secret = sampling.ternary(rng, (1, parameters.rank, parameters.ring_degree))
+    masks = polynomial.reference_product(seed.expand(5), secret)[0]
+    public = PublicMatrix.of(seed, parameters.ring_degree, 5)
+    flat = secret.reshape(-1).to(torch.int64)
+    for offset in range(0, parameters.ring_degree, max(1, parameters.ring_degree // 16)):
+        assert torch.equal(public.mask(flat, offset), masks[offset].to(torch.int64))
+
+
+@pytest.mark.parametrize("at", [0, 3, 15])
+def test_any_row_may_be_taken_as_row_0(at: int) -> None:
+    """The secret as seen from row `at` is X^-at·s, and gives the rows on both sides of it."""
+    traffic = Traffic(toy(16, 2, 0.0), 6)
+    masks = traffic.block().to(torch.int64)
+    public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
+    turned = traffic.secrets[0].to(torch.int64)
+    for _ in range(at):  # X^-1: down by one place, the lowest coefficient comes back negated on top
+        turned = torch.cat((turned[:, 1:], -turned[:, :1]), dim=1)
+    for row in range(16):
+        assert torch.equal(public.mask(turned.reshape(-1), row - at), masks[row])
+
+
+class _Pending:
+    def __init__(self, reply: torch.Tensor) -> None:
+        self._reply = reply
+
+    def result(self) -> torch.Tensor:
+        return self._reply
+
+
+def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """noise.lattice end to end: its request minus the mask of its secret is its encoded input plus its error."""
+    parameters, weight = toy(16, 2, NOMINAL_SIGMA), torch.randint(-127, 128, (40, 24), dtype=torch.int8)
+    spec = GroupSpec(0, 40, 24, 700.0, 700.0, torch.full((24,), 0.01), "0" * 64)
+    drawn: list[torch.Tensor] = []
+    ternary = sampling.ternary
+
+    def spy(*arguments: object) -> torch.Tensor:
+        drawn.append(ternary(*arguments))  # type: ignore[arg-type]
+        return drawn[-1]
+
+    asked: list[SeededRows] = []
+
+    def effect(call: Call, rows: Rows, reply_cols: int) -> _Pending:
+        assert isinstance(rows, SeededRows)
+        asked.append(rows)
+        return _Pending(ring.product(rows.expand(40), weight))
+
+    monkeypatch.setattr(sampling, "ternary", spy)
+    scheme = Lattice(parameters, Ledger.open(tmp_path / "ledger", "tenant"), HintStore(None), background=False)
+    scheme.bind(effect)
+    rows = torch.randn(16, 40)
+    sent = scheme.mask(spec, Direction.FORWARD, rows).messages[0].rows
+    scheme.close()
+    assert isinstance(sent, torch.Tensor)
+    public = PublicMatrix.of(SeededRows(asked[0].seed, 0, 32), 16, 40)
+    opened = leaked_secret.open_block(sent, public, drawn[0][0])
+    error_norm = sampling.error_bound(parameters) * 40**0.5
+    encoded, _ = encode_rows(spec, Direction.FORWARD, rows, error_norm, 128.0 * 32)
+    assert int((opened - encoded.to(torch.int64)).abs().max()) <= sampling.error_bound(parameters)
+
+
+def test_a_wrong_secret_does_not_open() -> None:
+    traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
+    rows, mask = traffic.activations(16), traffic.block()
+    sent = ring.to_int32(rows + mask.to(torch.int64))
+    public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
+    wrong = traffic.secrets[0].clone()
+    wrong[0, 0] = (wrong[0, 0] + 2) % 3 - 1  # one trit of 32
+    assert not torch.equal(wrong, traffic.secrets[0])
+    opened = leaked_secret.open_block(sent, public, wrong).to(torch.float64)
+    both = torch.stack((opened.flatten(), rows.to(torch.float64).flatten()))
+    assert abs(float(torch.corrcoef(both)[0, 1])) < 6 / rows.numel() ** 0.5
+    assert float(opened.abs().mean()) == pytest.approx(2**30, rel=0.15)  # as uniform numbers have it
+
+
+def test_binary_systems() -> None:
+    generator = torch.Generator().manual_seed(1)
+    matrix = torch.randint(0, 2, (100, 70), generator=generator, dtype=torch.uint8).numpy()
+    solution = torch.randint(0, 2, (70,), generator=generator, dtype=torch.uint8).numpy()
+    system = BinarySystem(matrix)
+    side = (matrix.astype(int) @ solution % 2).astype("uint8")
+    found = system.solve(side)
+    assert found is not None
+    assert (found == solution).all()
+    side[3] ^= 1
+    assert system.solve(side) is None
+    matrix[:, 9] = matrix[:, 8]
+    assert not BinarySystem(matrix).has_full_rank
+
+
+# ---- controls -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "control",
+    [
+        no_error_control.control,
+        leaked_secret_control.control,
+        slot_reuse_control.control,
+        arora_ge_control.control,
+        pytest.param(lattice_reduction_control.control, marks=needs_fpylll),
+    ],
+    ids=lambda control: control.__module__.rsplit(".", 1)[1],
+)
+def test_controls_win(control: Callable[[], ControlResult]) -> None:
+    for _ in range(3):  # fresh secrets each time
+        result = control()
+        assert result.wins, result
+
+
+def test_no_error_takes_several_rows_where_one_has_too_few_features() -> None:
+    traffic = Traffic(toy(16, 2, 0.0), 24)
+    traffic.send_block([8, 9, 10])
+    assert traffic.relative_error(traffic.attacked(no_error.attack)) == 0.0
+
+
+def test_no_error_opens_the_real_dimension_too() -> None:
+    """What protects there is the error, not the dimension."""
+    traffic = Traffic(toy(512, 3, 0.0), 64)
+    traffic.send_block(range(30), 4)
+    traffic.send_block(range(100, 126), 4)
+    assert traffic.relative_error(traffic.attacked(no_error.attack)) == 0.0
+
+
+def test_no_error_fails_at_the_real_parameters() -> None:
+    traffic = Traffic(DEFAULT, 64)
+    traffic.send_block(range(128), 4)
+    assert traffic.attacked(no_error.attack) == []
+
+
+def test_layers_of_all_widths_are_tried(tmp_path: Path) -> None:
+    """Groups of 40, 64 and 100 features under one seed, as in a model."""
+    wide = Traffic(toy(16, 2, 0.0), 100)
+    for group, features in enumerate((40, 64, 100)):
+        rows, mask = wide.activations(16), wide.block()
+        rows[3:5] = 0
+        sent = ring.to_int32(rows + mask.to(torch.int64))[:, :features]
+        wide.exchanges.append(Exchange(group, sent, sent.clone(), "backward"))
+    view = write_recording(tmp_path / "recording", manifest(100, 3), wide.exchanges)
+    assert len(no_error.attack(view, no_model())) == 3
+    if has_fpylll():
+        assert len(lattice_reduction.attack(view, no_model())) == 3
+
+
+def test_known_rows_serve_as_well_as_zero_ones(tmp_path: Path) -> None:
+    traffic = Traffic(toy(16, 2, 0.0), 64)
+    traffic.send_block([])
+    view = traffic.view(tmp_path / "recording")
+    assert no_error.attack(view, no_model(), None) == []
+    assert traffic.truth[1] is not None
+    claims = no_error.attack(view, no_model(), {1: traffic.truth[1].to(torch.float64)})
+    assert traffic.relative_error(claims) == 0.0
+
+
+@needs_fpylll
+def test_lattice_reduction_takes_several_rows_and_known_rows(tmp_path: Path) -> None:
+    few = Traffic(toy(16, 2, NOMINAL_SIGMA), 5)
+    few.send_block([1, 2])
+    few.send_block([])
+    view = few.view(tmp_path / "recording")
+    opened = {one.seq for one in lattice_reduction.attack(view, no_model()) if isinstance(one, StolenRows)}
+    assert opened == {1, 2}
+    assert few.truth[3] is not None
+    known = {3: few.truth[3].to(torch.float64)}
+    opened = {one.seq for one in lattice_reduction.attack(view, no_model(), known) if isinstance(one, StolenRows)}
+    assert opened == {3, 4}
+
+
+# ---- where they must not win ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adversary", [no_error.ADVERSARY, arora_ge.ADVERSARY], ids=lambda one: one.name)
+@pytest.mark.parametrize("parameters", [toy(8, 1, NOMINAL_SIGMA), toy(16, 2, NOMINAL_SIGMA)], ids=lambda p: p.name)
+def test_linear_algebra_fails_at_the_true_error(adversary: Adversary, parameters: LatticeParameters) -> None:
+    traffic = Traffic(parameters, 128)
+    for _ in range(10):
+        traffic.send_block(range(6))
+    claims = traffic.attacked(adversary.attack)
+    assert claims == []
+    assert traffic.relative_error(claims) == 1.0
+
+
+def test_slot_reuse_finds_nothing_in_honest_traffic() -> None:
+    traffic = Traffic(DEFAULT, 64, num_groups=2)
+    for group in (0, 1):
+        for direction in ("forward", "backward"):
+            for _ in range(3):
+                for part in traffic.block().split(64):
+                    traffic.send(torch.zeros(64, 64, dtype=torch.int64), part, direction, group)
+    traffic.exchanges.append(traffic.exchanges[-1])  # sent again, byte by byte: allowed
+    assert slot_reuse.false_positive_log2(3 * 512, 64) < -400
+    assert traffic.attacked(slot_reuse.attack) == []
+
+
+def test_slot_reuse_says_nothing_where_chance_would_do() -> None:
+    traffic = Traffic(DEFAULT, 4)
+    mask = traffic.block()[:4]
+    for _ in range(2):
+        traffic.send(traffic.activations(4), mask)
+    assert traffic.attacked(slot_reuse.attack) == []
+
+
+def test_slot_reuse_is_bounded_where_nothing_is_masked(tmp_path: Path) -> None:
+    rows = [torch.randint(-9000, 9000, (100, 64), dtype=torch.int32) for _ in range(60)]
+    view = write_recording(tmp_path / "recording", manifest(64), [Exchange(0, one, one.clone()) for one in rows])
+    start = time.process_time()
+    claims = slot_reuse.attack(view, no_model())
+    assert time.process_time() - start < MOST_S
+    assert 0 < len(claims) <= slot_reuse.MOST_CLAIMS
+
+
+def test_slot_reuse_across_other_rows_is_a_fact() -> None:
+    traffic = Traffic(DEFAULT, 32)
+    mask = traffic.block()
+    traffic.send(traffic.activations(4), mask[:4])
+    traffic.send(traffic.activations(4), mask[2:6])
+    (claim,) = traffic.attacked(slot_reuse.attack)
+    assert isinstance(claim, StolenFact)
+    assert claim.value == "1, 2"
+
+
+def test_slot_reuse_sees_differences_across_the_wrap(tmp_path: Path) -> None:
+    rows = torch.tensor([[-(2**31)] * 8, [2**31 - 1] * 8], dtype=torch.int32)
+    exchanges = [Exchange(0, row[None], torch.zeros(1, 8, dtype=torch.int32)) for row in rows]
+    view = write_recording(tmp_path / "recording", manifest(8), exchanges)
+    (claim,) = slot_reuse.attack(view, no_model())
+    assert isinstance(claim, StolenDifference)
+    assert claim.rows.tolist() == [[1.0] * 8]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS.values(), ids=PARAMETERS)
+def test_lattice_reduction_states_the_estimate_at_real_parameters(parameters: LatticeParameters) -> None:
+    traffic = Traffic(parameters, 64)
+    traffic.send_block(range(parameters.ring_degree))
+    (claim,) = traffic.attacked(lattice_reduction.attack)
+    assert isinstance(claim, StolenFact)
+    assert claim.value == parameters.bits
+
+
+def test_lattice_reduction_gives_up_between_toy_and_real() -> None:
+    traffic = Traffic(toy(64, 2, NOMINAL_SIGMA), 64)
+    traffic.send_block(range(64))
+    (claim,) = traffic.attacked(lattice_reduction.attack)
+    assert isinstance(claim, StolenFact)
+    assert "not tried at dimension 128" in str(claim.value)
+
+
+def test_without_fpylll_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ConfigurationError, match="pip install fpylll"):
+        lattice_reduction.load_fpylll()
+    traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 64)
+    traffic.send_block([0])
+    (claim,) = traffic.attacked(lattice_reduction.attack)
+    assert isinstance(claim, StolenFact)
+    assert "pip install fpylll" in str(claim.value)
+
+
+# ---- any view -------------------------------------------------------------------------------------------------------
+
+
+def views(tmp_path: Path) -> dict[str, View]:
+    """What an adversary may meet besides a tidy recording under a lattice mask."""
+    traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
+    traffic.send_block([0])
+    tidy = traffic.view(tmp_path / "tidy")
+    truncated = View(tidy.manifest, tuple(dataclasses.replace(message, file=None) for message in tidy.messages))
+    no_hint = View(tidy.manifest, tidy.messages[1:])
+    floats = torch.randn(5, 32)
+    strange = [
+        Exchange(0, floats, floats.clone()),
+        Exchange(0, torch.zeros(3, 7, dtype=torch.int32), torch.zeros(3, 7, dtype=torch.int32)),
+        Exchange(0, torch.zeros(0, 7, dtype=torch.int32), torch.zeros(0, 7, dtype=torch.int32), "backward"),
+        Exchange(0, torch.zeros(3, 9, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int32)),
+        Exchange(0, torch.zeros(7, dtype=torch.uint8), torch.zeros(3, 7, dtype=torch.int32), "forward", "hint"),
+        Exchange(0, floats, floats.clone(), "forward", "hint"),
+        Exchange(0, _payload(1 << 40), torch.zeros(3, 7, dtype=torch.int32), "forward", "hint"),
+        Exchange(0, _payload(7), torch.zeros(7, 7, dtype=torch.int32), "forward", "hint"),
+        Exchange(0, _payload(12), torch.zeros(7, 7, dtype=torch.int32), "forward", "hint"),
+    ]
+    damaged = traffic.view(tmp_path / "damaged")
+    for message in damaged.messages:
+        assert message.file is not None
+        message.file.write_bytes(b"gone")
+    return {
+        "truncated": truncated,
+        "no hint": no_hint,
+        "strange": write_recording(tmp_path / "strange", manifest(7), strange),
+        "damaged": damaged,
+    }
+
+
+def _payload(num_rows: int) -> torch.Tensor:
+    return torch.tensor(list(SeededRows(bytes(32), 0, num_rows).pack()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
+def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
+    for name, view in views(tmp_path).items():
+        for opened in (None, {}, {1: torch.zeros(2, 3, dtype=torch.float64)}):
+            claims = adversary.attack(view, no_model(), opened)
+            assert not [one for one in claims if isinstance(one, StolenRows)], name
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
+@pytest.mark.parametrize("parameters", [DEFAULT, toy(64, 1, NOMINAL_SIGMA), toy(32, 1, 0.0)], ids=lambda p: p.name)
+def test_work_is_bounded(adversary: Adversary, parameters: LatticeParameters, tmp_path: Path) -> None:
+    """Three hundred messages, of which none gives anything away."""
+    traffic = Traffic(parameters, 64, num_groups=3)
+    for number in range(300):
+        if number % 50 == 0:
+            parts = torch.cat([traffic.block() for _ in range(-(-50 * 10 // parameters.ring_degree))]).split(10)
+        traffic.send(traffic.activations(10), parts[number % 50], ("forward", "backward")[number % 2], number % 3)
+    view = traffic.view(tmp_path / "recording")
+    start = time.process_time()
+    claims: list[Claim] = adversary.attack(view, no_model(), None)
+    assert time.process_time() - start < MOST_S
+    assert not [one for one in claims if isinstance(one, StolenRows)]
+
+
+def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
+    for _ in range(3):
+        traffic.send_block([0])
+    view = traffic.view(tmp_path / "recording")
+    monkeypatch.setattr(ring_lwe, "MOST_BYTES", 3 * 8 * 32 * 8)
+    (stream,) = ring_lwe.streams(view)
+    assert len(stream.rows) == 24
+
+
+# ---- growth ---------------------------------------------------------------------------------------------------------
+
+
+@needs_fpylll
+def test_growth_is_measured() -> None:
+    measured = lattice_growth.measure_growth([8, 16, 24])
+    assert [one.block_size for one in measured] == [2, 2, 2]
+    assert set(lattice_growth.extrapolate(measured)) == set(PARAMETERS)
+
+
+def test_growth_is_fitted() -> None:
+    points = [lattice_growth.Growth(n, 3.2, n, 2.0 ** (0.5 * n - 7), 2) for n in (10, 20, 30)]
+    failed = lattice_growth.Growth(99, 3.2, 99, 1.0, None)
+    assert lattice_growth.fit([*points, failed]) == pytest.approx((0.5, -7))
+    bits, published = lattice_growth.extrapolate(points)["default"]
+    assert published == 161
+    assert bits == pytest.approx(0.5 * 1536 - 7 + lattice_growth.OPS_A_SECOND_LOG2)
+
+
+def test_the_control_traffic_is_what_it_says() -> None:
+    traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
+    traffic.send_block([3])
+    assert traffic.relative_error([]) == 1.0
+    first = traffic.truth[1]
+    assert first is not None
+    assert not first[3].any()
+    assert int(first.abs().max()) <= ACTIVATION
