@@ -10,9 +10,6 @@ shared machine: 0.4 s at 64, 2.7 s at 96, 39 s at 128), so that a measurement of
 `HARD_SIGMA`: another and harder problem, in which small dimensions need BKZ. How little the line means: at 1536 it
 gave 137 with σ = 2^22 and dimensions 16 to 76, 187 with σ = 2^24 and the same, 237 with its dimensions from 52 on; the
 published estimate is 161.
-
-Source of the block size that should succeed: Alkim, Ducas, Pöppelmann, Schwabe, USENIX Security 2016, section 6.3;
-root Hermite factor by block size: Chen, thesis, Paris 7, 2013, appendix; constant below 40, where the formula fails.
 """
 
 from __future__ import annotations
