@@ -16,8 +16,8 @@ from attacks.adversary import StolenDelta
 from attacks.public_model import PublicModel
 
 MAX_RANK = 64
-_NOISE = 1e-2
-"""Singular values below this share of a layer's largest are taken for noise: an adapter's rank is small."""
+_NOISE = 1e-6
+"""Singular values below this share of the largest in a layer are rounding."""
 
 
 def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> Path | None:

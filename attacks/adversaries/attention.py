@@ -15,7 +15,9 @@ import torch
 
 from attacks.public_model import Block, PublicModel
 
-_MAX_STEPS = 400
+_FIRST_STEPS, _MAX_STEPS = 40, 400
+_HOPELESS = 0.5
+"""Relative error after the first steps at which the descent is given up: what came is not an attention's output."""
 _HISTORY = 50
 
 
@@ -74,7 +76,7 @@ def fit_all(
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(
-        deltas, max_iter=_MAX_STEPS, history_size=_HISTORY, tolerance_grad=1e-14, tolerance_change=1e-16,
+        deltas, max_iter=_FIRST_STEPS, history_size=_HISTORY, tolerance_grad=1e-14, tolerance_change=1e-16,
         line_search_fn="strong_wolfe",
     )  # fmt: skip
 
@@ -92,6 +94,9 @@ def fit_all(
         return total
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
+    if float(loss()) ** 0.5 < _HOPELESS:
+        optimizer.param_groups[0]["max_iter"] = _MAX_STEPS - _FIRST_STEPS
+        optimizer.step(loss)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         missed = sum(float((attention(block, model, weights(), rows) - seen).pow(2).sum()) for rows, seen in batches)
         q, k, found_v = (weight.detach() for weight in weights())
