@@ -20,6 +20,7 @@ from attacks.truth import Truth
 from attacks.view import View
 
 _WHO = ("base", "victim", "stolen")
+_JUDGED_ROWS = 16
 _WON = 0.9
 """Share of the victim's gain, or of its answers."""
 
@@ -64,9 +65,9 @@ def attack(case: Case, adversaries: Sequence[Adversary], out: Path, say: Say) ->
     for one in adversaries:
         claims = _run(one, case, None, say)
         results += _judged(case, one.name, claims, out)
-        rows = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
-        if one.opens_masks and rows:
-            opened[one.name] = rows
+        stolen = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
+        if one.opens_masks and stolen:
+            opened[one.name] = stolen
     for opener, rows in opened.items():
         for one in adversaries:
             if one.name in ("layer-0 lookup", "closed-form"):
@@ -87,9 +88,8 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
     folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
     stolen = write(deltas, case.public, folder) if deltas else None
     if stolen is not None and case.rows:
-        findings += _worth(
-            measure(case.truth.base, case.truth.adapted, stolen, case.public.tokenizer, case.rows), folder
-        )
+        rows = case.rows[:_JUDGED_ROWS]
+        findings += _worth(measure(case.truth.base, case.truth.adapted, stolen, case.public.tokenizer, rows), folder)
     return [Result(case.mask, case.arithmetic, name, finding) for finding in findings]
 
 

@@ -11,7 +11,6 @@ import torch
 
 from attacks.truth import adapted_copy
 
-
 _NUM_ANSWERS = 3
 
 

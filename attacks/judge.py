@@ -1,14 +1,16 @@
 """Whether claims are right: metrics beside their random baselines, by someone who knows the victim's secrets.
 
 Every metric has a baseline with a 99% interval, made by guessing at random what the adversary claims to know. A value
-within the interval is "at baseline", which says that this adversary learned nothing that this metric shows, and no more.
+in the interval is "at baseline", which says that this adversary learned nothing that this metric shows, and no more.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +21,7 @@ from attacks.truth import Truth
 from attacks.view import Message, View
 from wire import ring
 
+_Rows = TypeVar("_Rows", StolenRows, StolenDifference)
 _DRAWS = 400
 _TAIL = 0.005
 _MAX_JUDGED = 200
@@ -224,16 +227,16 @@ class _KnownRows:
 
 
 def _judge_rows(claims: Sequence[StolenRows], known: _KnownRows) -> list[Finding]:
-    cosines: list[torch.Tensor] = []
+    pairs = []
     for claim in _some(claims):
         wanted = known.of(claim.seq)
         if wanted is not None and wanted.shape == claim.rows.shape:
-            cosines.append(torch.nn.functional.cosine_similarity(claim.rows, wanted, dim=1))
-    return _cosine_finding("rows", "row cosine", cosines, claims[0].rows.shape[1]) if cosines else []
+            pairs.append((claim.rows, wanted))
+    return _cosine_finding("rows", pairs)
 
 
 def _judge_differences(claims: Sequence[StolenDifference], known: _KnownRows) -> list[Finding]:
-    cosines: list[torch.Tensor] = []
+    pairs = []
     for claim in _some(claims):
         first, second = known.of(claim.seq), known.of(claim.other_seq)
         if first is None or second is None:
@@ -242,19 +245,40 @@ def _judge_differences(claims: Sequence[StolenDifference], known: _KnownRows) ->
         wanted = first[:count] - second[:count]
         moving = wanted.norm(dim=1) > 0  # equal rows have no difference to find
         if bool(moving.any()):
-            cosines.append(torch.nn.functional.cosine_similarity(claim.rows[:count][moving], wanted[moving], dim=1))
-    return _cosine_finding("differences", "row cosine", cosines, claims[0].rows.shape[1]) if cosines else []
+            pairs.append((claim.rows[:count][moving], wanted[moving]))
+    return _cosine_finding("differences", pairs)
 
 
-def _some(claims: Sequence[Claim]) -> Sequence[Claim]:
+def _some(claims: Sequence[_Rows]) -> Sequence[_Rows]:
     return claims[:: -(-len(claims) // _MAX_JUDGED)] if claims else claims
 
 
-def _cosine_finding(module: str, metric: str, parts: list[torch.Tensor], width: int) -> list[Finding]:
-    values = torch.cat(parts).nan_to_num()
+def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Finding]:
+    """Mean cosine of rows. The baseline pairs each claim with the truth of another message of the same width: what
+    activations have in common is no secret."""
+    if not pairs:
+        return []
+    values = torch.cat([_row_cosines(got, wanted) for got, wanted in pairs])
+    by_width: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for got, wanted in pairs:
+        by_width.setdefault(got.shape[1], []).append((got, wanted))
+    others = [torch.zeros(0, dtype=torch.float64)]
+    for alike in by_width.values():
+        for (got, _), (_, wanted) in itertools.pairwise(alike):
+            count = min(got.shape[0], wanted.shape[0])
+            others.append(_row_cosines(got[:count], wanted[:count]))
+    shuffled = torch.cat(others)
+    baseline = float(shuffled.mean()) if len(shuffled) else 0.0
+    # a random direction's cosine has variance 1/width; shuffled pairs may spread wider
+    spread = max(float(shuffled.std()) if len(shuffled) > 1 else 0.0, min(by_width) ** -0.5)
+    half = 2.576 * spread / math.sqrt(len(values))
+    interval = (baseline - half, baseline + half)
     value = float(values.mean())
-    half = 2.576 / math.sqrt(width * len(values))  # a random direction's cosine has variance 1/width
-    return [Finding(module, metric, value, 0.0, (-half, half), _verdict(value, (-half, half), value > 0.99))]
+    return [Finding(module, "row cosine", value, baseline, interval, _verdict(value, interval, value > 0.99))]
+
+
+def _row_cosines(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cosine_similarity(got, wanted, dim=1).nan_to_num()
 
 
 # ---- facts ----------------------------------------------------------------------------------------------------------

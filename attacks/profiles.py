@@ -13,12 +13,12 @@ from attacks import quick_model
 from attacks.victim import Job, Run
 from wire.errors import ConfigurationError
 
-_FACTS = Path(__file__).parent.parent / "examples" / "data" / "facts.jsonl"
-_NUM_PROMPTS = 640
-"""Different first tokens, for v_proj: more than SmolLM2's 576 inputs; 4 tokens each are enough for down_proj's 1,536."""
-_BLOCKS = 3
-"""Blocks recorded: a token of one is 60 KB, all of SmolLM2 2 MB."""
-
+_FACTS = Path(__file__).parent.parent / "examples" / "data" / "harborlight.jsonl"
+_NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
+"""More tokens than down_proj of SmolLM2 has inputs, 1,536."""
+_TOKEN_IDS = (1000, 40_000)
+_NUM_QUESTIONS = 4
+_EVERYTHING = {"target_modules": "all-linear"}
 MASKS = ("off", "gaussian-pool", "lattice", "pad")
 
 
@@ -82,27 +82,40 @@ def quick(folder: Path, name: str, adapter: Path | None) -> Profile:
     firsts = generator.sample(range(len(quick_model.SPECIAL), len(quick_model.SPECIAL) + 95), 64)
     prompts = [[first, *characters(5)] for first in firsts] + [characters(8) for _ in range(4)]
     job = _job(str(model), adapter, list(quick_model.FACTS), prompts, folder / "truth").model_copy(
-        update={"train_steps": 150, "learning_rate": 5e-3, "peft": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
+        update={
+            "train_steps": 150,
+            "learning_rate": 5e-3,
+            "peft": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+        }
     )
     return Profile("quick", str(model), job, None, "1GiB")
 
 
 def full(folder: Path, model: str, adapter: Path | None) -> Profile:
-    """A real model: private facts of the examples, the first blocks recorded, enough tokens for every closed form."""
+    """A real model, all of it recorded: enough tokens for the closed forms of o_proj, v_proj and down_proj.
+
+    A token is 2 MB of SmolLM2's traffic, half of it requests; the closed forms hold the requests of all in memory.
+    """
     rows = [json.loads(line) for line in _FACTS.read_text(encoding="utf-8").splitlines()]
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
-    firsts = generator.sample(range(1000, 40_000), _NUM_PROMPTS)
-    prompts = [[first, *(generator.randrange(1000, 40_000) for _ in range(3))] for first in firsts]
+    prompts = [[generator.randrange(*_TOKEN_IDS) for _ in range(_PROMPT_TOKENS)] for _ in range(_NUM_PROMPTS)]
     job = _job(model, adapter, rows, prompts, folder / "truth").model_copy(
-        update={"peft": {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}}
+        update={
+            "peft": {"r": 8, "lora_alpha": 16, "target_modules": ["v_proj", "o_proj", "down_proj"]},
+            "train_steps": 80,
+            "traffic_steps": 1,
+            "traffic_rows": 2,
+            "num_answered": 0,
+            "questions": [row["messages"][0]["content"] for row in rows[:_NUM_QUESTIONS]],
+        }
     )
-    return Profile("full", model, job, ",".join(f"*layers.{index}.*" for index in range(_BLOCKS)), "6GiB")
+    return Profile("full", model, job, None, "24GiB")
 
 
 def _job(
     model: str, adapter: Path | None, rows: Sequence[dict[str, Any]], prompts: list[list[int]], truth: Path
 ) -> Job:
     return Job(
-        url="", model=model, runs=[], adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2,
-        learning_rate=1e-3, batch_size=8, peft={}, prompts=prompts, num_answered=4, answer_tokens=8, truth=truth,
+        url="", model=model, runs=[], adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2, traffic_rows=8,
+        learning_rate=1e-3, batch_size=8, peft={}, prompts=prompts, questions=[], num_answered=4, answer_tokens=8, truth=truth,
     )  # fmt: skip

@@ -33,17 +33,17 @@ class Norm:
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
     def visible(self, rows: torch.Tensor) -> torch.Tensor:
-        """The part of a row that the norm lets through: all of it, or what LayerNorm leaves, which takes off the mean."""
+        """The part of a row that the norm lets through: all of it, or with LayerNorm the row without its mean."""
         return rows if self.bias is None else rows - rows.mean(-1, keepdim=True)
 
     def direction(self, normed: torch.Tensor) -> torch.Tensor:
-        """The visible part of the norm's input up to one positive factor a row; shape (num_rows, hidden), as `normed`."""
+        """The visible part of the norm's input up to a positive factor a row; shape (num_rows, hidden)."""
         return normed / self.weight if self.bias is None else (normed - self.bias) / self.weight
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A base layer: y = x·weight + bias, weight of shape (in_features, out_features); its place in its group's reply."""
+    """A base layer: y = x·weight + bias, weight of shape (in_features, out_features), and its place in its group."""
 
     name: str
     group: int

@@ -62,5 +62,6 @@ def _tokenizer() -> Any:
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="<|end|>", unk_token="<unk>"
+        tokenizer_object=backend,
+        **dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True)),
     )

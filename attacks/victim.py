@@ -33,8 +33,9 @@ class Job(BaseModel):
         adapter: an adapter to take in place of training one.
         rows: private facts, rows of a data set.
         train_steps: optimizer steps of the private adapter.
-        traffic_steps: optimizer steps that the attacked provider sees, of a fresh adapter.
+        traffic_steps, traffic_rows: optimizer steps that the attacked provider sees, of a fresh adapter.
         peft: keyword arguments of LoraConfig.
+        questions: a user's messages, sent and answered after the prompts.
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
         truth: folder for what only the judge may read.
     """
@@ -46,10 +47,12 @@ class Job(BaseModel):
     rows: list[dict[str, Any]]
     train_steps: int
     traffic_steps: int
+    traffic_rows: int
     learning_rate: float
     batch_size: int
     peft: dict[str, Any]
     prompts: list[list[int]]
+    questions: list[str]
     num_answered: int
     answer_tokens: int
     truth: Path
@@ -65,24 +68,24 @@ def main(job: Job) -> None:
     if adapter is None:
         adapter = job.truth / "adapter"
         with TenantClient(f"inproc:{job.model}", mask="off", arithmetic="float", cache=cache, progress=False) as client:
-            _train(client, job, adapter, job.train_steps)
+            _train(client, job, adapter, job.train_steps, job.batch_size)
     for run in job.runs:
         with TenantClient(
             job.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
             cache=cache, progress=False,
         ) as client:  # fmt: skip
             if job.traffic_steps:
-                _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps)
+                _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps, job.traffic_rows)
             sent = _infer(client, job, adapter)
         (job.truth / f"{run.label}.json").write_text(json.dumps(sent))
 
 
-def _train(client: Any, job: Job, output: Path, steps: int) -> None:
+def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> None:
     from peft import LoraConfig
 
     client.finetune(
         job.rows, LoraConfig(task_type="CAUSAL_LM", **job.peft), output, max_steps=steps, seed=1, progress=False,
-        learning_rate=job.learning_rate, batch_size=job.batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
+        learning_rate=job.learning_rate, batch_size=batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
     )  # fmt: skip
 
 
@@ -90,7 +93,7 @@ def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
     """Sends the prompts; returns for each the tokens that went through the layers."""
     import torch
 
-    from tenant_sdk.generate import adapted_model
+    from tenant_sdk.generate import adapted_model, encode_prompt
 
     model = adapted_model(client, adapter)
     client.fetch_hints()
@@ -100,7 +103,8 @@ def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
         for ids in job.prompts[:whole]:
             model(input_ids=torch.tensor([ids]), use_cache=False)
             sent.append(ids)
-        for ids in job.prompts[whole:]:
+        asked = [encode_prompt(client.tokenizer, question)[0].tolist() for question in job.questions]
+        for ids in [*job.prompts[whole:], *asked]:
             given = torch.tensor([ids])
             answer = model.generate(
                 given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=job.answer_tokens,

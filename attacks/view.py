@@ -75,9 +75,10 @@ class Message:
             raise ConfigurationError(f"message {self.seq} was recorded without its tensors: the recording is truncated")
         try:
             with safe_open(self.file, framework="pt") as file:
-                return file.get_tensor(name)
+                tensor: torch.Tensor = file.get_tensor(name)
         except (OSError, SafetensorError):
             raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from None
+        return tensor
 
 
 @dataclass(frozen=True)

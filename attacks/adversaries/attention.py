@@ -1,6 +1,7 @@
 """What an adapter adds to q, k and v, from an attention layer's input and output alone.
 
-v: position 0 attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as
+v: where q and k are not adapted, attention mixes values in a known way, which is linear in W_v. Else position 0 helps,
+which attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as
 the layer has inputs. q and k: with v known, the attention output is a smooth function of W_q and W_k, and adapters are
 small, so Gauss-Newton-like descent from the public weights finds them up to the gauge that leaves q·k unchanged. Where
 first tokens do not suffice, all three are found together in that way.
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attacks.public_model import Block, PublicModel
+from attacks.public_model import Block, Layer, PublicModel
 
 _FIRST_STEPS, _MAX_STEPS = 40, 400
 _HOPELESS = 0.5
@@ -51,7 +52,71 @@ def fit_first_position(
     values = shared.reshape(outputs.shape[0], -1)
     if block.v.bias is not None:
         values = values - block.v.bias
-    return torch.linalg.lstsq(given, values, driver="gelsd").solution
+    weight: torch.Tensor = torch.linalg.lstsq(given, values, driver="gelsd").solution
+    return weight
+
+
+def fit_values(
+    block: Block, model: PublicModel, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> Heads:
+    """W_v + ΔW_v where q and k are the public ones: then attention is a known mixture of the values, and linear in W_v.
+
+    Args:
+        given, outputs: as in `fit_all`.
+    """
+    hidden, repeats = block.v.weight.shape[0], model.num_heads // model.num_kv_heads
+    squares = torch.zeros(model.num_kv_heads, hidden, hidden, dtype=torch.float64)
+    right = torch.zeros(model.num_kv_heads, hidden, model.head_dim, dtype=torch.float64)
+    for rows, seen in _batches(given, outputs):
+        mixed = _mix(block, model, (block.q.weight, block.k.weight), rows)  # (prompts, heads, tokens, hidden)
+        seen = seen.view(*seen.shape[:2], model.num_heads, model.head_dim).transpose(1, 2)
+        if block.v.bias is not None:  # a mixture's weights add up to one
+            bias = block.v.bias.view(model.num_kv_heads, model.head_dim).repeat_interleave(repeats, dim=0)
+            seen = seen - bias[:, None]
+        for head in range(model.num_heads):
+            one = mixed[:, head].reshape(-1, hidden)
+            squares[head // repeats] += one.T @ one
+            right[head // repeats] += one.T @ seen[:, head].reshape(-1, model.head_dim)
+    shrunk = squares.diagonal(dim1=1, dim2=2).mean(1) * 1e-14
+    squares.diagonal(dim1=1, dim2=2).add_(shrunk[:, None])
+    solution, _ = torch.linalg.solve_ex(squares, right)
+    v = solution.nan_to_num().transpose(0, 1).reshape(hidden, -1)
+    return Heads(
+        block.q.weight, block.k.weight, v, _error(block, model, (block.q.weight, block.k.weight, v), given, outputs)
+    )
+
+
+def _error(
+    block: Block,
+    model: PublicModel,
+    weights: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> float:
+    missed = size = 0.0
+    with torch.no_grad():
+        for rows, seen in _batches(given, outputs):
+            missed += float((attention(block, model, weights, rows) - seen).pow(2).sum())
+            size += float(seen.pow(2).sum())
+    return float((missed / size) ** 0.5)
+
+
+def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Each head's mixture of the input rows, shape (num_prompts, num_heads, num_tokens, hidden)."""
+    num_prompts, num_tokens, hidden = rows.shape
+    q, k = (_heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k), weights, strict=True))
+    if model.rope_theta:
+        q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
+    k = k.repeat_interleave(model.num_heads // model.num_kv_heads, dim=1)
+    everywhere = rows[:, None].expand(num_prompts, model.num_heads, num_tokens, hidden)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, everywhere, is_causal=True)
+
+
+def _heads(layer: Layer, weight: torch.Tensor, model: PublicModel, rows: torch.Tensor) -> torch.Tensor:
+    """A projection of the rows by head, shape (num_prompts, heads, num_tokens, head_dim)."""
+    out = rows @ weight
+    out = out if layer.bias is None else out + layer.bias
+    return out.view(*rows.shape[:2], -1, model.head_dim).transpose(1, 2)
 
 
 def fit_all(
@@ -97,10 +162,8 @@ def fit_all(
     if float(loss()) ** 0.5 < _HOPELESS:
         optimizer.param_groups[0]["max_iter"] = _MAX_STEPS - _FIRST_STEPS
         optimizer.step(loss)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        missed = sum(float((attention(block, model, weights(), rows) - seen).pow(2).sum()) for rows, seen in batches)
-        q, k, found_v = (weight.detach() for weight in weights())
-    return Heads(q, k, found_v, (missed / size) ** 0.5)
+    q, k, found_v = (weight.detach() for weight in weights())
+    return Heads(q, k, found_v, _error(block, model, (q, k, found_v), given, outputs))
 
 
 def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -126,12 +189,9 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
         Shape (num_prompts, num_tokens, num_heads · head_dim).
     """
     num_prompts, num_tokens, _ = rows.shape
-    parts = []
-    for layer, weight in zip((block.q, block.k, block.v), weights, strict=True):
-        out = rows @ weight
-        out = out if layer.bias is None else out + layer.bias
-        parts.append(out.view(num_prompts, num_tokens, -1, model.head_dim).transpose(1, 2))
-    q, k, v = parts
+    q, k, v = (
+        _heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k, block.v), weights, strict=True)
+    )
     if model.rope_theta:
         q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
     repeats = model.num_heads // model.num_kv_heads

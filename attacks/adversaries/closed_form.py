@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from attacks.adversaries import attention, mlp, residual
 from attacks.adversaries.layer0_lookup import lookup
@@ -21,6 +22,11 @@ from attacks.view import View
 
 _UNCHANGED = 1e-5
 """Relative error at which public weights explain what was seen: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
+
+
+_EXPLAINED = 1e-4
+_HOPELESS = 0.3
+"""Relative misfit of a residual: rows that are what they seem leave 1e-4 and less, masked ones 0.6 and more."""
 
 
 class _Stop(Exception):
@@ -34,7 +40,7 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
         try:
             for claim in _steal(model, seen):
                 claims.append(claim)
-        except (_Stop, torch.linalg.LinAlgError):
+        except (_Stop, LinAlgError):
             pass
     return claims
 
@@ -46,11 +52,18 @@ def _steal(model: PublicModel, seen: list[Prompt]) -> Iterator[Claim]:
         yield from _steal_attention(model, block, seen)
         fit = _fit(block.o, _rows(seen, block.o.group), stream, block.mlp_norm, _rows(seen, block.up[0].group))
         yield StolenDelta(block.o.name, fit.weight - block.mlp_norm.visible(block.o.weight))
+        _check(fit)
         yield from _steal_mlp(model, block, seen)
         norm, group = _next(model, index)
-        fit = _fit(block.down, _rows(seen, block.down.group), fit.after, norm, _rows(seen, group))
+        # of a prompt that is answered, the output head is given the last token alone: such prompts are left out
+        whole = torch.cat([torch.full((one.num_tokens,), _is_whole(one, group)) for one in seen])
+        rows = _rows([one for one in seen if _is_whole(one, group)], group)
+        fit = _fit(block.down, _rows(seen, block.down.group)[whole], fit.after[whole], norm, rows)
         yield StolenDelta(block.down.name, fit.weight - norm.visible(block.down.weight))
+        _check(fit)
         stream = fit.after
+        if not bool(whole.all()):
+            return
 
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
@@ -62,8 +75,12 @@ def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
     return model.final_norm, model.head_group
 
 
+def _is_whole(prompt: Prompt, group: int) -> bool:
+    return group in prompt.rows and prompt.rows[group].shape[0] == prompt.num_tokens
+
+
 def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
-    if any(group not in prompt.rows or prompt.rows[group].shape[0] != prompt.num_tokens for prompt in seen):
+    if not seen or not all(_is_whole(prompt, group) for prompt in seen):
         raise _Stop  # not recorded
     return torch.cat([prompt.rows[group] for prompt in seen])
 
@@ -71,10 +88,16 @@ def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
 def _fit(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> residual.Fit:
     predicted = before + layer(given)
     if _relative(norm(predicted), normed) < _UNCHANGED:
-        return residual.Fit(norm.visible(layer.weight), norm.visible(predicted))
+        return residual.Fit(norm.visible(layer.weight), norm.visible(predicted), 0.0)
     if not residual.has_enough_rows(layer, given.shape[0]):
         raise _Stop
     return residual.fit_layer(layer, given, before, norm, normed)
+
+
+def _check(fit: residual.Fit) -> None:
+    """Ends the recursion where the rows are not what a layer was given: what lies above would be noise from noise."""
+    if not fit.error < _HOPELESS:
+        raise _Stop
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -94,9 +117,11 @@ def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt]) -> It
     if unchanged:
         weights = public
     else:
-        first = torch.stack([rows[0] for rows in given]), torch.stack([rows[0] for rows in outputs])
-        v = attention.fit_first_position(block, model, *first)
-        found = attention.fit_all(block, model, given, outputs, v)
+        found = attention.fit_values(block, model, given, outputs)
+        if found.error > _EXPLAINED:  # q or k was changed too
+            first = torch.stack([rows[0] for rows in given]), torch.stack([rows[0] for rows in outputs])
+            v = attention.fit_first_position(block, model, *first)
+            found = attention.fit_all(block, model, given, outputs, v)
         weights = [found.q, found.k, found.v]
     for layer, weight in zip((block.q, block.k, block.v), weights, strict=True):
         yield StolenDelta(layer.name, weight - layer.weight)
@@ -105,6 +130,10 @@ def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt]) -> It
 def _steal_mlp(model: PublicModel, block: Block, seen: list[Prompt]) -> Iterator[Claim]:
     given, outputs = _rows(seen, block.up[0].group), _rows(seen, block.down.group)
     if not mlp.has_enough_rows(block.up, given.shape[0]):
+        return
+    if mlp.error_of(block.up, model.activation, given, outputs) < _UNCHANGED:
+        for layer in block.up:
+            yield StolenDelta(layer.name, torch.zeros_like(layer.weight))
         return
     found = mlp.fit_mlp(block.up, model.activation, given, outputs)
     if found is None:

@@ -5,10 +5,10 @@ Before the layer it was r, and the layer's input a is on the wire, so
 
     c_t · v_t = r_t + a_t (W + ΔW) + b        for every token t, unknown c_t and ΔW.
 
-Multiplied by the projector P off the columns of A, ΔW is gone: P · diag(c) · V = P · (R + b), whose normal equations are
+Multiplied by the projector P off the columns of A, ΔW is gone: P · diag(c) · V = P · (R + b), with the normal equations
 (P ∘ VVᵀ) c = diag(P (R + b) Vᵀ). Then ΔW = A⁺ (diag(c) V − R − b) − W, and c_t v_t is the residual for the next layer.
-More tokens than the layer has inputs are needed. LayerNorm takes off each row's mean, so there everything is meant after
-the mean is taken off: what an adapter adds to it changes nothing that the model computes.
+More tokens than the layer has inputs are needed. LayerNorm takes off each row's mean, so there everything is meant
+without it: what an adapter adds to a mean changes nothing that the model computes.
 Source: our derivation, from the residual recursion of the architecture.
 """
 
@@ -26,12 +26,14 @@ class Fit:
     """A layer with its adapter, and where the residual stands after it.
 
     Attributes:
+        error: ‖what the layer adds − what it would have to add‖, relative; small where the rows are what they seem.
         weight: W + ΔW, shape (in_features, out_features), as far as the norm after it lets it through.
         after: residual after the layer, shape (num_tokens, hidden).
     """
 
     weight: torch.Tensor
     after: torch.Tensor
+    error: float
 
 
 def has_enough_rows(layer: Layer, num_rows: int) -> bool:
@@ -49,15 +51,25 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
         norm, normed: the norm that follows, and what it gave, shape (num_tokens, hidden).
     """
     known = norm.visible(before if layer.bias is None else before + layer.bias)
-    after = _factors(given, known, norm.direction(normed))[:, None] * norm.direction(normed)
-    weight = torch.linalg.lstsq(given, after - known, driver="gelsd").solution
-    return Fit(weight, after)
+    seen = norm.direction(normed)
+    left, sizes, right = torch.linalg.svd(given, full_matrices=False)
+    kept = sizes > sizes[0] * 1e-12
+    left, sizes, right = left[:, kept], sizes[kept], right[kept]
+    after = _factors(left, known, seen)[:, None] * seen
+    added = after - known
+    inside = left.T @ added
+    weight = right.T @ (inside / sizes[:, None])
+    return Fit(weight, after, float((added - left @ inside).norm() / added.norm()))
 
 
-def _factors(given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """c, shape (num_tokens,): least squares of ‖P (diag(c) V − known)‖ by its normal equations."""
-    basis, sizes, _ = torch.linalg.svd(given, full_matrices=False)
-    basis = basis[:, sizes > sizes[0] * 1e-12]
-    off = torch.eye(given.shape[0], dtype=given.dtype) - basis @ basis.T
-    right = (off * (seen @ known.T)).sum(dim=1)
-    return torch.linalg.lstsq(off * (seen @ seen.T), right[:, None], driver="gelsd").solution[:, 0]
+def _factors(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """c, shape (num_tokens,): least squares of ‖P (diag(c) V − known)‖ by its normal equations.
+
+    Args:
+        left: orthonormal basis of the columns of A.
+    """
+    off = torch.eye(left.shape[0], dtype=left.dtype) - left @ left.T
+    squares = off * (seen @ seen.T)  # positive semidefinite, as an elementwise product of two such (Schur)
+    wanted = (off * (seen @ known.T)).sum(dim=1)
+    factors: torch.Tensor = torch.linalg.solve_ex(squares, wanted)[0].nan_to_num()
+    return factors

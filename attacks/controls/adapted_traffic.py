@@ -38,9 +38,8 @@ def make(folder: Path, kind: str = "llama", targets: str | list[str] = "all-line
 
     manifest = tiny_manifest(kind, "native", folder / "model")
     generator = torch.Generator().manual_seed(7)
-    adapted: Any = get_peft_model(
-        copy.deepcopy(tiny_model(kind)), LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=kind != "llama")
-    )
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=kind != "llama")
+    adapted: Any = get_peft_model(copy.deepcopy(tiny_model(kind)), config)
     deltas: dict[str, torch.Tensor] = {}
     for name, module in adapted.base_model.model.named_modules():
         if hasattr(module, "get_delta_weight"):
