@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attacks.adversary import Adversary, Claim, StolenDelta, StolenRows
+from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenRows, StolenTokens
 from attacks.gain import Gain, measure
 from attacks.judge import Finding, judge
 from attacks.passes import Opened
@@ -19,6 +19,8 @@ from attacks.stolen_adapter import write
 from attacks.truth import Truth
 from attacks.view import View
 
+_THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form")
+"""What is tried again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
 _JUDGED_ROWS = 16
 _WON = 0.9
@@ -32,6 +34,7 @@ class Case:
     """One mask's view, and the truth about it.
 
     Attributes:
+        truth: None where nobody knows it: then claims are counted and written down, and not judged.
         sent: for each prompt the tokens that went through the layers.
         rows: private facts, for the gain; empty where there are none.
     """
@@ -39,7 +42,7 @@ class Case:
     label: str
     view: View
     public: PublicModel
-    truth: Truth
+    truth: Truth | None
     sent: Sequence[Sequence[int]]
     rows: Sequence[dict[str, Any]]
 
@@ -70,7 +73,7 @@ def attack(case: Case, adversaries: Sequence[Adversary], out: Path, say: Say) ->
             opened[one.name] = stolen
     for opener, rows in opened.items():
         for one in adversaries:
-            if one.name in ("layer-0 lookup", "closed-form"):
+            if one.name in _THIEVES:
                 results += _judged(case, f"{opener} + {one.name}", _run(one, case, rows, say), out)
     return results
 
@@ -83,14 +86,39 @@ def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Cl
 
 
 def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[Result]:
-    findings = judge(claims, case.view, case.truth, case.sent)
+    truth = case.truth
+    findings = _counted(claims) if truth is None else judge(claims, case.view, truth, case.sent)
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
     folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
     stolen = write(deltas, case.public, folder) if deltas else None
-    if stolen is not None and case.rows:
+    _write_prompts([claim for claim in claims if isinstance(claim, StolenTokens)], case.public, folder)
+    if stolen is not None and case.rows and truth is not None:
         rows = case.rows[:_JUDGED_ROWS]
-        findings += _worth(measure(case.truth.base, case.truth.adapted, stolen, case.public.tokenizer, rows), folder)
+        findings += _worth(measure(truth.base, truth.adapted, stolen, case.public.tokenizer, rows), folder)
     return [Result(case.mask, case.arithmetic, name, finding) for finding in findings]
+
+
+def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:
+    """What was read, as text where the model has a tokenizer."""
+    if not claims:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = public.tokenizer
+    read = [
+        {"prompt": claim.prompt, "text": tokenizer.decode(claim.token_ids) if tokenizer else list(claim.token_ids)}
+        for claim in claims
+    ]
+    (folder / "prompts.json").write_text(json.dumps(read, ensure_ascii=False, indent=1))
+
+
+def _counted(claims: Sequence[Claim]) -> list[Finding]:
+    names = {StolenDelta: "layers", StolenTokens: "prompts", StolenRows: "messages", StolenDifference: "differences"}
+    found = []
+    for kind, name in names.items():
+        count = sum(isinstance(claim, kind) for claim in claims)
+        if count:
+            found.append(Finding(name, "claimed", float(count), 0.0, (0.0, 0.0), "not judged"))
+    return found
 
 
 def _worth(gain: Gain, folder: Path) -> list[Finding]:

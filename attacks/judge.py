@@ -178,11 +178,10 @@ def _judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]],
         if claim.prompt < len(sent)
         for got, wanted in zip(claim.token_ids, sent[claim.prompt], strict=False)
     ]
-    total = sum(len(ids) for ids in sent)
     if not pairs:
         return []
     got, wanted = torch.tensor(pairs).T
-    rate = float((got == wanted).sum()) / total
+    rate = float((got == wanted).float().mean())
     # guesses drawn from the true tokens themselves: better than an adversary's best guess at how often each occurs
     everything = torch.tensor([token for ids in sent for token in ids])
 

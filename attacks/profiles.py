@@ -117,5 +117,6 @@ def _job(
 ) -> Job:
     return Job(
         url="", model=model, runs=[], adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2, traffic_rows=8,
-        learning_rate=1e-3, batch_size=8, peft={}, prompts=prompts, questions=[], num_answered=4, answer_tokens=8, truth=truth,
+        learning_rate=1e-3, batch_size=8, peft={}, prompts=prompts, questions=[],
+        num_answered=4, answer_tokens=8, truth=truth,
     )  # fmt: skip

@@ -201,10 +201,18 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
 
 
 def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary positions in transformers' convention: halves, not pairs. Shape (prompts, heads, tokens, head_dim)."""
+    """Rotary positions 0, 1, ... in transformers' convention: halves, not pairs. Shape (..., num_tokens, head_dim)."""
+    return _turn(x, theta, torch.arange(x.shape[-2], dtype=x.dtype))
+
+
+def rotate_at(x: torch.Tensor, theta: float, position: int) -> torch.Tensor:
+    """The same for rows that all stand at one position."""
+    return _turn(x, theta, torch.full((1,), float(position), dtype=x.dtype))
+
+
+def _turn(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
-    steps = theta ** (-torch.arange(half, dtype=x.dtype) / half)
-    angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * steps
+    angles = positions[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
     cos, sin = angles.cos(), angles.sin()
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -64,13 +64,26 @@ def fit_mlp(
     return tuple(weights), float(errors.norm() / outputs.norm())
 
 
+def is_known(activation: str) -> bool:
+    """Whether `predict` can do it."""
+    return activation in _ACTIVATIONS
+
+
+def predict(activation: str, terms: list[torch.Tensor]) -> torch.Tensor:
+    """act(gate) · up, or act(c_fc).
+
+    Raises:
+        KeyError: an activation that is not known.
+    """
+    act = _ACTIVATIONS[activation]
+    return act(terms[0]) if len(terms) == 1 else act(terms[0]) * terms[1]
+
+
 def error_of(layers: tuple[Layer, ...], activation: str, given: torch.Tensor, outputs: torch.Tensor) -> float:
     """‖predicted − seen‖ / ‖seen‖ with the public weights; infinite for an activation that is not known."""
-    act = _ACTIVATIONS.get(activation)
-    if act is None:
+    if activation not in _ACTIVATIONS:
         return torch.inf
-    terms = [layer(given) for layer in layers]
-    predicted = act(terms[0]) if len(terms) == 1 else act(terms[0]) * terms[1]
+    predicted = predict(activation, [layer(given) for layer in layers])
     return float((predicted - outputs).norm() / outputs.norm())
 
 

@@ -1,0 +1,98 @@
+"""Prompts from a deeper layer: the second block's input, without the first layer's rows.
+
+Position by position, every token of the vocabulary is put behind what was found so far and sent through the public
+first block; the one whose state points most nearly where the seen row does is taken. The adapter moves states a little
+and the right token stays the nearest. Works on rows up to a factor, so on ring rows too.
+Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from attacks.adversaries.attention import rotate_at
+from attacks.adversaries.mlp import is_known, predict
+from attacks.adversary import Adversary, Claim, StolenTokens
+from attacks.passes import Opened, prompts
+from attacks.public_model import Block, Layer, PublicModel
+from attacks.view import View
+
+_BUDGET = 2_000_000_000_000
+"""Multiplications spent on one view: a token of SmolLM2 takes 1.7e11."""
+_CANDIDATES = 4096
+_MAX_PROMPTS = 16
+
+
+def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
+    """Token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden)."""
+    found: list[int] = []
+    block, norm = model.blocks[0], model.blocks[1].attention_norm
+    keys = torch.empty(model.num_kv_heads, 0, model.head_dim, dtype=rows.dtype)
+    values = keys.clone()
+    for position, row in enumerate(functional.normalize(rows[:max_tokens], dim=-1)):
+        best, best_score = 0, -torch.inf
+        for start in range(0, model.embedding.shape[0], _CANDIDATES):
+            states, _, _ = _step(block, model, model.embedding[start : start + _CANDIDATES], position, keys, values)
+            scores = functional.normalize(norm(states), dim=-1) @ row
+            place = int(scores.argmax())
+            if float(scores[place]) > best_score:
+                best, best_score = start + place, float(scores[place])
+        found.append(best)
+        _, key, value = _step(block, model, model.embedding[best : best + 1], position, keys, values)
+        keys, values = torch.cat([keys, key], dim=1), torch.cat([values, value], dim=1)
+    return found
+
+
+def _step(
+    block: Block, model: PublicModel, embedded: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The first block on candidates for one position.
+
+    Args:
+        embedded: shape (num_candidates, hidden).
+        keys, values: of what came before, shape (num_kv_heads, position, head_dim), keys already rotated.
+
+    Returns:
+        States after the block, shape (num_candidates, hidden); key and value of the candidates, shape
+        (num_kv_heads, num_candidates, head_dim).
+    """
+    start = embedded if model.positions is None else embedded + model.positions[position]
+    given = block.attention_norm(start)
+    q, own_k, own_v = (_heads(layer, given, model.head_dim) for layer in (block.q, block.k, block.v))
+    if model.rope_theta:
+        q, own_k = (rotate_at(x, model.rope_theta, position) for x in (q, own_k))
+    repeats = model.num_heads // model.num_kv_heads
+    old_k, old_v, k, v = (x.repeat_interleave(repeats, dim=0) for x in (keys, values, own_k, own_v))
+    before = q @ old_k.transpose(1, 2)  # (heads, candidates, position)
+    here = (q * k).sum(-1, keepdim=True)
+    weights = functional.softmax(torch.cat([before, here], dim=-1) * model.head_dim**-0.5, dim=-1)
+    mixed = weights[..., :-1] @ old_v + weights[..., -1:] * v
+    middle = start + block.o(mixed.transpose(0, 1).reshape(start.shape[0], -1))
+    inner = predict(model.activation, [layer(block.mlp_norm(middle)) for layer in block.up])
+    return middle + block.down(inner), own_k, own_v
+
+
+def _heads(layer: Layer, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Shape (heads, num_candidates, head_dim)."""
+    return layer(rows).view(rows.shape[0], -1, head_dim).transpose(0, 1)
+
+
+def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+    if len(model.blocks) < 2 or not is_known(model.activation):
+        return []
+    group = model.blocks[1].q.group
+    layers = (model.blocks[0].q, model.blocks[0].k, model.blocks[0].v, model.blocks[0].o, *model.blocks[0].up)
+    cost = model.embedding.shape[0] * sum(layer.weight.numel() for layer in (*layers, model.blocks[0].down))
+    left = _BUDGET // cost
+    claims: list[Claim] = []
+    for prompt in prompts(view.with_tensors(), opened)[:_MAX_PROMPTS]:
+        rows = prompt.rows.get(group)
+        if rows is not None and left > 0:
+            ids = invert(rows, model, min(left, rows.shape[0]))
+            left -= len(ids)
+            claims.append(StolenTokens(prompt.number, tuple(ids)))
+    return claims
+
+
+ADVERSARY = Adversary("deep-state inversion", "the second block's input, token by token over the vocabulary", _attack)

@@ -1,0 +1,124 @@
+"""The command line that both tools share: victim or recording, adversaries, report.
+
+Exit status: 0 when the report was written and every control wins, 1 when a control fails, 2 for what cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attacks import quick_model
+from attacks.catalogue import MODULES, adversaries, controls
+from wire.errors import ConfigurationError, VeilbaseError
+
+if TYPE_CHECKING:
+    from attacks.evaluate import Case
+
+
+def main(program: str, description: str, default: str | None, arguments: Sequence[str] | None) -> int:
+    """Parses and runs.
+
+    Args:
+        default: names of adversaries when none are given; None for all.
+    """
+    options = _parser(program, description).parse_args(arguments)
+    try:
+        if options.list:
+            for one in adversaries(default):
+                print(f"{one.name:22} {one.summary}")
+            return 0
+        return _run(options, options.adversaries or default)
+    except VeilbaseError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+
+
+def _parser(program: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    parser.add_argument(
+        "--model", help="tiny-llama, tiny-gpt2, smollm2-135m or a Hugging Face folder; by default what --profile says"
+    )
+    parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="full is smollm2-135m")
+    parser.add_argument("--masks", default="off,gaussian-pool,lattice", help="comma-separated")
+    parser.add_argument("--adversaries", help="comma-separated names of --list")
+    parser.add_argument("--adapter", type=Path, help="PEFT folder to attack in place of one that is trained")
+    parser.add_argument("--view", type=Path, help="a recording of `provider serve --record` in place of a victim")
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report")
+    parser.add_argument("--list", action="store_true", help="names the adversaries")
+    return parser
+
+
+def _run(options: argparse.Namespace, names: str | None) -> int:
+    import torch
+
+    from attacks import plots, report
+    from attacks.evaluate import attack
+
+    chosen = adversaries(names)
+    model = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
+    if model in quick_model.NAMES:
+        torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
+    with tempfile.TemporaryDirectory() as scratch:
+        if options.view is not None:
+            cases, notes = _recorded(options.view, model, options.adapter)
+        else:
+            cases, notes = _cases(Path(scratch), model, options.masks, options.adapter)
+        results = [result for case in cases for result in attack(case, chosen, options.out, _say)]
+    _say(f"controls of all {len(MODULES)} adversaries")
+    checks = [control() for control in controls()]
+    files = [*report.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
+    print("\n".join(report.lines(results, checks, notes)))
+    print(f"\nwritten: {', '.join(map(str, files))}")
+    return 0 if all(check.wins for check in checks) else 1
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _recorded(folder: Path, model: str, adapter: Path | None) -> tuple[list[Case], list[str]]:
+    """A case for each tenant of a recording; judged only as far as an adapter is given."""
+    from attacks.evaluate import Case
+    from attacks.load import load_public
+    from attacks.truth import Truth
+    from attacks.view import open_view
+
+    if model in quick_model.NAMES:
+        raise ConfigurationError("--view needs --model: the model that the recording is of")
+    view = open_view(folder)
+    notes = [f"recording of {view.manifest.model_id}, {len(view.messages)} messages"]
+    if view.is_truncated:
+        notes.append("the recording ran into its size limit: later messages lack their tensors")
+    loaded, public = load_public(model, view.manifest)
+    truth = None if adapter is None else Truth(loaded, public, view.manifest, adapter)
+    return [Case(name, view.of_tenant(name).with_tensors(), public, truth, [], []) for name in view.tenants], notes
+
+
+def _cases(scratch: Path, model: str, masks: str, adapter: Path | None) -> tuple[list[Case], list[str]]:
+    """A case for each mask, and what the report must say about the traffic."""
+    from attacks import harness, profiles
+    from attacks.evaluate import Case
+    from attacks.load import load_public
+    from attacks.truth import Truth
+    from attacks.view import open_view
+
+    runs = profiles.runs(masks)
+    profile = profiles.choose(scratch, model, adapter)
+    seen = harness.record(scratch / "run", profile.model, profile.job, runs, profile.limit, profile.layers)
+    view = open_view(seen)
+    notes = [f"profile {profile.name}, model {model}, {len(view.messages)} messages recorded"]
+    if view.is_truncated:
+        notes.append("the recording ran into its size limit: later messages lack their tensors")
+    loaded, public = load_public(profile.model, view.manifest)
+    truth = Truth(loaded, public, view.manifest, profile.job.adapter or profile.job.truth / "adapter")
+    cases = []
+    for run in runs:
+        sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
+        cases.append(Case(run.label, view.of_tenant(run.label).with_tensors(), public, truth, sent, profile.job.rows))
+    return cases, notes

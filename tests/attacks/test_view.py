@@ -1,0 +1,124 @@
+"""A recording is read back as it was written; one that is empty, cut off or of another model is one clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks.adversaries import layer0_lookup
+from attacks.controls import adapted_traffic
+from attacks.controls.tiny import tiny_manifest, tiny_model
+from attacks.passes import passes, places, prompts
+from attacks.public_model import describe
+from attacks.synthetic import Exchange, write_recording
+from attacks.view import open_view
+from wire.errors import ConfigurationError
+
+
+@pytest.fixture
+def seen(tmp_path: Path) -> Path:
+    adapted_traffic.make(tmp_path)
+    return tmp_path / "seen"
+
+
+def test_not_a_recording(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is not a recording"):
+        open_view(tmp_path)
+
+
+def test_an_empty_recording(seen: Path) -> None:
+    (seen / "index.jsonl").write_text("")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        open_view(seen)
+
+
+@pytest.mark.parametrize("line", ['{"seq": 1', "[]", '{"seq": 0, "tenant": "a"}'])
+def test_a_line_that_cannot_be_read_is_named(seen: Path, line: str) -> None:
+    index = seen / "index.jsonl"
+    index.write_text(index.read_text() + line + "\n")
+    with pytest.raises(ConfigurationError, match=f"line {len(index.read_text().splitlines())} "):
+        open_view(seen)
+
+
+def test_a_file_that_is_missing_or_elsewhere(seen: Path) -> None:
+    first = json.loads((seen / "index.jsonl").read_text().splitlines()[0])
+    (seen / first["file"]).unlink()
+    with pytest.raises(ConfigurationError, match="cut off"):
+        open_view(seen)
+    first["file"] = "../model/config.json"
+    (seen / "index.jsonl").write_text(json.dumps(first) + "\n")
+    with pytest.raises(ConfigurationError, match="cut off"):
+        open_view(seen)
+
+
+def test_a_tensor_file_that_is_damaged(seen: Path) -> None:
+    (seen / "00000000.safetensors").write_bytes(b"\0" * 10)
+    with pytest.raises(ConfigurationError, match="damaged"):
+        open_view(seen).messages[0].request()
+
+
+def test_a_manifest_that_is_damaged(seen: Path) -> None:
+    (seen / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="damaged"):
+        open_view(seen)
+
+
+def test_a_layer_that_the_model_does_not_have(seen: Path) -> None:
+    line = json.loads((seen / "index.jsonl").read_text().splitlines()[0]) | {"layer": 99}
+    (seen / "index.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ConfigurationError, match="does not have"):
+        open_view(seen)
+
+
+def test_a_recording_of_another_model(tmp_path: Path) -> None:
+    manifest = tiny_manifest("gpt2", "int8", tmp_path / "model")
+    with pytest.raises(ConfigurationError, match="of another model"):
+        describe(tiny_model("llama"), manifest)
+
+
+def test_truncated_messages_are_there_without_tensors(seen: Path) -> None:
+    lines = [json.loads(line) for line in (seen / "index.jsonl").read_text().splitlines()]
+    lines[3] |= {"file": None, "truncated": True}
+    (seen / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    view = open_view(seen)
+    assert view.is_truncated
+    assert len(view.with_tensors().messages) == len(lines) - 1
+    with pytest.raises(ConfigurationError, match="truncated"):
+        view.messages[3].request()
+
+
+def test_prompts_and_their_answers_are_put_together(tmp_path: Path) -> None:
+    manifest = tiny_manifest("llama", "int8", tmp_path / "model")
+    widths = [group.in_features for group in manifest.groups]
+
+    def one_pass(first: int, count: int) -> list[Exchange]:
+        return [
+            Exchange(
+                group, torch.arange(first, first + count)[:, None].expand(count, width).float(), torch.zeros(count, 1)
+            )
+            for group, width in enumerate(widths)
+        ]
+
+    training = [*one_pass(50, 4), Exchange(7, torch.zeros(4, 32), torch.zeros(4, 1), "backward")]
+    exchanges = [*one_pass(0, 3), *one_pass(3, 1), *training, *one_pass(10, 2), *one_pass(12, 1), *one_pass(13, 1)]
+    view = write_recording(tmp_path / "seen", manifest, exchanges)
+    assert [one.num_rows for one in passes(view)] == [3, 1, 4, 2, 1, 1]
+    assert [one.is_training for one in passes(view)] == [False, False, True, False, False, False]
+    first, second = prompts(view)
+    for group in range(len(widths)):
+        assert first.rows[group][:, 0].tolist() == [0, 1, 2, 3]
+        assert second.rows[group][:, 0].tolist() == [10, 11, 12, 13]
+    where = places(view)
+    assert [where[message.seq] for message in view.select("product", "forward", 0) if message.seq in where] == [
+        (0, 0), (0, 3), (1, 0), (1, 2), (1, 3),
+    ]  # fmt: skip
+
+
+def test_opened_rows_take_the_place_of_recorded_ones(tmp_path: Path) -> None:
+    traffic = adapted_traffic.make(tmp_path)
+    first = traffic.view.messages[0]
+    claims = layer0_lookup.ADVERSARY.attack(traffic.view, traffic.public, {first.seq: first.request().double()})
+    assert len(claims) == 1
