@@ -1,6 +1,7 @@
 """The command line that both tools share: victim or recording, adversaries, report.
 
-Exit status: 0 when the report was written and every control wins, 1 when a control fails, 2 for what cannot be done.
+Exit status: 0 when the report was written, 1 when a control does not win or a private mask shows more than chance does,
+2 for what cannot be done.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, names: str | None) -> int:
     import torch
 
-    from attacks import plots, report
+    from attacks import gate, plots, report
     from attacks.evaluate import attack
 
     chosen = adversaries(names)
@@ -75,7 +76,13 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
     files = [*report.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
     print("\n".join(report.lines(results, checks, notes)))
     print(f"\nwritten: {', '.join(map(str, files))}")
-    return 0 if all(check.wins for check in checks) else 1
+    alarms = [
+        *gate.weakened(results),
+        *(f"control of {check.adversary} does not win" for check in checks if not check.wins),
+    ]
+    for alarm in alarms:
+        print(f"ALARM: {alarm}", file=sys.stderr)
+    return 1 if alarms else 0
 
 
 def _say(text: str) -> None:

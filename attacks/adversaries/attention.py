@@ -159,7 +159,7 @@ def fit_all(
         return total
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
-    if float(loss()) ** 0.5 < _HOPELESS:
+    if float(loss().detach()) ** 0.5 < _HOPELESS:
         optimizer.param_groups[0]["max_iter"] = _MAX_STEPS - _FIRST_STEPS
         optimizer.step(loss)  # type: ignore[no-untyped-call]
     q, k, found_v = (weight.detach() for weight in weights())

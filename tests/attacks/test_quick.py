@@ -1,0 +1,109 @@
+"""The quick profile end to end: what must fall falls, what must hold does, and bad input is said in a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attacks import extract_lora, gate, recover_prompts
+from attacks.judge import Finding
+from attacks.report import Result
+
+
+def read(folder: Path) -> list[Result]:
+    results = json.loads((folder / "report.json").read_text())["results"]
+    return [
+        Result(
+            one["mask"], one["arithmetic"], one["adversary"],
+            Finding(
+                one["module"], one["metric"], float("inf") if one["value"] is None else one["value"],
+                one["baseline"], tuple(one["interval"]), one["verdict"],
+            ),
+        )
+        for one in results
+    ]  # fmt: skip
+
+
+@pytest.mark.timeout(400)
+def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert extract_lora.main(["--out", str(tmp_path)]) == 0
+    results = read(tmp_path)
+    assert {(one.mask, one.arithmetic) for one in results} == {
+        ("off", "float"), ("off", "ring"), ("gaussian-pool", "float"), ("lattice", "ring"),
+    }  # fmt: skip
+    assert gate.standing(results) == []
+    assert gate.weakened(results) == []
+    errors = {
+        one.finding.module: one.finding.value
+        for one in results
+        if (one.mask, one.arithmetic, one.adversary) == ("off", "float", "closed-form")
+        and one.finding.metric == "relative error"
+    }
+    for module in ("o_proj", "down_proj", "v_proj"):
+        assert errors[module] <= 1e-3
+    assert (tmp_path / "recovered_adapters.svg").is_file()
+    assert (tmp_path / "stolen" / "off-float-closed-form" / "adapter_model.safetensors").is_file()
+    assert "| lattice | ring |" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(300)
+def test_prompts_of_a_gpt2_model(tmp_path: Path) -> None:
+    options = ["--model", "tiny-gpt2", "--masks", "off,lattice", "--out", str(tmp_path)]
+    assert recover_prompts.main(options) == 0
+    rates = {(one.mask, one.adversary): one.finding for one in read(tmp_path) if one.finding.metric == "recovery rate"}
+    assert rates["off", "layer-0 lookup"].value == 1.0
+    assert rates["off", "deep-state inversion"].value > 0.9
+    assert rates["lattice", "layer-0 lookup"].value < 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--masks", "nonsense"], "no mask"),
+        (["--adversaries", "nonsense"], "no adversary"),
+        (["--adapter", "/nowhere"], "expected a PEFT adapter folder"),
+        (["--view", "/nowhere", "--model", "smollm2-135m"], "is not a recording"),
+        (["--view", "/nowhere"], "needs --model"),
+    ],
+)
+def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert extract_lora.main(options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert extract_lora.main(["--list"]) == 0
+    assert "closed-form" in capsys.readouterr().out
+
+
+NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.02, 0.0, (-0.01, 0.01), ""))
+
+
+@pytest.mark.parametrize(
+    ("finding", "alarm"),
+    [
+        (NEAR.finding, False),
+        (replace(NEAR.finding, value=0.03), True),
+        (replace(NEAR.finding, metric="relative error", value=0.95), False),
+        (replace(NEAR.finding, metric="relative error", value=0.5), True),
+        (replace(NEAR.finding, value=float("inf")), False),
+        (Finding("adapter", "stolen task gain", 0.05, 0.0, (0.0, 0.0), ""), False),
+        (Finding("adapter", "stolen task gain", 0.5, 0.0, (0.0, 0.0), ""), True),
+    ],
+)
+def test_the_gate_notices_a_mask_that_weakens(finding: Finding, alarm: bool) -> None:
+    assert bool(gate.weakened([replace(NEAR, finding=finding)])) is alarm
+    assert gate.weakened([replace(NEAR, finding=finding, mask="off")]) == []
+    assert gate.weakened([replace(NEAR, finding=finding, adversary="traffic-shape")]) == []
+
+
+def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
+    weak = Result("off", "ring", "layer-0 lookup", Finding("tokens", "recovery rate", 0.5, 0.0, (0.0, 0.0), ""))
+    assert gate.standing([weak])
+    assert gate.standing([replace(weak, finding=replace(weak.finding, value=1.0))]) == []
+    assert gate.standing([replace(weak, adversary="closed-form")])
