@@ -1,0 +1,77 @@
+"""Traffic of a known shape, under a mask that hides everything else: messages of zeros say it all."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from attacks.adversaries.traffic_shape import ADDS_TO_OUTPUTS, ADVERSARY, CHANGES_INPUTS
+from attacks.adversary import StolenFact
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import manifest, no_model
+from attacks.synthetic import Exchange, write_recording
+from attacks.view import View
+
+NUM_GROUPS = 4
+PROMPTS = ((7, 1), (12, 5), (3, 2))
+"""Prompt tokens and answer tokens."""
+STEPS = (96, 64)
+"""Rows of each training step."""
+
+
+def control() -> ControlResult:
+    """Share of right facts over two tenants, one with an adapter of each kind."""
+    right = total = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, changes_inputs in enumerate((False, True)):
+            view = record(Path(scratch) / str(number), changes_inputs)
+            claims = ADVERSARY.attack(view, no_model(), None)
+            got = {claim.name: claim.value for claim in claims if isinstance(claim, StolenFact)}
+            wanted = facts(changes_inputs)
+            right += sum(got.get(name) == value for name, value in wanted.items())
+            total += len(wanted)
+    return ControlResult(ADVERSARY.name, "rows of zeros", "share of right facts", right / total, 1.0, False)
+
+
+def facts(changes_inputs: bool) -> Mapping[str, str]:
+    """What is to be found out."""
+    return {
+        "prompt tokens": ",".join(str(given + answered - 1) for given, answered in PROMPTS),
+        "answer tokens": ",".join(str(answered) for _, answered in PROMPTS),
+        "lowest adapted layer": "l1",
+        "PEFT kind": CHANGES_INPUTS if changes_inputs else ADDS_TO_OUTPUTS,
+        "training rows per step": ",".join(map(str, STEPS)),
+    }
+
+
+def record(folder: Path, changes_inputs: bool, checkpointing: bool = False) -> View:
+    """Training and then answers, with an adapter of group 1: gradients reach its input only if that is changed.
+
+    Args:
+        folder: made here.
+        changes_inputs: group 1 is asked twice, as for two members with different inputs.
+        checkpointing: the upper two groups, then the lower two, are computed again before their gradients.
+    """
+    calls = [0, 1, 1, 2, 3] if changes_inputs else [0, 1, 2, 3]
+    backward = [3, 2, 1, 1] if changes_inputs else [3, 2]
+    exchanges: list[Exchange] = []
+    for rows in STEPS:
+        exchanges += _messages(calls, rows)
+        if checkpointing:
+            for part in ((2, 3), (0, 1)):
+                exchanges += _messages([group for group in calls if group in part], rows)
+                exchanges += _messages([group for group in backward if group in part], rows, "backward")
+        else:
+            exchanges += _messages(backward, rows, "backward")
+    for given, answered in PROMPTS:
+        for rows in (given, *[1] * (answered - 1)):
+            exchanges += _messages(calls, rows)
+    return write_recording(folder, manifest(2, NUM_GROUPS), exchanges)
+
+
+def _messages(groups: Sequence[int], num_rows: int, direction: str = "forward") -> list[Exchange]:
+    nothing = torch.zeros(num_rows, 2, dtype=torch.int32)
+    return [Exchange(group, nothing, nothing.clone(), direction) for group in groups]
