@@ -9,9 +9,10 @@ A tenant sends a gradient to a group when the group's input depends on something
 to outputs (LoRA) makes that so for the next group up, one that changes inputs (OFT, BOFT, IA3 before feed-forward
 layers) for its own: hence `lowest adapted layer`, which names the first layer of a group, not a member of it.
 
-Does not tell apart: an IA3 or OFT that changes no input shared by several layers of a group, from LoRA (its group is
-asked once, as ever); prompt tuning, from an adapter of the first group; requests split at the provider's limit of
-rows, from repeated ones of as many rows.
+Guesses wrong where a method changes no input that several layers share (OFT of o_proj alone, PEFT's default IA3): its
+groups are asked once, as ever, so it passes for LoRA, and OFT of o_proj is placed one group too low. Prompt tuning
+passes for an adapter of the first group. Requests that were split at the provider's limit of rows pass for repeated
+ones.
 """
 
 from __future__ import annotations

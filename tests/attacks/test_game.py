@@ -107,8 +107,8 @@ def test_candidates_are_exactly_what_the_mask_hides(
     tenant.close()
 
 
-def test_the_two_inputs_differ_in_little_that_is_public(tmp_path: Path) -> None:
-    """Two adapters on one text: most numbers differ, by less than the numbers themselves."""
+def test_the_two_inputs_are_a_block_each() -> None:
+    """Those of two adapters on one text differ, by less than the numbers themselves."""
     first, second = game.choice("adapter").inputs
     assert first.shape == second.shape == (DEFAULT.ring_degree, 32)
     assert 0 < float((first - second).norm()) < float(first.norm())

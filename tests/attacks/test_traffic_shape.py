@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
+from attacks import harness, quick_model
 from attacks.adversaries.traffic_shape import ADVERSARY
 from attacks.adversary import StolenFact
 from attacks.controls import traffic_shape as control
 from attacks.controls.lattice_traffic import manifest, no_model
 from attacks.passes import prompts
 from attacks.synthetic import Exchange, write_recording
-from attacks.view import Message, View
+from attacks.victim import Job, Run
+from attacks.view import Message, View, open_view
 
 
 def facts(view: View) -> dict[str, object]:
@@ -78,3 +81,24 @@ def test_claims_nothing_without_messages(tmp_path: Path) -> None:
     view = control.record(tmp_path / "seen", False)
     assert facts(View(view.manifest, ())) == {}
     assert ADVERSARY.attack(view, no_model(), {0: torch.zeros(1, 2)}) == []
+
+
+def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
+    """LoRA of the second block's q_proj: no gradient is sent to its own group, and it is named all the same."""
+    model = quick_model.make("tiny-llama", tmp_path / "model")
+    job = Job(
+        url="", model=str(model), runs=[], adapter=None, rows=list(quick_model.FACTS), train_steps=1, traffic_steps=2,
+        learning_rate=1e-3, batch_size=4, peft={"r": 2, "target_modules": r".*layers\.1\.self_attn\.q_proj"},
+        prompts=[[5, 6, 7], [8, 9], [10, 11, 12, 13]], num_answered=1, answer_tokens=4, truth=tmp_path / "truth",
+    )  # fmt: skip
+    run = Run(label="lattice", mask="lattice", identity=tmp_path)
+    view = open_view(harness.record(tmp_path / "run", str(model), job, [run])).of_tenant("lattice")
+    got = facts(view)
+    sent = json.loads((job.truth / "lattice.json").read_text())
+    assert got.pop("prompt tokens") == ",".join(str(len(ids)) for ids in sent) == "3,2,7"
+    assert len(str(got.pop("training rows per step")).split(",")) == 2
+    assert got == {
+        "answer tokens": "1,1,4",
+        "lowest adapted layer": "model.layers.1.self_attn.q_proj",
+        "PEFT kind": "adds to outputs",
+    }
