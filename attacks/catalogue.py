@@ -10,6 +10,7 @@ from wire.errors import ConfigurationError
 
 MODULES = (
     "layer0_lookup", "deep_state", "closed_form",
+    "traffic_shape",
     "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "subspace", "low_bits", "seed_search",
     "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction",
 )  # fmt: skip

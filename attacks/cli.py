@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from attacks import quick_model
 from attacks.catalogue import MODULES, adversaries, controls
+from attacks.victim import KINDS
 from wire.errors import ConfigurationError, VeilbaseError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="full is smollm2-135m")
     parser.add_argument("--masks", default="off,gaussian-pool,lattice", help="comma-separated")
     parser.add_argument("--adversaries", help="comma-separated names of --list")
+    parser.add_argument("--peft", choices=tuple(KINDS), default="lora", help="what the victim trains; tiny models only")
     parser.add_argument("--adapter", type=Path, help="PEFT folder to attack in place of one that is trained")
     parser.add_argument("--view", type=Path, help="a recording of `provider serve --record` in place of a victim")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report")
@@ -69,7 +71,7 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
         if options.view is not None:
             cases, notes = _recorded(options.view, model, options.adapter)
         else:
-            cases, notes = _cases(Path(scratch), model, options.masks, options.adapter)
+            cases, notes = _cases(Path(scratch), model, options)
         results = [result for case in cases for result in attack(case, chosen, options.out, _say)]
     _say(f"controls of all {len(MODULES)} adversaries")
     checks = [control() for control in controls()]
@@ -107,7 +109,7 @@ def _recorded(folder: Path, model: str, adapter: Path | None) -> tuple[list[Case
     return [Case(name, view.of_tenant(name).with_tensors(), public, truth, [], []) for name in view.tenants], notes
 
 
-def _cases(scratch: Path, model: str, masks: str, adapter: Path | None) -> tuple[list[Case], list[str]]:
+def _cases(scratch: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each mask, and what the report must say about the traffic."""
     from attacks import harness, profiles
     from attacks.evaluate import Case
@@ -115,8 +117,8 @@ def _cases(scratch: Path, model: str, masks: str, adapter: Path | None) -> tuple
     from attacks.truth import Truth
     from attacks.view import open_view
 
-    runs = profiles.runs(masks)
-    profile = profiles.choose(scratch, model, adapter)
+    runs = profiles.runs(options.masks)
+    profile = profiles.choose(scratch, model, options.adapter, options.peft)
     seen = harness.record(scratch / "run", profile.model, profile.job, runs, profile.limit, profile.layers)
     view = open_view(seen)
     notes = [f"profile {profile.name}, model {model}, {len(view.messages)} messages recorded"]

@@ -284,13 +284,20 @@ def _row_cosines(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
-    answers: dict[str, object] = {
-        "prompt tokens": ",".join(str(len(ids)) for ids in sent),
-        "PEFT kind": next(iter(truth.adapted.peft_config.values())).peft_type.value,
-    }
-    found = []
-    for claim in claims:
-        if claim.name in answers:
-            right = float(claim.value == answers[claim.name])
-            found.append(Finding(claim.name, "right", right, 0.0, (0.0, 0.0), "wins" if right else "at baseline"))
-    return found
+    """Facts read from metadata; those that the judge has no truth for are left out."""
+    config = next(iter(truth.adapted.peft_config.values()))
+    changes_inputs = config.peft_type.value in ("IA3", "OFT", "BOFT")
+    answers: dict[str, object] = {"PEFT kind": "changes inputs" if changes_inputs else "adds to outputs"}
+    adapted = {layer for layer, delta in truth.deltas.items() if bool(delta.any())}
+    for group in truth.manifest.groups:
+        if any(name.partition("[")[0] in {layer.name for layer in group.layers} for name in adapted):
+            answers["lowest adapted layer"] = group.layers[0].name
+            break
+    if sent:
+        answers["prompt tokens"] = ",".join(str(len(ids)) for ids in sent)
+    return [
+        Finding(name, "right", right, 0.0, (0.0, 0.0), "wins" if right else "at baseline")
+        for name, right in (
+            (claim.name, float(claim.value == answers[claim.name])) for claim in claims if claim.name in answers
+        )
+    ]

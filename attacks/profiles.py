@@ -18,7 +18,6 @@ _NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
 """More tokens than down_proj of SmolLM2 has inputs, 1,536."""
 _TOKEN_IDS = (1000, 40_000)
 _NUM_QUESTIONS = 4
-_EVERYTHING = {"target_modules": "all-linear"}
 MASKS = ("off", "gaussian-pool", "lattice", "pad")
 
 
@@ -57,7 +56,7 @@ def runs(masks: str) -> list[Run]:
     return found
 
 
-def choose(folder: Path, model: str, adapter: Path | None) -> Profile:
+def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
     """The profile for a model: quick for the tiny ones.
 
     Raises:
@@ -66,11 +65,13 @@ def choose(folder: Path, model: str, adapter: Path | None) -> Profile:
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
     if model in quick_model.NAMES:
-        return quick(folder, model, adapter)
+        return quick(folder, model, adapter, peft_kind)
+    if peft_kind != "lora":
+        raise ConfigurationError("the full profile trains LoRA; --peft is for the tiny models")
     return full(folder, model, adapter)
 
 
-def quick(folder: Path, name: str, adapter: Path | None) -> Profile:
+def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
     """A tiny random model: all layers, all adversaries, within a minute."""
     model = quick_model.make(name, folder / "model")
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
@@ -85,10 +86,23 @@ def quick(folder: Path, name: str, adapter: Path | None) -> Profile:
         update={
             "train_steps": 150,
             "learning_rate": 5e-3,
-            "peft": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+            "peft_kind": peft_kind,
+            "peft": _peft(name, peft_kind),
         }
     )
     return Profile("quick", str(model), job, None, "1GiB")
+
+
+def _peft(model: str, kind: str) -> dict[str, Any]:
+    """LoRA on all linear layers; methods that change the input of a base layer where they do."""
+    llama = model == "tiny-llama"
+    if kind == "lora":
+        return {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
+    if kind == "ia3":
+        last = ["down_proj"] if llama else ["mlp.c_proj"]
+        return {"target_modules": last + (["k_proj", "v_proj"] if llama else ["c_attn"]), "feedforward_modules": last}
+    blocks = {"oft_block_size": 8} if kind == "oft" else {"boft_block_size": 8}
+    return {"target_modules": ["q_proj", "v_proj"] if llama else ["c_attn"], **blocks}
 
 
 def full(folder: Path, model: str, adapter: Path | None) -> Profile:
@@ -117,6 +131,6 @@ def _job(
 ) -> Job:
     return Job(
         url="", model=model, runs=[], adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2, traffic_rows=8,
-        learning_rate=1e-3, batch_size=8, peft={}, prompts=prompts, questions=[],
+        learning_rate=1e-3, batch_size=8, peft_kind="lora", peft={}, prompts=prompts, questions=[],
         num_answered=4, answer_tokens=8, truth=truth,
     )  # fmt: skip

@@ -14,6 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+KINDS = {"lora": "LoraConfig", "ia3": "IA3Config", "oft": "OFTConfig", "boft": "BOFTConfig"}
+
 
 class Run(BaseModel):
     """One mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
@@ -34,7 +36,7 @@ class Job(BaseModel):
         rows: private facts, rows of a data set.
         train_steps: optimizer steps of the private adapter.
         traffic_steps, traffic_rows: optimizer steps that the attacked provider sees, of a fresh adapter.
-        peft: keyword arguments of LoraConfig.
+        peft_kind, peft: one of KINDS, and keyword arguments of its config.
         questions: a user's messages, sent and answered after the prompts.
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
         truth: folder for what only the judge may read.
@@ -50,6 +52,7 @@ class Job(BaseModel):
     traffic_rows: int
     learning_rate: float
     batch_size: int
+    peft_kind: str
     peft: dict[str, Any]
     prompts: list[list[int]]
     questions: list[str]
@@ -81,10 +84,11 @@ def main(job: Job) -> None:
 
 
 def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> None:
-    from peft import LoraConfig
+    import peft
 
+    config = getattr(peft, KINDS[job.peft_kind])(task_type="CAUSAL_LM", **job.peft)
     client.finetune(
-        job.rows, LoraConfig(task_type="CAUSAL_LM", **job.peft), output, max_steps=steps, seed=1, progress=False,
+        job.rows, config, output, max_steps=steps, seed=1, progress=False,
         learning_rate=job.learning_rate, batch_size=batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
     )  # fmt: skip
 
