@@ -1,0 +1,66 @@
+"""`collusion`: the two providers of `shares` put what they got together, and have the rows.
+
+One was sent x̃ − expand(p) mod 2^32, the other the seed p in 48 bytes; the sum of the first and expand(p) is x̃, exactly.
+That the two do not collude is the assumption of this mask, and this file shows what it is worth. A single view holds
+either numbers that look uniform or seeds, so on one view this adversary claims nothing; that it claims nothing says
+nothing about the mask.
+
+Source: DESIGN.md section 4 (`shares`); wire/SPEC.md, section 5, for expand.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import torch
+
+from attacks.adversary import Adversary, Claim, StolenRows
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import Message, View
+from wire.errors import ConfigurationError
+from wire.expand import SeededRows
+
+_Key = tuple[int, str, int]
+"""Group, direction and number of rows, which both providers see of the same call."""
+
+
+def collude(view_1: View, view_2: View) -> list[StolenRows]:
+    """x̃ of every message of the first view whose seed the second view has; numbered as in the first.
+
+    Seeds are matched in the order of arrival among calls of one group, direction and number of rows: right for one
+    stream of calls, such as one tenant at a time.
+
+    Args:
+        view_1: of one tenant at the provider that got masked rows.
+        view_2: of the same tenant at the provider that got seeds.
+
+    Raises:
+        ConfigurationError: the two views are of different weights.
+    """
+    if view_1.manifest.groups != view_2.manifest.groups:
+        raise ConfigurationError("the two recordings are of different models: their manifests differ")
+    seeds: dict[_Key, deque[SeededRows]] = defaultdict(deque)
+    for message in view_2.with_tensors().select("hint"):
+        seeds[_key(message)].append(message.seeded_rows())
+    stolen = []
+    for message in view_1.with_tensors().select("product"):
+        if message.arithmetic == "ring" and seeds[_key(message)]:
+            hidden = message.request()
+            share = seeds[_key(message)].popleft().expand(hidden.shape[1])
+            stolen.append(StolenRows(message.seq, (hidden + share).to(torch.float64)))  # wraps mod 2^32
+    return stolen
+
+
+def _key(message: Message) -> _Key:
+    return message.group, message.direction, message.num_rows
+
+
+def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Nothing: see the module's text."""
+    return []
+
+
+ADVERSARY = Adversary(
+    "collusion", "both providers of `shares` add what they got; one view alone has nothing to add", attack
+)
