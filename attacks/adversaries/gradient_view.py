@@ -1,0 +1,101 @@
+"""`gradient-view`: the batch of a training step, from its activations x and gradients g.
+
+Tokens come from the first layer's rows, as in layer-0 lookup. Labels come from the output head's gradient, softmax
+minus one-hot: the one negative number of a row tells the token that was trained on, and which rows were. Where a layer
+has both directions in float arithmetic, xᵀg is the full gradient of its weight in that step; in ring arithmetic each
+row has a secret factor, which leaves tokens and labels as they are and hides the sum.
+
+Does not do: models whose head stays with the tenant have no labels here; the lowest adapted layer has no backward call.
+Source: DAGER (NeurIPS 2024) recovers a batch from the gradient alone; here both of its factors are in the view.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attacks.adversaries.layer0_lookup import lookup
+from attacks.adversary import Adversary, Claim, StolenFact
+from attacks.passes import Opened, Pass, passes
+from attacks.public_model import PublicModel
+from attacks.view import Message, View
+
+TOKENS = "training tokens"
+LABELS = "training labels"
+NO_LABEL = -100
+"""transformers' own number for a position that is not trained on."""
+
+
+def weight_gradient(step: Pass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
+    """xᵀg of one group in one training pass, float64, shape (in_features, out_features); None where a part is missing.
+
+    Args:
+        step: of float messages.
+        group: id in the manifest.
+        opened: rows to take in place of the recorded ones.
+    """
+    inputs, gradients = _rows(step.forward.get(group), opened), _rows(step.backward.get(group), opened)
+    if inputs is None or gradients is None or inputs.shape[0] != gradients.shape[0]:
+        return None
+    return inputs.t() @ gradients
+
+
+def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
+    """Token ids of a whole batch, shape (num_rows,): its sequences lie one after the other, padded to one length.
+
+    Args:
+        rows: the first layer's, shape (num_rows, hidden), up to a positive factor each.
+    """
+    if model.positions is None:
+        return lookup(rows, model)
+    lengths = [length for length in range(1, len(rows) + 1) if len(rows) % length == 0]
+    guesses = [
+        torch.cat([lookup(part, model) for part in rows.split(length)])
+        for length in lengths
+        if length <= len(model.positions)
+    ]
+    fits = [_fit(rows, ids, length, model) for ids, length in zip(guesses, lengths, strict=False)]
+    return guesses[int(torch.tensor(fits).argmax())]
+
+
+def _fit(rows: torch.Tensor, ids: torch.Tensor, length: int, model: PublicModel) -> float:
+    """Mean cosine with what the first layer would be given for these tokens in sequences of one length."""
+    starts = torch.cat([model.residual_start(part) for part in ids.split(length)])
+    return float(torch.cosine_similarity(model.blocks[0].attention_norm(starts), rows, dim=-1).mean())
+
+
+def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
+    """Label of each row, shape (num_rows,), NO_LABEL for rows of zeros; from the head's (num_rows, vocab) gradient."""
+    labels = gradients.argmin(dim=-1)
+    labels[~gradients.any(dim=-1)] = NO_LABEL
+    return labels
+
+
+def _rows(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
+    if message is None:
+        return None
+    return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
+
+
+def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Tokens and labels of the first training pass, comma-separated, row after row."""
+    step = next((one for one in passes(view.with_tensors()) if one.is_training), None)
+    if step is None:
+        return []
+    claims: list[Claim] = []
+    rows = _rows(step.forward.get(model.blocks[0].q.group), opened)
+    if rows is not None:
+        claims.append(StolenFact(TOKENS, _listed(batch_tokens(rows, model))))
+    head = None if model.head_group is None else step.backward.get(model.head_group)
+    gradients = _rows(head, opened)
+    if gradients is not None:
+        claims.append(StolenFact(LABELS, _listed(batch_labels(gradients))))
+    return claims
+
+
+def _listed(ids: torch.Tensor) -> str:
+    return ",".join(map(str, ids.tolist()))
+
+
+ADVERSARY = Adversary(
+    "gradient-view", "first rows and last gradients of a training step; yields the batch's tokens and labels", attack
+)

@@ -1,0 +1,149 @@
+"""A training step of an adapted tiny model, unmasked, as its provider sees it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attacks import quick_model
+from attacks.adversaries.gradient_view import ADVERSARY, LABELS, NO_LABEL, TOKENS
+from attacks.adversary import StolenFact
+from attacks.controls.control import ControlResult
+from attacks.public_model import PublicModel, describe
+from attacks.synthetic import Exchange, write_recording
+from attacks.view import View
+from wire.manifest import Manifest
+
+BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 3, 8, 3
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A view of one prompt and then one training step, and what is to be found out.
+
+    Attributes:
+        token_ids, labels: of all rows of the batch, in order.
+        gradients: of base weights by group, summed over the batch; float32, shape (in_features, out_features).
+    """
+
+    view: View
+    public: PublicModel
+    token_ids: list[int]
+    labels: list[int]
+    gradients: dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What goes through each layer: name to rows, flattened."""
+
+    inputs: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+    def hook(self, name: str) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
+        """Keeps a layer's input, and its output's gradient where its input needs one: then a backward call is made."""
+
+        def keep(module: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            self.inputs[name] = given[0].detach().reshape(-1, given[0].shape[-1]).clone()
+            if given[0].requires_grad:
+                output.register_hook(keep_gradient)
+
+        def keep_gradient(gradient: torch.Tensor) -> None:
+            self.gradients[name] = gradient.detach().reshape(-1, gradient.shape[-1]).clone()
+
+        return keep
+
+
+def make(folder: Path, name: str = "tiny-llama") -> Traffic:
+    """One prompt of inference, then one batch forward and backward; the first tokens of each row are not trained on."""
+    from transformers import AutoModelForCausalLM
+
+    from provider.models import load, resolve
+    from provider.weights import serve_model
+
+    path = quick_model.make(name, folder / "model")
+    manifest = serve_model(load(resolve(str(path))), "native").manifest
+    public = describe(AutoModelForCausalLM.from_pretrained(path), manifest)
+    adapted, kept = _adapted(AutoModelForCausalLM.from_pretrained(path), manifest)
+    generator = torch.Generator().manual_seed(11)
+    low = len(quick_model.SPECIAL)
+    ids = torch.randint(low, len(public.embedding), (BATCH_SIZE, NUM_TOKENS), generator=generator)
+    with torch.no_grad():
+        adapted(input_ids=ids[:1, :5])
+    exchanges = _exchanges(manifest, kept)
+    targets = ids.roll(-1, dims=1)
+    targets[:, : NUM_PROMPT_TOKENS - 1] = targets[:, -1] = NO_LABEL
+    loss = torch.nn.functional.cross_entropy(adapted(input_ids=ids).logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    exchanges += _exchanges(manifest, kept)
+    view = write_recording(folder / "seen", manifest, exchanges)
+    gradients = _weight_gradients(adapted, manifest)
+    return Traffic(view, public, ids.flatten().tolist(), targets.flatten().tolist(), gradients)
+
+
+def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
+    """With a LoRA adapter whose B is not zero; base weights get gradients too, which no tenant computes."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    kept = _Kept({}, {})
+    names = {layer.name for group in manifest.groups for layer in group.layers}
+    for name, module in adapted.base_model.model.named_modules():
+        if hasattr(module, "lora_B"):
+            torch.nn.init.normal_(module.lora_B["default"].weight, std=0.02)
+        if name in names:
+            module.register_forward_hook(kept.hook(name))
+            getattr(module, "base_layer", module).weight.requires_grad_(True)
+    return adapted, kept
+
+
+def _exchanges(manifest: Manifest, kept: _Kept) -> list[Exchange]:
+    """Forward through all groups, and back as far as gradients went; replies are zeros, which nobody looks at."""
+    made = []
+    for group in manifest.groups:
+        rows = kept.inputs[group.layers[0].name]
+        made.append(Exchange(group.id, rows, torch.zeros(len(rows), 1)))
+    for group in reversed(manifest.groups):
+        if group.layers[0].name in kept.gradients:
+            rows = torch.cat([kept.gradients[layer.name] for layer in group.layers], dim=1)
+            made.append(Exchange(group.id, rows, torch.zeros(len(rows), 1), "backward"))
+    return made
+
+
+def _weight_gradients(adapted: Any, manifest: Manifest) -> dict[int, torch.Tensor]:
+    modules: dict[str, Any] = dict(adapted.base_model.model.named_modules())
+    found = {}
+    for group in manifest.groups:
+        parts = []
+        for layer in group.layers:
+            module = modules[layer.name]
+            gradient = getattr(module, "base_layer", module).weight.grad
+            parts.append(gradient if layer.kind == "conv1d" else gradient.t())
+        found[group.id] = torch.cat(parts, dim=1)
+    return found
+
+
+def share_right(traffic: Traffic, fact: str) -> float:
+    """Of the batch's tokens or labels, those that the adversary names; 0 where it names none."""
+    wanted = {TOKENS: traffic.token_ids, LABELS: traffic.labels}[fact]
+    for claim in ADVERSARY.attack(traffic.view, traffic.public, None):
+        if isinstance(claim, StolenFact) and claim.name == fact:
+            named = [int(part) for part in str(claim.value).split(",")]
+            return sum(one == other for one, other in zip(named, wanted, strict=False)) / len(wanted)
+    return 0.0
+
+
+def control() -> ControlResult:
+    """Share of right tokens and labels of a batch, whichever is smaller."""
+    with tempfile.TemporaryDirectory() as folder:
+        traffic = make(Path(folder))
+        value = min(share_right(traffic, TOKENS), share_right(traffic, LABELS))
+    return ControlResult(
+        ADVERSARY.name, "no mask, one training step of 3 rows of 8 tokens", "share of tokens and labels that are right",
+        value, 1.0, smaller_wins=False,
+    )  # fmt: skip
