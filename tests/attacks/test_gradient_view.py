@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attacks import active
 from attacks.adversaries.gradient_view import (
     ADVERSARY,
     LABELS,
@@ -17,7 +23,14 @@ from attacks.adversaries.gradient_view import (
 from attacks.controls import gradient_view
 from attacks.controls.gradient_view import Traffic, make, share_right
 from attacks.passes import Pass, passes
+from attacks.public_model import describe
+from attacks.synthetic import Exchange, write_recording
 from attacks.view import View
+from tenant_sdk import TenantClient, embedded
+from tests.tenant_sdk.tiny import lora
+from wire.expand import Rows, SeededRows
+from wire.frame import Call
+from wire.transport.inproc import InprocConnection
 
 BY_CHANCE = 0.3
 """Of 24 tokens of 95 by guessing: 7 right once in a billion times."""
@@ -86,3 +99,58 @@ def test_rows_under_a_one_time_mask_give_no_more_than_guessing(traffic: Traffic)
 def test_traffic_without_training_gives_nothing(traffic: Traffic) -> None:
     inference = View(traffic.view.manifest, traffic.view.messages[: len(traffic.view.manifest.groups)])
     assert ADVERSARY.attack(inference, traffic.public, None) == []
+
+
+# ---- fine-tuning by the SDK -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recording:
+    """An honest provider that keeps what it sees."""
+
+    core: Any
+    seen: list[Exchange] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.core, name)
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        reply = self.core.compute(call, rows)
+        request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
+        names = call.direction.name.lower(), call.purpose.name.lower()
+        self.seen.append(Exchange(call.group, request, reply.clone(), *names))
+        return reply
+
+
+def read_by_the_provider(folder: Path, monkeypatch: pytest.MonkeyPatch, mask: str, arithmetic: str) -> dict[str, str]:
+    """Tokens and labels that are claimed of one step on active.DATA, as text."""
+    site = active.site(folder / "site")
+    provider = Recording(site.core)
+    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
+    rows = [{"prompt": question, "completion": answer} for question, answer in active.DATA[0]]
+    with TenantClient("inproc:x", mask=mask, arithmetic=arithmetic, cache=folder / "cache", progress=False) as client:
+        client.finetune(rows, lora(), folder / "out", max_steps=1, batch_size=2, warmup_steps=0, progress=False)
+    view = write_recording(folder / "seen", site.core.manifest(), provider.seen)
+    public = describe(AutoModelForCausalLM.from_pretrained(site.model), view.manifest)
+    tokenizer = AutoTokenizer.from_pretrained(site.model)
+    return {
+        claim.name: tokenizer.decode([int(part) for part in claim.value.split(",") if int(part) != NO_LABEL])  # type: ignore[union-attr]
+        for claim in ADVERSARY.attack(view, public, None)
+    }
+
+
+@pytest.mark.parametrize("arithmetic", ["ring", "float"])
+def test_data_sent_without_a_mask_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arithmetic: str) -> None:
+    read = read_by_the_provider(tmp_path, monkeypatch, "off", arithmetic)
+    for question, answer in active.DATA[0]:
+        assert f"{question}{answer}<|end|>" in read[TOKENS]
+        assert f"{answer}<|end|>" in read[LABELS]
+
+
+@pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
+def test_data_under_the_default_mask_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = read_by_the_provider(tmp_path, monkeypatch, "lattice", "ring")
+    assert read.keys() == {TOKENS, LABELS}
+    for question, answer in active.DATA[0]:
+        assert question[:4] not in read[TOKENS]
+        assert answer[:4] not in read[TOKENS] + read[LABELS]
