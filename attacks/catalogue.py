@@ -10,9 +10,9 @@ from wire.errors import ConfigurationError
 
 MODULES = (
     "layer0_lookup", "deep_state", "closed_form",
-    "traffic_shape",
+    "traffic_shape", "gradient_view",
     "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "subspace", "low_bits", "seed_search",
-    "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction",
+    "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction", "collusion",
 )  # fmt: skip
 """Files of attacks/adversaries, each with a control of the same name in attacks/controls."""
 

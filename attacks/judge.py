@@ -92,7 +92,8 @@ def _judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
         if kind in ("q_proj", "k_proj") or not bool(wanted.any()):
             continue  # judged together: only their product is determined
         errors.setdefault(kind, []).append(_relative(delta, wanted))
-        cosines.setdefault(kind, []).append((_cosine(delta, wanted), wanted.numel()))
+        public = truth.public.layers()[layer].weight
+        cosines.setdefault(kind, []).append((_cosine(_off(delta, public), _off(wanted, public)), wanted.numel()))
     for block in truth.public.blocks:
         if block.q.name in claimed and block.k.name in claimed:
             pair = _judge_scores(block, claimed, truth)
@@ -162,6 +163,11 @@ def _cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
     size = float(got.norm() * wanted.norm())
     value = float((got * wanted).sum()) / size if size > 0 else 0.0
     return value if math.isfinite(value) else 0.0
+
+
+def _off(delta: torch.Tensor, public: torch.Tensor) -> torch.Tensor:
+    """ΔW without its part along W: W is public, and IA3, OFT and BOFT change it by something much like −W."""
+    return delta - public * ((delta * public).sum() / public.pow(2).sum())
 
 
 def _median(values: Iterable[float]) -> float:

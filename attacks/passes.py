@@ -21,10 +21,12 @@ class Pass:
 
     Attributes:
         forward, backward: group id to message; a group that was asked for several times (IA3, OFT) by its first.
+        repeats: the other forward messages of such a group, in order.
     """
 
     forward: Mapping[int, Message]
     backward: Mapping[int, Message]
+    repeats: Mapping[int, tuple[Message, ...]]
 
     @property
     def num_rows(self) -> int:
@@ -43,18 +45,22 @@ def passes(view: View) -> list[Pass]:
     found: list[Pass] = []
     forward: dict[int, Message] = {}
     backward: dict[int, Message] = {}
+    repeats: dict[int, tuple[Message, ...]] = {}
     last = -1
     for message in view.select("product"):
         if message.direction == "backward":
             backward.setdefault(message.group, message)
             continue
         if forward and (backward or message.group < last or (only_group and message.group == last)):
-            found.append(Pass(forward, backward))
-            forward, backward = {}, {}
+            found.append(Pass(forward, backward, repeats))
+            forward, backward, repeats = {}, {}, {}
         last = message.group
-        forward.setdefault(message.group, message)
+        if message.group in forward:
+            repeats[message.group] = (*repeats.get(message.group, ()), message)
+        else:
+            forward[message.group] = message
     if forward or backward:
-        found.append(Pass(forward, backward))
+        found.append(Pass(forward, backward, repeats))
     return found
 
 
@@ -65,10 +71,12 @@ class Prompt:
     Attributes:
         number: its place among the view's prompts, as in `places`.
         rows: group id to float64, shape (num_tokens, in_features).
+        repeats: the same of further requests of a group in each pass, whose members were given different inputs.
     """
 
     number: int
     rows: Mapping[int, torch.Tensor]
+    repeats: Mapping[int, tuple[torch.Tensor, ...]]
 
     @property
     def num_tokens(self) -> int:
@@ -101,15 +109,24 @@ def prompts(view: View, opened: Opened | None = None) -> list[Prompt]:
         view: one tenant's.
         opened: rows to take in place of the recorded ones; messages that are not in it are left out.
     """
-    where = places(view)
-    found: dict[int, dict[int, list[torch.Tensor]]] = {}
-    for message in view.select("product", "forward"):
-        if message.seq not in where or (opened is not None and message.seq not in opened):
+    found: list[dict[tuple[int, int], list[torch.Tensor]]] = []
+    for one in passes(view):
+        if one.is_training:
             continue
-        rows = message.request() if opened is None else opened[message.seq]
-        groups = found.setdefault(where[message.seq][0], {})
-        groups.setdefault(message.group, []).append(rows.to(torch.float64))
-    return [
-        Prompt(number, {group: torch.cat(parts) for group, parts in groups.items()})
-        for number, groups in sorted(found.items())
-    ]
+        if one.num_rows > 1 or not found:
+            found.append({})
+        for group, message in one.forward.items():
+            for place, each in enumerate((message, *one.repeats.get(group, ()))):
+                if opened is None or each.seq in opened:
+                    rows = each.request() if opened is None else opened[each.seq]
+                    found[-1].setdefault((group, place), []).append(rows.to(torch.float64))
+    return [_prompt(number, parts) for number, parts in enumerate(found) if parts]
+
+
+def _prompt(number: int, parts: Mapping[tuple[int, int], list[torch.Tensor]]) -> Prompt:
+    rows = {group: torch.cat(several) for (group, place), several in parts.items() if place == 0}
+    repeats: dict[int, tuple[torch.Tensor, ...]] = {}
+    for (group, place), several in sorted(parts.items(), key=lambda item: item[0]):
+        if place:
+            repeats[group] = (*repeats.get(group, ()), torch.cat(several))
+    return Prompt(number, rows, repeats)

@@ -24,6 +24,8 @@ _UNCHANGED = 1e-5
 """Relative error at which public weights explain what was seen: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
 
 
+_MEMBERS = 3
+"""q, k and v."""
 _EXPLAINED = 1e-4
 _HOPELESS = 0.3
 """Relative misfit of a residual: rows that are what they seem leave 1e-4 and less, masked ones 0.6 and more."""
@@ -49,7 +51,11 @@ def _steal(model: PublicModel, seen: list[Prompt]) -> Iterator[Claim]:
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
     for index, block in enumerate(model.blocks):
-        yield from _steal_attention(model, block, seen)
+        transformed = _steal_transforms(block, seen, block.attention_norm(stream))
+        if transformed:
+            yield from transformed
+        else:
+            yield from _steal_attention(model, block, seen)
         fit = _fit(block.o, _rows(seen, block.o.group), stream, block.mlp_norm, _rows(seen, block.up[0].group))
         yield StolenDelta(block.o.name, fit.weight - block.mlp_norm.visible(block.o.weight))
         _check(fit)
@@ -57,8 +63,9 @@ def _steal(model: PublicModel, seen: list[Prompt]) -> Iterator[Claim]:
         norm, group = _next(model, index)
         # of a prompt that is answered, the output head is given the last token alone: such prompts are left out
         whole = torch.cat([torch.full((one.num_tokens,), _is_whole(one, group)) for one in seen])
-        rows = _rows([one for one in seen if _is_whole(one, group)], group)
-        fit = _fit(block.down, _rows(seen, block.down.group)[whole], fit.after[whole], norm, rows)
+        given, before = _rows(seen, block.down.group)[whole], fit.after[whole]
+        variants = _variants([one for one in seen if _is_whole(one, group)], group)
+        fit = min((_fit(block.down, given, before, norm, rows) for rows in variants), key=lambda one: one.error)
         yield StolenDelta(block.down.name, fit.weight - norm.visible(block.down.weight))
         _check(fit)
         stream = fit.after
@@ -73,6 +80,14 @@ def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
     if model.head_group is None:
         raise _Stop
     return model.final_norm, model.head_group
+
+
+def _variants(seen: list[Prompt], group: int) -> list[torch.Tensor]:
+    """What a group was given, by each of its requests in a pass: of different inputs, one may be the plain one."""
+    found = [_rows(seen, group)]
+    for place in range(min(len(prompt.repeats.get(group, ())) for prompt in seen)):
+        found.append(torch.cat([prompt.repeats[group][place] for prompt in seen]))
+    return found
 
 
 def _is_whole(prompt: Prompt, group: int) -> bool:
@@ -102,6 +117,25 @@ def _check(fit: residual.Fit) -> None:
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
+
+
+def _steal_transforms(block: Block, seen: list[Prompt], normed: torch.Tensor) -> list[Claim]:
+    """ΔW of methods that change a layer's input (IA3, OFT, BOFT): then q, k and v are asked for one by one.
+
+    The input before the change is known, so the change is the linear map from it to what each member was given.
+    """
+    if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
+        return []
+    if normed.shape[0] < normed.shape[1]:
+        return []
+    claims: list[Claim] = []
+    for place, layer in enumerate((block.q, block.k, block.v)):
+        given = [
+            prompt.rows[block.q.group] if place == 0 else prompt.repeats[block.q.group][place - 1] for prompt in seen
+        ]
+        change = torch.linalg.lstsq(normed, torch.cat(given), driver="gelsd").solution
+        claims.append(StolenDelta(layer.name, change @ layer.weight - layer.weight))
+    return claims
 
 
 def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt]) -> Iterator[Claim]:
