@@ -1,6 +1,7 @@
 # make demo    the main job, end to end, on a real model
 # make test    all tests          make check   ruff, mypy, import-linter
 # make bench   the figures of docs/benchmarks.md
+# make attacks the provider as an adversary: docs/security-evaluation.md
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test check bench examples clean
+.PHONY: setup demo test check bench attacks examples clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -34,6 +35,11 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+attacks: $(READY)
+	$(BIN)/python -m attacks.extract_lora --out report
+	$(BIN)/python -m attacks.game --out report
+	$(BIN)/python -m attacks.active --out report
 
 clean:
 	rm -rf $(VENV) .demo

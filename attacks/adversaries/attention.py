@@ -17,7 +17,7 @@ import torch
 from attacks.public_model import Block, Layer, PublicModel
 
 _FIRST_STEPS, _MAX_STEPS = 40, 400
-_HOPELESS = 0.5
+_HOPELESS = 0.1
 """Relative error after the first steps at which the descent is given up: what came is not an attention's output."""
 _HISTORY = 50
 
@@ -141,7 +141,7 @@ def fit_all(
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(
-        deltas, max_iter=_FIRST_STEPS, history_size=_HISTORY, tolerance_grad=1e-14, tolerance_change=1e-16,
+        deltas, max_iter=_FIRST_STEPS, max_eval=2 * _FIRST_STEPS, history_size=_HISTORY, tolerance_grad=1e-14, tolerance_change=1e-16,
         line_search_fn="strong_wolfe",
     )  # fmt: skip
 
@@ -161,6 +161,7 @@ def fit_all(
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     if float(loss().detach()) ** 0.5 < _HOPELESS:
         optimizer.param_groups[0]["max_iter"] = _MAX_STEPS - _FIRST_STEPS
+        optimizer.param_groups[0]["max_eval"] = 2 * _MAX_STEPS
         optimizer.step(loss)  # type: ignore[no-untyped-call]
     q, k, found_v = (weight.detach() for weight in weights())
     return Heads(q, k, found_v, _error(block, model, (q, k, found_v), given, outputs))

@@ -14,21 +14,24 @@ from attacks.public_model import PublicModel
 from attacks.view import View
 
 
+_ROWS = 256
+
+
 def lookup(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
     """Token ids by largest cosine, shape (num_tokens,).
 
     Args:
         rows: what the first layer was given, shape (num_tokens, hidden), up to a positive factor each.
     """
-    norm, ids = model.blocks[0].attention_norm, torch.empty(rows.shape[0], dtype=torch.int64)
-    table = None if model.positions is not None else _unit(norm(model.embedding))
-    for position, row in enumerate(_unit(rows)):
-        here = table
-        if model.positions is not None:
-            here = _unit(norm(model.embedding + model.positions[position]))
-        if here is not None:
-            ids[position] = int((here @ row).argmax())
-    return ids
+    norm = model.blocks[0].attention_norm
+    if model.positions is None:
+        table = _unit(norm(model.embedding)).T
+        return torch.cat([(_unit(some) @ table).argmax(dim=1) for some in rows.split(_ROWS)])
+    ids = [
+        int((_unit(norm(model.embedding + model.positions[position])) @ row).argmax())
+        for position, row in enumerate(_unit(rows))
+    ]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:
