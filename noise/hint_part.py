@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from noise.durable import sync_folder
 from noise.hint_file import HEADER_BYTES, Layout, pack
 from wire.errors import ConfigurationError, MaskError
 
@@ -144,7 +145,7 @@ class PartFile:
             _write_all(self._handle, layout.header(key, self._verified), 0)
             os.fsync(self._handle)
             self._part.rename(self._path)
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
             self._journal.unlink(missing_ok=True)
 
     def delete(self) -> None:
@@ -173,11 +174,3 @@ def _write_all(handle: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(handle, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

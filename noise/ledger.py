@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from noise import ledger_file
+from noise.durable import sync_folder
 from noise.ledger_file import Book, Seed
 from noise.slots import Origin, Slots
 from wire.errors import ConfigurationError, MaskError, MaskReused
@@ -235,7 +236,7 @@ class Ledger:
             if self._book.is_ahead_of(book):
                 raise self._went_back()
             # whoever renamed it may have died before its folder was on disk; records in it count only after that
-            ledger_file.sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
         except BaseException:
             os.close(fd)
             raise
@@ -279,7 +280,7 @@ class Ledger:
         finally:
             os.close(fd)
         os.replace(scratch, self._path)
-        ledger_file.sync_folder(self._path.parent)
+        sync_folder(self._path.parent)
 
     def __reduce__(self) -> NoReturn:
         """Refuses copies and pickles."""

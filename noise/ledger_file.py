@@ -175,15 +175,6 @@ def read_from(fd: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
     """The lock of the ledger at `path`, in a file next to it."""
     return locked(path.with_name(path.name + ".lock"))

@@ -141,8 +141,8 @@ def fit_all(
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(
-        deltas, max_iter=_FIRST_STEPS, max_eval=2 * _FIRST_STEPS, history_size=_HISTORY, tolerance_grad=1e-14, tolerance_change=1e-16,
-        line_search_fn="strong_wolfe",
+        deltas, max_iter=_FIRST_STEPS, max_eval=2 * _FIRST_STEPS, history_size=_HISTORY,
+        tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
     )  # fmt: skip
 
     def weights() -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ from attacks.passes import Opened, prompts
 from attacks.public_model import PublicModel
 from attacks.view import View
 
-
 _ROWS = 256
 
 
