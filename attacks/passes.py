@@ -7,7 +7,7 @@ several prompts of one tenant run at once: attack a recording of one stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -102,12 +102,13 @@ def places(view: View) -> dict[int, tuple[int, int]]:
     return found
 
 
-def prompts(view: View, opened: Opened | None = None) -> list[Prompt]:
+def prompts(view: View, opened: Opened | None = None, only: Collection[int] | None = None) -> list[Prompt]:
     """Inference traffic as prompts; passes that were trained on are left out.
 
     Args:
         view: one tenant's.
         opened: rows to take in place of the recorded ones; messages that are not in it are left out.
+        only: groups whose rows are wanted; None reads them all.
     """
     found: list[dict[tuple[int, int], list[torch.Tensor]]] = []
     for one in passes(view):
@@ -116,6 +117,8 @@ def prompts(view: View, opened: Opened | None = None) -> list[Prompt]:
         if one.num_rows > 1 or not found:
             found.append({})
         for group, message in one.forward.items():
+            if only is not None and group not in only:
+                continue
             for place, each in enumerate((message, *one.repeats.get(group, ()))):
                 if opened is None or each.seq in opened:
                     rows = each.request() if opened is None else opened[each.seq]

@@ -9,6 +9,7 @@ they are made before the clock starts.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import tempfile
@@ -74,10 +75,13 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
         serve_worker(step if ready or mask == "off" else lambda: [step() for _ in range(CYCLE)], prepare)
 
 
-def run(repeats: int = 9, names: tuple[str, ...] = tuple(VARIANTS)) -> dict[str, Any]:
+def run(repeats: int = 5, names: tuple[str, ...] = tuple(VARIANTS)) -> dict[str, Any]:
     """Medians in seconds and ratios: to the local fp32 step, of ready to off, of verified to not."""
     with ExitStack() as stack:
-        workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
+        workers = {
+            "local fp32": stack.enter_context(Worker(__name__, "local", "float32")),
+            "local bf16": stack.enter_context(Worker(__name__, "local", "bfloat16")),
+        }
         urls: dict[str, tuple[str, str]] = {}
         for name in names:
             weights, *settings = VARIANTS[name]
@@ -89,7 +93,11 @@ def run(repeats: int = 9, names: tuple[str, ...] = tuple(VARIANTS)) -> dict[str,
         seconds = interleaved(runs, repeats, before={name: worker.prepare for name, worker in workers.items()})
     for name in seconds.keys() & {"lattice, masks made in the step"}:
         seconds[name] = [value / CYCLE for value in seconds[name]]
-    found = {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, "local fp32")}
+    found = {
+        "seconds": {k: statistics.median(v) for k, v in seconds.items()},
+        "ratios": ratios(seconds, "local fp32"),
+        "ratios to bf16": ratios(seconds, "local bf16"),
+    }
     for label, one, other in (
         ("masks ready / off", "lattice, masks ready", "int8 ring, off"),
         ("verified / not", "lattice, masks ready, verified", "lattice, masks ready"),
@@ -101,18 +109,23 @@ def run(repeats: int = 9, names: tuple[str, ...] = tuple(VARIANTS)) -> dict[str,
 
 def main() -> None:
     """Prints a table."""
-    result = run()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune_step")
+    parser.add_argument("--repeats", type=int, default=5)
+    result = run(parser.parse_args().repeats)
     tokens = SHAPE[0] * SHAPE[1]
-    print("| fine-tuning step 2×256 | s | tokens/s | × local fp32 |\n|---|---|---|---|")
+    print("| fine-tuning step 2×256 | s | tokens/s | × local fp32 | × local bf16 |\n|---|---|---|---|---|")
     for name, value in result["seconds"].items():
-        print(f"| {name} | {value:.2f} | {tokens / value:.0f} | {result['ratios'][name]:.2f} |")
+        ratio, narrow = result["ratios"][name], result["ratios to bf16"][name]
+        print(f"| {name} | {value:.2f} | {tokens / value:.0f} | {ratio:.2f} | {narrow:.2f} |")
     for label, ratio in result.get("pairs", {}).items():
         print(f"{label}: {ratio:.2f}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["local"]:
-        serve_worker(step_of(local_model()))
+        import torch
+
+        serve_worker(step_of(local_model().to(getattr(torch, sys.argv[2]))))
     elif sys.argv[1:2] == ["remote"]:
         remote_step(*sys.argv[2:])
     else:

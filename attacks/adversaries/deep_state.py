@@ -86,7 +86,7 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
     cost = model.embedding.shape[0] * sum(layer.weight.numel() for layer in (*layers, model.blocks[0].down))
     left = _BUDGET // cost
     claims: list[Claim] = []
-    for prompt in prompts(view.with_tensors(), opened)[:_MAX_PROMPTS]:
+    for prompt in prompts(view.with_tensors(), opened, {group})[:_MAX_PROMPTS]:
         rows = prompt.rows.get(group)
         if rows is not None and left > 0:
             ids = invert(rows, model, min(left, rows.shape[0]))

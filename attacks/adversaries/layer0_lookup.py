@@ -40,7 +40,7 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
     group = model.blocks[0].q.group
     claims: list[Claim] = []
-    for prompt in prompts(view.with_tensors(), opened):
+    for prompt in prompts(view.with_tensors(), opened, {group}):
         rows = prompt.rows.get(group)
         if rows is not None:
             claims.append(StolenTokens(prompt.number, tuple(lookup(rows, model).tolist())))
