@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,8 @@ def measure(base: Any, victim: Any, stolen: Path, tokenizer: Any, rows: Sequence
         stolen: PEFT folder.
         rows: `messages` or `prompt` and `completion`.
     """
-    thief = adapted_copy(base, stolen)
+    thief = adapted_copy(base, stolen).to(torch.float32)
+    base, victim = (copy.deepcopy(model).to(torch.float32) for model in (base, victim))
     encoded = [encode(tokenizer, row) for row in rows]
     losses, agreed, total = [0.0, 0.0, 0.0], [0, 0], 0
     for ids, start in encoded:
