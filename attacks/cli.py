@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from attacks.catalogue import MODULES, adversaries, controls
 from attacks.victim import KINDS
 from wire.errors import ConfigurationError, VeilbaseError
 
+MASKS = "off,gaussian-pool,lattice"
+
 if TYPE_CHECKING:
     from attacks.evaluate import Case
 
@@ -29,16 +32,28 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     Args:
         default: names of adversaries when none are given; None for all.
     """
-    options = _parser(program, description).parse_args(arguments)
+    parser = _parser(program, description)
+    options = parser.parse_args(arguments)
+    if options.view is not None and (options.masks != MASKS or options.peft != "lora"):
+        parser.error("--view takes a recording as it is: --masks and --peft are for a victim")
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the processes that were started are ended
     try:
         if options.list:
             for one in adversaries(default):
                 print(f"{one.name:22} {one.summary}")
             return 0
-        return _run(options, options.adversaries or default)
+        options.out.mkdir(parents=True, exist_ok=True)
+        return _run(options, default if options.adversaries is None else options.adversaries)
     except VeilbaseError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
+    except OSError as exc:
+        print(f"error: cannot write to {options.out}: {exc.strerror}", file=sys.stderr)
+        return 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -47,7 +62,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
         "--model", help="tiny-llama, tiny-gpt2, smollm2-135m or a Hugging Face folder; by default what --profile says"
     )
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="full is smollm2-135m")
-    parser.add_argument("--masks", default="off,gaussian-pool,lattice", help="comma-separated")
+    parser.add_argument("--masks", default=MASKS, help="comma-separated")
     parser.add_argument("--adversaries", help="comma-separated names of --list")
     parser.add_argument("--peft", choices=tuple(KINDS), default="lora", help="what the victim trains; tiny models only")
     parser.add_argument("--adapter", type=Path, help="PEFT folder to attack in place of one that is trained")
@@ -67,11 +82,11 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
     model = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
     if model in quick_model.NAMES:
         torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
         if options.view is not None:
             cases, notes = _recorded(options.view, model, options.adapter)
         else:
-            cases, notes = _cases(Path(scratch), model, options)
+            cases, notes = _cases(Path(scratch), Path(recording), model, options)
         results = [result for case in cases for result in attack(case, chosen, options.out, _say)]
     _say(f"controls of all {len(MODULES)} adversaries")
     checks = [control() for control in controls()]
@@ -80,6 +95,7 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
     print(f"\nwritten: {', '.join(map(str, files))}")
     alarms = [
         *gate.weakened(results),
+        *(gate.standing(results) if names is None and options.peft == "lora" and options.view is None else ()),
         *(f"control of {check.adversary} does not win" for check in checks if not check.wins),
     ]
     for alarm in alarms:
@@ -109,7 +125,7 @@ def _recorded(folder: Path, model: str, adapter: Path | None) -> tuple[list[Case
     return [Case(name, view.of_tenant(name).with_tensors(), public, truth, [], []) for name in view.tenants], notes
 
 
-def _cases(scratch: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
+def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each mask, and what the report must say about the traffic."""
     from attacks import harness, profiles
     from attacks.evaluate import Case
@@ -119,7 +135,8 @@ def _cases(scratch: Path, model: str, options: argparse.Namespace) -> tuple[list
 
     runs = profiles.runs(options.masks)
     profile = profiles.choose(scratch, model, options.adapter, options.peft)
-    seen = harness.record(scratch / "run", profile.model, profile.job, runs, profile.limit, profile.layers)
+    seen = recording / "seen"  # apart from the truth
+    harness.record(scratch / "run", seen, profile.model, profile.job, runs, profile.limit, profile.layers)
     view = open_view(seen)
     notes = [f"profile {profile.name}, model {model}, {len(view.messages)} messages recorded"]
     if view.is_truncated:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenRows, StolenTokens
+from attacks.adversaries import byte_statistics
+from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
 from attacks.gain import Gain, measure
 from attacks.judge import Finding, judge
 from attacks.passes import Opened
@@ -18,7 +19,18 @@ from attacks.report import Result
 from attacks.stolen_adapter import write
 from attacks.truth import Truth
 from attacks.view import View
+from wire.errors import ConfigurationError
 
+_CERTAIN = {
+    "slot-reuse": "messages that share mask rows in other places",
+    "byte-statistics": byte_statistics.FACT,
+    "no-error": None,
+    "tiny-error": None,
+    "lattice-reduction": None,
+    "seed-search": None,
+}
+"""Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the fact that counts."""
+FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form")
 """What is tried again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
@@ -79,8 +91,19 @@ def attack(case: Case, adversaries: Sequence[Adversary], out: Path, say: Say) ->
 
 
 def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
+    """Claims; an adversary that raises fails alone, and the gate counts it.
+
+    Raises:
+        ConfigurationError: the recording cannot be read.
+    """
     began = time.monotonic()
-    claims = one.attack(case.view, case.public, opened)
+    try:
+        claims = one.attack(case.view, case.public, opened)
+    except ConfigurationError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - its own mistake, on a view that nobody tried
+        say(f"{case.label}: {one.name} FAILED: {type(exc).__name__}: {str(exc)[:200]}")
+        return [StolenFact(FAILED, type(exc).__name__)]
     say(f"{case.label}: {one.name}{' on opened rows' if opened else ''}: {time.monotonic() - began:.1f} s")
     return claims
 
@@ -88,6 +111,7 @@ def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Cl
 def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[Result]:
     truth = case.truth
     findings = _counted(claims) if truth is None else judge(claims, case.view, truth, case.sent)
+    findings += _certain(name, claims)
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
     folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
     stolen = write(deltas, case.public, folder) if deltas else None
@@ -96,6 +120,18 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
         rows = case.rows[:_JUDGED_ROWS]
         findings += _worth(measure(truth.base, truth.adapted, stolen, case.public.tokenizer, rows), folder)
     return [Result(case.mask, case.arithmetic, name, finding) for finding in findings]
+
+
+def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
+    """Claims of adversaries that are never wrong by chance count whether or not anybody can judge what is in them."""
+    failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
+    if failed:
+        return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
+    told = _CERTAIN.get(name)
+    count = sum(not isinstance(claim, StolenFact) or claim.name == told for claim in claims)
+    if name not in _CERTAIN or not count:
+        return []
+    return [Finding("mask", "certain claims", float(count), 0.0, (0.0, 0.0), "wins")]
 
 
 def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:

@@ -16,12 +16,20 @@ METADATA = "traffic-shape"
 """Its facts are not protected by any mask, and DESIGN says so."""
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
-_FALLS = {
-    ("off", "float"): ("closed-form", "layer-0 lookup"),
-    ("off", "ring"): ("layer-0 lookup",),
-    ("gaussian-pool", "float"): ("known-mask + closed-form", "known-mask + layer-0 lookup"),
+_MOST_SLACK = 0.3
+_ADAPTER = {
+    ("adapter", "stolen task gain"): 0.9,
+    ("o_proj", "relative error"): 1e-3,
+    ("v_proj", "relative error"): 1e-3,
+    ("down_proj", "relative error"): 1e-3,
 }
-_NEEDED = {"stolen task gain": 0.9, "recovery rate": 0.99}
+_TOKENS = {("tokens", "recovery rate"): 0.99}
+_FALLS = {
+    ("off", "float"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS},
+    ("off", "ring"): {"layer-0 lookup": _TOKENS},
+    ("gaussian-pool", "float"): {"known-mask + closed-form": _ADAPTER, "known-mask + layer-0 lookup": _TOKENS},
+}
+"""The targets: ΔW of three layers to 1e-3 and nine tenths of the gain."""
 
 
 def weakened(results: Sequence[Result]) -> list[str]:
@@ -35,26 +43,34 @@ def weakened(results: Sequence[Result]) -> list[str]:
 
 def _beats_chance(one: Result) -> bool:
     found = one.finding
-    if not math.isfinite(found.value):
+    if not math.isfinite(found.value) or found.metric == "claimed":  # claimed: nobody knew the truth
         return False
+    if found.metric in ("certain claims", "failed"):
+        return found.value > 0
     if found.metric == "relative error":
         return found.value < _LEAST_ERROR
     half = (found.interval[1] - found.interval[0]) / 2
     if half == 0:  # gains and agreements: compared with the base model
         return found.value > found.baseline + 0.1
-    return found.value > found.baseline + _SLACK * half
+    distance = found.value - found.baseline
+    if "cosine" in found.metric:  # the opposite of the truth is the truth, too
+        distance = abs(distance)
+    return distance > min(_SLACK * half, _MOST_SLACK)
 
 
 def standing(results: Sequence[Result]) -> list[str]:
-    """Adversaries that should have won against what is not private, and did not."""
+    """Adversaries that should have won against what is not private, and did not; for a run of the whole catalogue."""
     lost = []
     for (mask, arithmetic), names in _FALLS.items():
         here = [one for one in results if (one.mask, one.arithmetic) == (mask, arithmetic)]
-        for name in names if here else ():
-            values = {one.finding.metric: one.finding.value for one in here if one.adversary == name}
-            for metric, needed in _NEEDED.items():
-                if metric in values and not values[metric] >= needed:
-                    lost.append(f"{mask} ({arithmetic}): {name} reaches {metric} {values[metric]:.3g}, not {needed}")
-            if not values:
-                lost.append(f"{mask} ({arithmetic}): {name} found nothing")
+        for name, needed in names.items() if here else ():
+            values = {
+                (one.finding.module, one.finding.metric): one.finding.value for one in here if one.adversary == name
+            }
+            for (module, metric), bound in needed.items():
+                value = values.get((module, metric))
+                reached = value is not None and (value <= bound if metric == "relative error" else value >= bound)
+                if not reached:
+                    said = "nothing" if value is None else f"{value:.3g}"
+                    lost.append(f"{mask} ({arithmetic}): {name} reaches {said} for {metric} of {module}, not {bound}")
     return lost

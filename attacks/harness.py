@@ -10,6 +10,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,25 +22,22 @@ _VICTIM_S = 3000
 
 
 def record(
-    folder: Path, model: str, job: Job, masks: list[Run], limit: str = "4GiB", layers: str | None = None
-) -> Path:
+    folder: Path, seen: Path, model: str, job: Job, masks: list[Run], limit: str = "4GiB", layers: str | None = None
+) -> None:
     """Runs the victim against a recording provider.
 
     Args:
-        folder: for the recording, the provider's state and identities; must not hold a recording.
+        folder: for the provider's state, identities and logs.
+        seen: for the recording, apart from everything that adversaries must not see.
         model: as `provider serve --model` takes it.
         job: `url` and `runs` are filled in here.
         masks: what runs; `identity` is filled in here.
         limit: of the recording, such as 4GiB.
         layers: fnmatch patterns; None records all.
 
-    Returns:
-        The folder of the recording.
-
     Raises:
-        ConfigurationError: the provider or the victim failed; its log is named.
+        ConfigurationError: the provider or the victim failed; with the last line of its log.
     """
-    seen = folder / "seen"
     options = ["--record", str(seen), "--record-limit", limit]
     if layers is not None:
         options += ["--record-layers", layers]
@@ -49,13 +47,13 @@ def record(
         (folder / "job.json").write_text(work.model_dump_json())
         log = folder / "victim.log"
         with log.open("w") as output:
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", "-m", "attacks.victim", str(folder / "job.json")],
-                stdout=output, stderr=output, timeout=_VICTIM_S, check=False,
-            )  # fmt: skip
+            command = [sys.executable, "-W", "ignore", "-m", "attacks.victim", str(folder / "job.json")]
+            try:  # `run` kills the process when anything is raised here, a signal's SystemExit too
+                done = subprocess.run(command, stdout=output, stderr=output, timeout=_VICTIM_S, check=False)
+            except subprocess.TimeoutExpired:
+                raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from None
         if done.returncode:
-            raise ConfigurationError(f"the victim failed: see {log}")
-    return seen
+            raise ConfigurationError(f"the victim failed: {_last_line(log)}")
 
 
 @contextlib.contextmanager
@@ -67,22 +65,30 @@ def _provider(folder: Path, model: str, options: list[str], runs: list[Run]) -> 
         process = subprocess.Popen(
             [*command, "--state", str(state), *options], stdout=subprocess.PIPE, stderr=log, text=True
         )
+    too_late = threading.Timer(_START_S, process.kill)
+    too_late.start()
     try:
         line = process.stdout.readline() if process.stdout else ""
+        too_late.cancel()
         if not line.startswith("ready "):
-            raise ConfigurationError(f"the provider did not start: see {folder / 'provider.log'}")
+            raise ConfigurationError(f"the provider did not start: {_last_line(folder / 'provider.log')}")
         url = line.split()[1]
         for run in runs:
             enroll = [sys.executable, "-m", "provider", "enroll", run.label, "--out", str(run.identity)]
-            subprocess.run(
-                [*enroll, "--state", str(state), "--endpoint", url], check=True, stdout=subprocess.DEVNULL,
-                timeout=_START_S,
-            )  # fmt: skip
+            enroll += ["--state", str(state), "--endpoint", url]
+            if subprocess.run(enroll, stdout=subprocess.DEVNULL, timeout=_START_S, check=False).returncode:
+                raise ConfigurationError(f"the provider could not enrol {run.label}")
         yield url
     finally:
+        too_late.cancel()
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"

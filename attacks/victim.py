@@ -75,7 +75,7 @@ def main(job: Job) -> None:
     for run in job.runs:
         with TenantClient(
             job.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
-            cache=cache, progress=False,
+            cache=cache, progress=False, verify=job.model if run.mask == "pad" else None,  # pad needs the weights
         ) as client:  # fmt: skip
             if job.traffic_steps:
                 _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps, job.traffic_rows)

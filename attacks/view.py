@@ -7,17 +7,18 @@ ran into its size limit, messages are there without their tensors, and `is_trunc
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from wire.errors import ConfigurationError, VeilbaseError
-from wire.expand import SeededRows
+from wire.expand import PACKED_BYTES, SeededRows
 from wire.manifest import Manifest, parse_manifest
 
 INDEX_NAME = "index.jsonl"
@@ -27,13 +28,13 @@ MANIFEST_NAME = "manifest.json"
 class _Line(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    seq: int
+    seq: int = Field(ge=0)
     tenant: str
     layer: int
     direction: Literal["forward", "backward"]
     arithmetic: Literal["ring", "float"]
     purpose: Literal["product", "hint", "effect"]
-    rows: int
+    rows: int = Field(ge=0)
     file: str | None
     truncated: bool = False
 
@@ -46,6 +47,7 @@ class Message:
         seq: place in the order of arrival.
         group: id in the manifest.
         num_rows: tokens; of a hint, rows of the public matrix.
+        widths: columns of the request and of the reply, by the manifest.
         file: holds the tensors; None where the recorder had no room left.
     """
 
@@ -57,20 +59,28 @@ class Message:
     purpose: Literal["product", "hint", "effect"]
     num_rows: int
     file: Path | None = field(repr=False)
+    widths: tuple[int, int] = field(repr=False)
 
     def request(self) -> torch.Tensor:
         """What came: int32 or float32, shape (num_rows, features); of a hint the 48 bytes of its payload, uint8."""
-        return self._read("request")
+        if self.purpose == "hint":
+            return self._read("request", (PACKED_BYTES,), torch.uint8)
+        rows = self.num_rows
+        return self._read("request", (-1 if self.purpose == "effect" else rows, self.widths[0]), self._dtype)
 
     def reply(self) -> torch.Tensor:
         """What was answered, shape (num_rows, features of the other side), dtype of the arithmetic."""
-        return self._read("reply")
+        return self._read("reply", (self.num_rows, self.widths[1]), self._dtype)
 
     def seeded_rows(self) -> SeededRows:
         """Of a hint: the seed and rows that were asked for."""
         return SeededRows.unpack(self.request().numpy().tobytes())
 
-    def _read(self, name: str) -> torch.Tensor:
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.int32 if self.arithmetic == "ring" else torch.float32
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self.file is None:
             raise ConfigurationError(f"message {self.seq} was recorded without its tensors: the recording is truncated")
         try:
@@ -78,6 +88,12 @@ class Message:
                 tensor: torch.Tensor = file.get_tensor(name)
         except (OSError, SafetensorError):
             raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from None
+        if (
+            tensor.dtype != dtype
+            or tensor.dim() != len(shape)
+            or any(w not in (-1, h) for w, h in zip(shape, tensor.shape, strict=True))
+        ):
+            raise ConfigurationError(f"{self.file.name} does not hold what its index says: the recording is damaged")
         return tensor
 
 
@@ -133,6 +149,8 @@ def open_view(folder: Path) -> View:
     except (OSError, UnicodeDecodeError, VeilbaseError):
         raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from None
     messages = tuple(_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1))
+    if any(later.seq <= earlier.seq for earlier, later in itertools.pairwise(messages)):
+        raise ConfigurationError(f"{folder / INDEX_NAME} is not in the order of its numbers: the recording was changed")
     if not any(message.file is not None for message in messages):
         raise ConfigurationError(f"the recording in {folder} is empty: no tensor was recorded")
     return View(manifest, messages)
@@ -152,6 +170,9 @@ def _message(folder: Path, number: int, line: str, manifest: Manifest) -> Messag
         file = folder / fields.file
         if file.parent != folder or not file.is_file():
             raise ConfigurationError(f"the recording in {folder} lacks {Path(fields.file).name}: it was cut off")
+    info = manifest.groups[fields.layer]
+    widths = (info.in_features, info.out_features)
     return Message(
-        fields.seq, fields.tenant, fields.layer, fields.direction, fields.arithmetic, fields.purpose, fields.rows, file
-    )
+        fields.seq, fields.tenant, fields.layer, fields.direction, fields.arithmetic, fields.purpose, fields.rows, file,
+        widths if fields.direction == "forward" else widths[::-1],
+    )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import attacks
 from attacks import extract_lora, gate, recover_prompts
 from attacks.judge import Finding
 from attacks.report import Result
@@ -68,6 +69,8 @@ def test_prompts_of_a_gpt2_model(tmp_path: Path) -> None:
         (["--adapter", "/nowhere"], "expected a PEFT adapter folder"),
         (["--view", "/nowhere", "--model", "smollm2-135m"], "is not a recording"),
         (["--view", "/nowhere"], "needs --model"),
+        (["--out", "/proc/nowhere"], "cannot write to"),
+        (["--model", "/nowhere"], "cannot find the model"),
     ],
 )
 def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,6 +96,10 @@ NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.0
         (replace(NEAR.finding, metric="relative error", value=0.95), False),
         (replace(NEAR.finding, metric="relative error", value=0.5), True),
         (replace(NEAR.finding, value=float("inf")), False),
+        (replace(NEAR.finding, value=-0.03), True),
+        (replace(NEAR.finding, metric="recovery rate", value=1.0, baseline=0.3, interval=(0.0, 0.6)), True),
+        (replace(NEAR.finding, metric="claimed", value=9.0, interval=(0.0, 0.0)), False),
+        (replace(NEAR.finding, metric="certain claims", value=1.0, interval=(0.0, 0.0)), True),
         (Finding("adapter", "stolen task gain", 0.05, 0.0, (0.0, 0.0), ""), False),
         (Finding("adapter", "stolen task gain", 0.5, 0.0, (0.0, 0.0), ""), True),
     ],
@@ -108,3 +115,35 @@ def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
     assert gate.standing([weak])
     assert gate.standing([replace(weak, finding=replace(weak.finding, value=1.0))]) == []
     assert gate.standing([replace(weak, adversary="closed-form")])
+
+
+def test_the_gate_asks_for_every_metric() -> None:
+    found = Finding("o_proj", "relative error", 50.0, 1.0, (1.0, 1.0), "at baseline")
+    lost = gate.standing([Result("off", "float", "closed-form", found)])
+    assert len(lost) == 5  # o_proj, v_proj, down_proj, gain, and the tokens
+
+
+@pytest.mark.timeout(300)
+def test_gradients_sent_without_a_mask_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A victim whose lattice mask forgets one direction: the adversaries never knew what was in it."""
+    patch = tmp_path / "sitecustomize.py"
+    patch.write_text(FORGETFUL)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
+    options = ["--masks", "lattice", "--adversaries", "byte-statistics,slot-reuse", "--out", str(tmp_path / "out")]
+    assert extract_lora.main(options) == 1
+    assert any(one.finding.metric == "certain claims" for one in read(tmp_path / "out"))
+
+
+FORGETFUL = """
+import sys
+if any(part.endswith("victim.py") or part == "attacks.victim" for part in sys.orig_argv):
+    from noise import lattice
+    from noise.off import Off
+    from wire.frame import Arithmetic, Direction
+    mask = lattice.Lattice.mask
+    def forgetful(self, group, direction, rows):
+        if direction is Direction.BACKWARD:
+            return Off(Arithmetic.RING).mask(group, direction, rows)
+        return mask(self, group, direction, rows)
+    lattice.Lattice.mask = forgetful
+"""
