@@ -31,17 +31,17 @@ def toy(ring_degree: int, rank: int, sigma: float) -> LatticeParameters:
     return LatticeParameters(f"toy {rank}x{ring_degree}", ring_degree, rank, sigma, 0, "a control", toy=True)
 
 
-def manifest(num_features: int, num_groups: int = 1) -> Manifest:
-    """Of a provider with square layers, in name only."""
-    norm = 127.0 * num_features**0.5
-    shape = {
-        "in_features": num_features, "out_features": num_features, "max_column_norm": norm, "max_row_norm": norm,
-        "digest": "0" * 64,
-    }  # fmt: skip
-    groups = [
-        GroupInfo(id=i, name=f"g{i}", layers=(LayerInfo(name=f"l{i}", kind="linear", bias=False, **shape),), **shape)
-        for i in range(num_groups)
-    ]
+def manifest(*num_features: int) -> Manifest:
+    """Of a provider with square layers of these widths, in name only."""
+    groups = []
+    for i, width in enumerate(num_features):
+        norm = 127.0 * width**0.5
+        shape = {
+            "in_features": width, "out_features": width, "max_column_norm": norm, "max_row_norm": norm,
+            "digest": "0" * 64,
+        }  # fmt: skip
+        layer = LayerInfo(name=f"l{i}", kind="linear", bias=False, **shape)
+        groups.append(GroupInfo(id=i, name=f"g{i}", layers=(layer,), **shape))
     bundle = (BundleFile(name="config.json", size_bytes=2, sha256="0" * 64),)
     return Manifest(
         protocol=PROTOCOL_VERSION, model_id="toy", config={}, weights="int8", arithmetic=("ring",),
@@ -122,7 +122,7 @@ class Traffic:
 
     def view(self, folder: Path) -> View:
         """What the provider recorded."""
-        return write_recording(folder, manifest(self.num_features, self.num_groups), self.exchanges)
+        return write_recording(folder, manifest(*[self.num_features] * self.num_groups), self.exchanges)
 
     def attacked(self, attack: Callable[..., list[Claim]]) -> list[Claim]:
         """What an adversary claims on this traffic."""

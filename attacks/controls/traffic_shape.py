@@ -69,7 +69,7 @@ def record(folder: Path, changes_inputs: bool, checkpointing: bool = False) -> V
     for given, answered in PROMPTS:
         for rows in (given, *[1] * (answered - 1)):
             exchanges += _messages(calls, rows)
-    return write_recording(folder, manifest(2, NUM_GROUPS), exchanges)
+    return write_recording(folder, manifest(*[2] * NUM_GROUPS), exchanges)
 
 
 def _messages(groups: Sequence[int], num_rows: int, direction: str = "forward") -> list[Exchange]:

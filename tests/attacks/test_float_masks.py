@@ -186,7 +186,7 @@ def _odd_views(folder: Path) -> Iterator[tuple[str, View]]:
         "hints": [hint, exchange("llama", 0, torch.full((12, 32), -(2**31), dtype=torch.int32))],
         "ring and float": [exchange("llama", 0, zeros.to(torch.int32)), exchange("llama", 0, one[0])] * 2,
     }
-    effects = {"": pool, " of zeros": torch.zeros(4, 32), " of no vector": pool[:0], " of another width": pool[:, :7]}
+    effects = {"": pool, " of zeros": torch.zeros(4, 32), " of no vector": pool[:0]}
     for name, vectors in effects.items():
         effect = exchange("llama", 0, vectors, purpose="effect")
         odd |= {f"{key} after effects{name}": [effect, *exchanges] for key, exchanges in list(odd.items())[:8]}

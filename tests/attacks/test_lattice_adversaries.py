@@ -204,7 +204,7 @@ def test_layers_of_all_widths_are_tried(tmp_path: Path) -> None:
         rows[3:5] = 0
         sent = ring.to_int32(rows + mask.to(torch.int64))[:, :features]
         wide.exchanges.append(Exchange(group, sent, sent.clone(), "backward"))
-    view = write_recording(tmp_path / "recording", manifest(100, 3), wide.exchanges)
+    view = write_recording(tmp_path / "recording", manifest(40, 64, 100), wide.exchanges)
     assert len(no_error.attack(view, no_model())) == 3
     if has_fpylll():
         assert len(lattice_reduction.attack(view, no_model())) == 3

@@ -64,7 +64,7 @@ def test_lengths_are_those_of_the_rows_themselves(tmp_path: Path) -> None:
 def test_float_traffic_and_hints_do_not_matter(tmp_path: Path) -> None:
     hint = Exchange(1, torch.zeros(48, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.int32), purpose="hint")
     sent = [hint, *(rows(5, group, dtype=torch.float32) for group in range(4)), hint, *(rows(1, g) for g in range(4))]
-    got = facts(write_recording(tmp_path / "seen", manifest(2, 4), sent))
+    got = facts(write_recording(tmp_path / "seen", manifest(2, 2, 2, 2), sent))
     assert got == {"prompt tokens": "6", "answer tokens": "2", "PEFT kind": "adds to outputs"}
 
 
@@ -88,11 +88,13 @@ def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
     model = quick_model.make("tiny-llama", tmp_path / "model")
     job = Job(
         url="", model=str(model), runs=[], adapter=None, rows=list(quick_model.FACTS), train_steps=1, traffic_steps=2,
-        learning_rate=1e-3, batch_size=4, peft={"r": 2, "target_modules": r".*layers\.1\.self_attn\.q_proj"},
+        learning_rate=1e-3, batch_size=4, traffic_rows=4, questions=[], peft_kind="lora",
+        peft={"r": 2, "target_modules": r".*layers\.1\.self_attn\.q_proj"},
         prompts=[[5, 6, 7], [8, 9], [10, 11, 12, 13]], num_answered=1, answer_tokens=4, truth=tmp_path / "truth",
     )  # fmt: skip
     run = Run(label="lattice", mask="lattice", identity=tmp_path)
-    view = open_view(harness.record(tmp_path / "run", str(model), job, [run])).of_tenant("lattice")
+    harness.record(tmp_path / "run", tmp_path / "seen", str(model), job, [run])
+    view = open_view(tmp_path / "seen").of_tenant("lattice")
     got = facts(view)
     sent = json.loads((job.truth / "lattice.json").read_text())
     assert got.pop("prompt tokens") == ",".join(str(len(ids)) for ids in sent) == "3,2,7"

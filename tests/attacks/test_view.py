@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from attacks.adversaries import layer0_lookup
 from attacks.controls import adapted_traffic
@@ -58,6 +59,24 @@ def test_a_tensor_file_that_is_damaged(seen: Path) -> None:
     (seen / "00000000.safetensors").write_bytes(b"\0" * 10)
     with pytest.raises(ConfigurationError, match="damaged"):
         open_view(seen).messages[0].request()
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(5, 31), torch.zeros(4, 32), torch.zeros(5 * 32), torch.zeros(5, 32, dtype=torch.int32)]
+)
+def test_a_tensor_that_is_not_what_its_index_says(seen: Path, wrong: torch.Tensor) -> None:
+    save_file({"request": wrong, "reply": wrong.clone()}, seen / "00000000.safetensors")
+    with pytest.raises(ConfigurationError, match="does not hold what its index says"):
+        open_view(seen).messages[0].request()
+
+
+@pytest.mark.parametrize("change", [{"seq": 7}, {"rows": -1}, {"seq": -1}])
+def test_numbers_that_make_no_sense(seen: Path, change: dict[str, int]) -> None:
+    lines = [json.loads(line) for line in (seen / "index.jsonl").read_text().splitlines()]
+    lines[0] |= change
+    (seen / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigurationError):
+        open_view(seen)
 
 
 def test_a_manifest_that_is_damaged(seen: Path) -> None:
