@@ -35,6 +35,8 @@ _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form")
 """What is tried again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
 _JUDGED_ROWS = 16
+_NOTICED = 0.05
+"""Of a gain or an agreement: less is a token or two of a few hundred, by chance."""
 _WON = 0.9
 """Share of the victim's gain, or of its answers."""
 
@@ -159,9 +161,11 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
 
 def _worth(gain: Gain, folder: Path) -> list[Finding]:
     (folder / "answers.json").write_text(json.dumps([dict(zip(_WHO, each, strict=True)) for each in gain.answers]))
-    verdict = "wins" if gain.gain >= _WON else "above baseline" if gain.gain > 0 else "at baseline"
+    verdict = "wins" if gain.gain >= _WON else "above baseline" if gain.gain > _NOTICED else "at baseline"
     base = gain.base_agreement
-    agrees = "wins" if gain.agreement >= _WON else "above baseline" if gain.agreement > base else "at baseline"
+    agrees = (
+        "wins" if gain.agreement >= _WON else "above baseline" if gain.agreement > base + _NOTICED else "at baseline"
+    )
     return [
         Finding("adapter", "stolen task gain", gain.gain, 0.0, (0.0, 0.0), verdict),
         Finding("adapter", "agreement of answers", gain.agreement, base, (base, base), agrees),
