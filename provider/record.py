@@ -48,7 +48,8 @@ class Recorder:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._index = (folder / "index.jsonl").open("x", encoding="utf-8")
-            (folder / "manifest.json").write_bytes(manifest.to_bytes())
+            with (folder / "manifest.json").open("wb") as file:
+                file.write(manifest.to_bytes())
         except FileExistsError:
             raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from None
         except OSError as exc:
