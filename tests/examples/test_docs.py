@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import shlex
@@ -12,6 +13,7 @@ import torch
 import typer
 import yaml
 
+from attacks import cli as attacks_cli
 from noise import registry
 from noise.params import PARAMETERS
 from noise.registry import MASKS
@@ -34,7 +36,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path) -> list[list[str]]:
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
-    return [shlex.split(re.sub(r"\$\{\w+:-([\w-]+)\}", r"\1", line)) for line in lines if line.strip()]
+    return [shlex.split(re.sub(r"\$\{\w+:-([\w-]+)\}", r"\1", line), comments=True) for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -46,6 +48,11 @@ def test_commands_parse(page: Path) -> None:
         elif words[0] in APPS:
             command = typer.main.get_command(APPS[words[0]]).commands[words[1]]
             command.make_context(words[1], words[2:])  # raises on an unknown option, a missing argument, a wrong type
+        elif words[0] == "python":
+            assert words[1] == "-m"
+            assert importlib.util.find_spec(words[2]) is not None
+            if words[2] in ("attacks.extract_lora", "attacks.recover_prompts"):
+                attacks_cli._parser(words[2], "").parse_args(words[3:])  # exits on an unknown option
         else:
             assert words[0] == "source"
 
