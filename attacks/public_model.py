@@ -102,6 +102,11 @@ class PublicModel:
         start = self.embedding[token_ids]
         return start if self.positions is None else start + self.positions[: token_ids.shape[0]]
 
+    def normed_inputs(self) -> Mapping[int, Norm]:
+        """Groups whose input a norm layer made, with that norm; without the output head."""
+        norms = {block.q.group: block.attention_norm for block in self.blocks}
+        return norms | {block.up[0].group: block.mlp_norm for block in self.blocks}
+
     def layers(self) -> Mapping[str, Layer]:
         """Every base layer of the blocks, by name; a fused c_attn is one matrix under three parts' names."""
         parts = [layer for b in self.blocks for layer in (b.q, b.k, b.v, b.o, *b.up, b.down)]

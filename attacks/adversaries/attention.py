@@ -133,11 +133,8 @@ def fit_all(
         outputs: for each prompt o_proj's input, shape (num_tokens, num_heads · head_dim).
         v: W_v + ΔW_v where it is known already.
     """
-    start = (block.q.weight, block.k.weight, block.v.weight if v is None else v)
-    deltas = [
-        torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True)
-        for weight in (start if v is None else start[:2])
-    ]
+    start = [block.q.weight, block.k.weight, *([block.v.weight] if v is None else [])]
+    deltas = [torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True) for weight in start]
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(
@@ -146,9 +143,8 @@ def fit_all(
     )  # fmt: skip
 
     def weights() -> list[torch.Tensor]:
-        return [weight + delta for weight, delta in zip(start, [*deltas, None], strict=False) if delta is not None] + (
-            [] if v is None else [v]
-        )
+        moved = [weight + delta for weight, delta in zip(start, deltas, strict=True)]
+        return moved if v is None else [*moved, v]
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()

@@ -9,129 +9,29 @@ scheme is that of Symbiosis (Multi-Adapter Inference and Fine-Tuning), section o
 
 from __future__ import annotations
 
-import statistics
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 
+from attacks.adversaries.pooled_noise import Masked, masked_messages, strengths, take_off_normed, usual_sigma
 from attacks.adversary import Adversary, Claim, StolenRows
 from attacks.passes import Opened
-from attacks.public_model import Norm, PublicModel
-from attacks.view import Message, View
-
-_USUAL_SIGMA = 1.0
-_POOLS_BEFORE = 2
-"""A message on its way while the pool was renewed may still use the one before."""
-_FEW_MESSAGES = 32
-"""From which σ is estimated."""
-_NONE = 1e30
-"""In place of a strength that is not possible."""
-_ROUND = 5e-3
-"""Relative; the eps of a norm layer, which is left out, moves an estimate by up to some thousandths."""
-
-
-@dataclass(frozen=True)
-class _Masked:
-    """A message with what it can have been masked with.
-
-    Attributes:
-        rows: float64, shape (num_rows, d).
-        pool: vectors, float64, shape (K, d).
-        norm: made the unmasked rows; None where no norm layer did.
-    """
-
-    seq: int
-    rows: torch.Tensor
-    pool: torch.Tensor
-    norm: Norm | None
+from attacks.public_model import PublicModel
+from attacks.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Rows of every message whose group and direction had noise effects computed; see `Adversary.attack`."""
-    norms = {block.q.group: block.attention_norm for block in public.blocks}
-    norms |= {block.up[0].group: block.mlp_norm for block in public.blocks}
-    whole = view.with_tensors()
-    effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
-    masked: list[_Masked] = []
-    for message in whole.messages:
-        if message.arithmetic == "float" and message.purpose == "effect":
-            effects[message.group, message.direction].append(message)
-        elif message.arithmetic == "float" and message.purpose == "product":
-            norm = norms.get(message.group) if message.direction == "forward" else None
-            one = _with_pool(message, effects[message.group, message.direction], norm)
-            masked += [] if one is None else [one]
-    several = [one for one in masked if one.norm is not None and one.rows.shape[0] > 1]
-    estimates = [sigma for one in several[:_FEW_MESSAGES] if (sigma := _sigma(one)) is not None]
-    sigma = _settled(statistics.median(estimates)) if estimates else _USUAL_SIGMA
+    masked = masked_messages(view, public)
+    sigma = usual_sigma(masked)
     return [StolenRows(one.seq, _unmask(one, sigma)) for one in masked]
 
 
-def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) -> _Masked | None:
-    """None where no vector that fits was seen before the message, or the message holds no numbers."""
-    rows = message.request().to(torch.float64)
-    vectors = [effect.request().to(torch.float64) for effect in effects[-_POOLS_BEFORE:]]
-    vectors = [vector for vector in vectors if vector.shape[1] == rows.shape[1] and vector.shape[0] > 0]
-    if not vectors or rows.shape[0] == 0 or not bool(torch.isfinite(rows).all()):
-        return None
-    return _Masked(message.seq, rows, torch.cat(vectors), norm)
-
-
-def _unmask(one: _Masked, sigma: float) -> torch.Tensor:
+def _unmask(one: Masked, sigma: float) -> torch.Tensor:
     """The rows, with the vector and the strength that fit best."""
-    roots = _strengths(one.rows, one.pool, sigma)
-    if one.norm is None:
-        k = int(roots[0].argmin())  # the largest correlation, and the smallest rms of what is left
-        return one.rows - roots[0, k] * one.pool[k]
-    misfit = torch.stack([_misfit(one.norm, one.rows, one.pool, strengths) for strengths in roots])
-    side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
-    return one.rows - roots[side, k] * one.pool[k]
-
-
-def _strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Both c of each vector from ‖Z − c·n‖² = T·d·(c/σ)², shape (2, K); 1e30 in place of one that is not above zero.
-
-    The first is right unless ⟨X, n⟩ < −‖X‖²/c, rows that point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
-    """
-    num_rows, d = rows.shape
-    square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)
-    half, whole = pool @ rows.sum(0), rows.pow(2).sum()
-    root = (half * half - square * whole).clamp_min(0).sqrt()
-    both = torch.stack([whole / (half + root), (half + root) / square])
-    return torch.where((both > 0) & (both < _NONE), both, _NONE)
-
-
-def _sigma(one: _Masked) -> float | None:
-    """σ of a message of several normed rows: one c must give all of them the norm of a normed row."""
-    if one.norm is None:
-        return None
-    scaled = (one.rows if one.norm.bias is None else one.rows - one.norm.bias) / one.norm.weight
-    noise = one.pool / one.norm.weight
-    square, half = noise.pow(2).sum(1), noise @ scaled.mean(0)
-    rest = scaled.pow(2).sum(1).mean() - scaled.shape[1]
-    root = (half * half - square * rest).clamp_min(0).sqrt()
-    strengths = torch.stack([half - root, half + root]) / square  # (2, K)
-    misfit = torch.stack([_misfit(one.norm, one.rows, one.pool, strength) for strength in strengths])
-    side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
-    left = one.rows - strengths[side, k] * one.pool[k]
-    return float(strengths[side, k] / left.pow(2).mean().sqrt().clamp_min(1e-30))
-
-
-def _misfit(norm: Norm, rows: torch.Tensor, pool: torch.Tensor, strengths: torch.Tensor) -> torch.Tensor:
-    """How far the rows without each vector are from normed ones, shape (K,); infinite for an impossible strength."""
-    left = rows - (strengths[:, None] * pool)[:, None, :]  # (K, num_rows, d)
-    left = (left if norm.bias is None else left - norm.bias) / norm.weight
-    misfit = (left.pow(2).mean(-1) - 1).pow(2).mean(-1)
-    if norm.bias is not None:
-        misfit = misfit + left.mean(-1).pow(2).mean(-1)
-    return torch.where((strengths > 0) & (strengths < _NONE), misfit, torch.inf)
-
-
-def _settled(sigma: float) -> float:
-    """A number of two digits where it is as near as the eps of a norm layer lets it be: settings are round."""
-    near = float(f"{sigma:.2g}")
-    return near if near > 0 and abs(sigma - near) <= _ROUND * near else max(sigma, 1e-6)
+    if one.norm is not None:
+        return take_off_normed(one, one.norm, sigma)
+    roots = strengths(one.rows, one.pool, sigma)
+    k = int(roots[0].argmin())  # the largest correlation, and the smallest rms of what is left
+    return one.rows - roots[0, k] * one.pool[k]
 
 
 ADVERSARY = Adversary(

@@ -11,7 +11,7 @@ CPU keeps the low 32 bits of a seed, so that a seed of 64 bits is no harder to s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -53,8 +53,7 @@ def arrival_seconds(view: View) -> range:
 
 def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]:
     """Rows of messages whose mask comes from one of these seeds, or from one near to a seed that was found."""
-    norms = {block.q.group: block.attention_norm for block in public.blocks}
-    norms |= {block.up[0].group: block.mlp_norm for block in public.blocks}
+    norms = public.normed_inputs()
     claims: list[Claim] = []
     found: list[int] = []
     left = _FULL_SEARCHES
@@ -70,7 +69,7 @@ def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]
     return claims
 
 
-def _testable(view: View, norms: dict[int, Norm]) -> Iterable[tuple[Message, Guess]]:
+def _testable(view: View, norms: Mapping[int, Norm]) -> Iterable[tuple[Message, Guess]]:
     """Messages whose rows can be told from noise, with the guess for each."""
     num_messages = 0
     for message in view.with_tensors().select("product"):
@@ -125,7 +124,7 @@ def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
 
 def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
     """Rows without the mask if one strength gives all of them the norm of normed rows."""
-    scaled = (rows if norm.bias is None else rows - norm.bias) / norm.weight
+    scaled = norm.direction(rows)
     noise = mask / norm.weight
     square, half = noise.pow(2).sum(), (scaled * noise).sum()
     rest = scaled.pow(2).sum() - scaled.numel()

@@ -22,8 +22,7 @@ _ROWS_PER_FEATURE = 3
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Rows of the first messages of every group that a norm made; a best guess wherever it can be computed."""
-    norms = {block.q.group: block.attention_norm for block in public.blocks}
-    norms |= {block.up[0].group: block.mlp_norm for block in public.blocks}
+    norms = public.normed_inputs()
     claims: list[Claim] = []
     for group, norm in norms.items():
         messages = view.with_tensors().select("product", "forward", group)[:_MOST_MESSAGES]
@@ -49,7 +48,7 @@ def fit(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
     num_rows, d = rows.shape
     if num_rows < d + 1:
         return None
-    points = (rows if norm.bias is None else rows - norm.bias) / norm.weight
+    points = norm.direction(rows)
     middle = points.mean(0)
     centred = points - middle
     squares = centred.pow(2).sum(1)
