@@ -50,27 +50,29 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 def _steal(model: PublicModel, seen: list[Prompt]) -> Iterator[Claim]:
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
+    sound = torch.ones(stream.shape[0], dtype=torch.bool)
     for index, block in enumerate(model.blocks):
-        transformed = _steal_transforms(block, seen, block.attention_norm(stream))
-        if transformed:
-            yield from transformed
-        else:
-            yield from _steal_attention(model, block, seen)
-        fit = _fit(block.o, _rows(seen, block.o.group), stream, block.mlp_norm, _rows(seen, block.up[0].group))
-        yield StolenDelta(block.o.name, fit.weight - block.mlp_norm.visible(block.o.weight))
-        _check(fit)
-        yield from _steal_mlp(model, block, seen)
-        norm, group = _next(model, index)
-        # of a prompt that is answered, the output head is given the last token alone: such prompts are left out
-        whole = torch.cat([torch.full((one.num_tokens,), _is_whole(one, group)) for one in seen])
-        given, before = _rows(seen, block.down.group)[whole], fit.after[whole]
-        variants = _variants([one for one in seen if _is_whole(one, group)], group)
-        fit = min((_fit(block.down, given, before, norm, rows) for rows in variants), key=lambda one: one.error)
-        yield StolenDelta(block.down.name, fit.weight - norm.visible(block.down.weight))
-        _check(fit)
-        stream = fit.after
-        if not bool(whole.all()):
+        # o_proj and down_proj first: their misfit tells which rows another adversary opened wrongly
+        after_o = _fit_o(block, seen, stream, sound)
+        sound = sound if after_o is None else after_o.sound
+        transformed = _steal_transforms(block, seen, block.attention_norm(stream), sound)
+        yield from transformed or _steal_attention(model, block, seen, sound)
+        if after_o is None:
             return
+        yield StolenDelta(block.o.name, after_o.weight - block.mlp_norm.visible(block.o.weight))
+        if not after_o.error < _HOPELESS:
+            return
+        after_down = _fit_down(model, index, seen, after_o)
+        is_last = index + 1 == len(model.blocks)
+        sound = sound if after_down is None or is_last else after_down.sound
+        yield from _steal_mlp(model, block, seen, sound)
+        if after_down is None:
+            return
+        norm, _ = _next(model, index)
+        yield StolenDelta(block.down.name, after_down.weight - norm.visible(block.down.weight))
+        if not after_down.error < _HOPELESS:
+            return
+        stream = after_down.after
 
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
@@ -100,48 +102,89 @@ def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
     return torch.cat([prompt.rows[group] for prompt in seen])
 
 
-def _fit(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> residual.Fit:
+def _fit_o(block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor) -> residual.Fit | None:
+    """o_proj, between the stream and the MLP's norm; None where too little was seen."""
+    try:
+        given, normed = _rows(seen, block.o.group), _rows(seen, block.up[0].group)
+        return _fit(block.o, given, stream, block.mlp_norm, normed, sound)
+    except _Stop:
+        return None
+
+
+def _fit_down(model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit) -> residual.Fit | None:
+    """down_proj, between `before` and the next block's norm or the head's; None where too little was seen."""
+    down = model.blocks[index].down
+    try:
+        norm, group = _next(model, index)
+        given = _rows(seen, down.group)
+        # of a prompt that is answered, the output head is given the last token alone: such prompts are left out
+        whole = torch.cat([torch.full((one.num_tokens,), _is_whole(one, group)) for one in seen])
+        fits = []
+        for rows in _variants([one for one in seen if _is_whole(one, group)], group):
+            normed = torch.zeros(whole.shape[0], rows.shape[1], dtype=rows.dtype)
+            normed[whole] = rows
+            fits.append(_fit(down, given, before.after, norm, normed, before.sound & whole))
+    except _Stop:
+        return None
+    return min(fits, key=lambda one: one.error)
+
+
+def _fit(
+    layer: Layer,
+    given: torch.Tensor,
+    before: torch.Tensor,
+    norm: Norm,
+    normed: torch.Tensor,
+    sound: torch.Tensor,
+) -> residual.Fit:
+    """The layer from tokens that are sound so far; every argument but `layer` and `norm` is about all tokens."""
+    given, before, normed = given[sound], before[sound], normed[sound]
     predicted = before + layer(given)
-    if _relative(norm(predicted), normed) < _UNCHANGED:
-        return residual.Fit(norm.visible(layer.weight), norm.visible(predicted), 0.0)
-    if not residual.has_enough_rows(layer, given.shape[0]):
+    missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
+    explained = missed < _UNCHANGED
+    if int(explained.sum()) >= residual.FEWEST * explained.shape[0]:
+        fit = residual.Fit(norm.visible(layer.weight), norm.visible(predicted), 0.0, explained)
+    elif residual.has_enough_rows(layer, given.shape[0]):
+        fit = residual.fit_layer(layer, given, before, norm, normed)
+    else:
         raise _Stop
-    return residual.fit_layer(layer, given, before, norm, normed)
-
-
-def _check(fit: residual.Fit) -> None:
-    """Ends the recursion where the rows are not what a layer was given: what lies above would be noise from noise."""
-    if not fit.error < _HOPELESS:
-        raise _Stop
+    after = torch.zeros(sound.shape[0], fit.after.shape[1], dtype=fit.after.dtype)
+    fits = sound.clone()
+    after[sound], fits[sound] = fit.after, fit.sound
+    return residual.Fit(fit.weight, after, fit.error, fits)
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def _steal_transforms(block: Block, seen: list[Prompt], normed: torch.Tensor) -> list[Claim]:
+def _steal_transforms(block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor) -> list[Claim]:
     """ΔW of methods that change a layer's input (IA3, OFT, BOFT): then q, k and v are asked for one by one.
 
     The input before the change is known, so the change is the linear map from it to what each member was given.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []
-    if normed.shape[0] < normed.shape[1]:
+    if int(sound.sum()) < normed.shape[1]:
         return []
     claims: list[Claim] = []
     for place, layer in enumerate((block.q, block.k, block.v)):
         given = [
             prompt.rows[block.q.group] if place == 0 else prompt.repeats[block.q.group][place - 1] for prompt in seen
         ]
-        change = torch.linalg.lstsq(normed, torch.cat(given), driver="gelsd").solution
+        change = torch.linalg.lstsq(normed[sound], torch.cat(given)[sound], driver="gelsd").solution
         claims.append(StolenDelta(layer.name, change @ layer.weight - layer.weight))
     return claims
 
 
-def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt]) -> Iterator[Claim]:
+def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor) -> Iterator[Claim]:
     _rows(seen, block.o.group)
-    given = [prompt.rows[block.q.group] for prompt in seen]
-    outputs = [prompt.rows[block.o.group] for prompt in seen]
+    whole = torch.tensor([bool(part.all()) for part in sound.split([prompt.num_tokens for prompt in seen])])
+    if int(whole.sum()) < residual.FEWEST / 2 * len(seen):
+        return
+    used = [prompt for prompt, is_sound in zip(seen, whole.tolist(), strict=True) if is_sound]
+    given = [prompt.rows[block.q.group] for prompt in used]
+    outputs = [prompt.rows[block.o.group] for prompt in used]
     public = [layer.weight for layer in (block.q, block.k, block.v)]
     with torch.no_grad():
         unchanged = all(
@@ -161,8 +204,8 @@ def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt]) -> It
         yield StolenDelta(layer.name, weight - layer.weight)
 
 
-def _steal_mlp(model: PublicModel, block: Block, seen: list[Prompt]) -> Iterator[Claim]:
-    given, outputs = _rows(seen, block.up[0].group), _rows(seen, block.down.group)
+def _steal_mlp(model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor) -> Iterator[Claim]:
+    given, outputs = _rows(seen, block.up[0].group)[sound], _rows(seen, block.down.group)[sound]
     if not mlp.has_enough_rows(block.up, given.shape[0]):
         return
     if mlp.error_of(block.up, model.activation, given, outputs) < _UNCHANGED:

@@ -80,6 +80,27 @@ def test_too_few_tokens_end_the_recursion(tmp_path: Path) -> None:
     assert not any(claim.layer.endswith("o_proj") for claim in claims if isinstance(claim, StolenDelta))
 
 
+def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> None:
+    """As `known-mask` opens them: now and then a short row of o_proj or down_proj with another vector taken off."""
+    traffic = adapted_traffic.make(tmp_path, "llama", ["v_proj", "o_proj", "up_proj", "down_proj"])
+    opened = {message.seq: message.request().double() for message in traffic.view.messages}
+    block = traffic.public.blocks[0]
+    generator = torch.Generator().manual_seed(3)
+    for group, prompts in ((block.o.group, (4, 30)), (block.down.group, (11, 17, 40))):
+        messages = [one for one in traffic.view.messages if one.group == group]
+        for prompt in prompts:
+            rows = opened[messages[prompt].seq]
+            rows += torch.randn(rows.shape, generator=generator, dtype=torch.float64) * rows.std()
+    claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, opened)
+    found = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
+    missing = {layer for layer in traffic.deltas if layer not in found}
+    assert missing == {"model.layers.1.mlp.down_proj"}
+    for layer, delta in found.items():
+        wanted = traffic.deltas.get(layer)
+        if wanted is not None:
+            assert float((delta - wanted).norm() / wanted.norm()) < 1e-3, layer
+
+
 def test_an_mlp_that_no_rows_fit_is_not_claimed() -> None:
     generator = torch.Generator().manual_seed(0)
 
