@@ -26,7 +26,7 @@ _ADAPTER = {
 _TOKENS = {("tokens", "recovery rate"): 0.99}
 _FALLS = {
     ("off", "float"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS},
-    ("off", "ring"): {"layer-0 lookup": _TOKENS},
+    ("off", "ring"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS},
     ("gaussian-pool", "float"): {"known-mask + closed-form": _ADAPTER, "known-mask + layer-0 lookup": _TOKENS},
 }
 """The targets: ΔW of three layers to 1e-3 and nine tenths of the gain."""

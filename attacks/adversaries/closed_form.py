@@ -9,11 +9,12 @@ output head is a base layer: else no provider sees what comes after it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from attacks.adversaries import attention, mlp, residual
+from attacks.adversaries import attention, mlp, residual, ring_scales
 from attacks.adversaries.layer0_lookup import lookup
 from attacks.adversary import Adversary, Claim, StolenDelta
 from attacks.passes import Opened, Prompt, prompts
@@ -24,6 +25,8 @@ _UNCHANGED = 1e-5
 """Relative error at which public weights explain what was seen: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
 
 
+_ROUNDED = 3e-5
+"""The same for rows that were rounded to the ring's integers."""
 _MEMBERS = 3
 """q, k and v."""
 _EXPLAINED = 1e-4
@@ -37,35 +40,62 @@ class _Stop(Exception):
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
     seen = [prompt for prompt in prompts(view.with_tensors(), opened) if model.blocks[0].q.group in prompt.rows]
+    scaled = any(message.arithmetic == "ring" for message in view.select("product"))
+    seen = [_to_size(prompt, model) for prompt in seen] if scaled else seen
     claims: list[Claim] = []
     if seen:
         try:
-            for claim in _steal(model, seen):
+            for claim in _steal(model, seen, scaled):
                 claims.append(claim)
         except (_Stop, LinAlgError):
             pass
     return claims
 
 
-def _steal(model: PublicModel, seen: list[Prompt]) -> Iterator[Claim]:
+def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
+    """Rows that a norm layer made, which come up to a factor in ring arithmetic, as large as it made them."""
+    norms = {**model.normed_inputs(), **({} if model.head_group is None else {model.head_group: model.final_norm})}
+    rows = {
+        group: ring_scales.rescaled(norms[group], rows) if group in norms else rows
+        for group, rows in prompt.rows.items()
+    }
+    return replace(prompt, rows=rows)
+
+
+def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Claim]:
+    """Args.
+
+    scaled: whether rows come up to a secret factor each, as in ring arithmetic.
+    """
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
     sound = torch.ones(stream.shape[0], dtype=torch.bool)
     for index, block in enumerate(model.blocks):
-        # o_proj and down_proj first: their misfit tells which rows another adversary opened wrongly
-        after_o = _fit_o(block, seen, stream, sound)
-        sound = sound if after_o is None else after_o.sound
-        transformed = _steal_transforms(block, seen, block.attention_norm(stream), sound)
-        yield from transformed or _steal_attention(model, block, seen, sound)
+        # o_proj and down_proj first: they tell the factors of rows, and which rows an adversary opened wrongly
+        after_o = _fit_o(block, seen, stream, sound, scaled)
+        if after_o is not None:
+            sound = after_o.sound
+        normed = block.attention_norm(stream)
+        if scaled and after_o is not None:
+            seen = _put(seen, block.o.group, _rows(seen, block.o.group) * after_o.scales[:, None])
+            seen = _put(seen, block.up[0].group, block.mlp_norm(after_o.after))
+        transformed = _steal_transforms(block, seen, normed, sound, scaled)
+        if transformed:
+            yield from transformed
+        elif after_o is not None or not scaled:
+            yield from _steal_attention(model, block, _put(seen, block.q.group, normed) if scaled else seen, sound)
         if after_o is None:
             return
         yield StolenDelta(block.o.name, after_o.weight - block.mlp_norm.visible(block.o.weight))
         if not after_o.error < _HOPELESS:
             return
-        after_down = _fit_down(model, index, seen, after_o)
-        is_last = index + 1 == len(model.blocks)
-        sound = sound if after_down is None or is_last else after_down.sound
-        yield from _steal_mlp(model, block, seen, sound)
+        after_down = _fit_down(model, index, seen, after_o, scaled)
+        if after_down is not None and (scaled or index + 1 < len(model.blocks)):
+            sound = after_down.sound
+        if scaled and after_down is not None:
+            seen = _put(seen, block.down.group, _rows(seen, block.down.group) * after_down.scales[:, None])
+        if not scaled or after_down is not None:
+            yield from _steal_mlp(model, block, seen, sound)
         if after_down is None:
             return
         norm, _ = _next(model, index)
@@ -73,6 +103,12 @@ def _steal(model: PublicModel, seen: list[Prompt]) -> Iterator[Claim]:
         if not after_down.error < _HOPELESS:
             return
         stream = after_down.after
+
+
+def _put(seen: list[Prompt], group: int, rows: torch.Tensor) -> list[Prompt]:
+    """The prompts with other rows of one group, which come flattened."""
+    parts = rows.split([prompt.num_tokens for prompt in seen])
+    return [replace(prompt, rows={**prompt.rows, group: part}) for prompt, part in zip(seen, parts, strict=True)]
 
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
@@ -102,16 +138,20 @@ def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
     return torch.cat([prompt.rows[group] for prompt in seen])
 
 
-def _fit_o(block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor) -> residual.Fit | None:
+def _fit_o(
+    block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor, scaled: bool
+) -> residual.Fit | None:
     """o_proj, between the stream and the MLP's norm; None where too little was seen."""
     try:
         given, normed = _rows(seen, block.o.group), _rows(seen, block.up[0].group)
-        return _fit(block.o, given, stream, block.mlp_norm, normed, sound)
+        return _fit(block.o, given, stream, block.mlp_norm, normed, sound, scaled)
     except _Stop:
         return None
 
 
-def _fit_down(model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit) -> residual.Fit | None:
+def _fit_down(
+    model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit, scaled: bool
+) -> residual.Fit | None:
     """down_proj, between `before` and the next block's norm or the head's; None where too little was seen."""
     down = model.blocks[index].down
     try:
@@ -123,7 +163,7 @@ def _fit_down(model: PublicModel, index: int, seen: list[Prompt], before: residu
         for rows in _variants([one for one in seen if _is_whole(one, group)], group):
             normed = torch.zeros(whole.shape[0], rows.shape[1], dtype=rows.dtype)
             normed[whole] = rows
-            fits.append(_fit(down, given, before.after, norm, normed, before.sound & whole))
+            fits.append(_fit(down, given, before.after, norm, normed, before.sound & whole, scaled))
     except _Stop:
         return None
     return min(fits, key=lambda one: one.error)
@@ -136,32 +176,37 @@ def _fit(
     norm: Norm,
     normed: torch.Tensor,
     sound: torch.Tensor,
+    scaled: bool,
 ) -> residual.Fit:
-    """The layer from tokens that are sound so far; every argument but `layer` and `norm` is about all tokens."""
+    """The layer from tokens that are sound so far; every tensor is about all tokens."""
     given, before, normed = given[sound], before[sound], normed[sound]
-    predicted = before + layer(given)
-    missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
-    explained = missed < _UNCHANGED
-    if int(explained.sum()) >= residual.FEWEST * explained.shape[0]:
-        fit = residual.Fit(norm.visible(layer.weight), norm.visible(predicted), 0.0, explained)
+    how = ring_scales if scaled else residual
+    fit: residual.Fit
+    missed, fit = how.explained(layer, given, before, norm, normed)
+    fits = missed < (_ROUNDED if scaled else _UNCHANGED)
+    if int(fits.sum()) >= residual.FEWEST * fits.shape[0]:
+        fit = replace(fit, sound=fits)
     elif residual.has_enough_rows(layer, given.shape[0]):
-        fit = residual.fit_layer(layer, given, before, norm, normed)
+        fit = how.fit_layer(layer, given, before, norm, normed)
     else:
         raise _Stop
     after = torch.zeros(sound.shape[0], fit.after.shape[1], dtype=fit.after.dtype)
-    fits = sound.clone()
-    after[sound], fits[sound] = fit.after, fit.sound
-    return residual.Fit(fit.weight, after, fit.error, fits)
+    scales, all_sound = torch.zeros(sound.shape[0], dtype=fit.scales.dtype), sound.clone()
+    after[sound], scales[sound], all_sound[sound] = fit.after, fit.scales, fit.sound
+    return replace(fit, after=after, scales=scales, sound=all_sound)
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def _steal_transforms(block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor) -> list[Claim]:
+def _steal_transforms(
+    block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
+) -> list[Claim]:
     """ΔW of methods that change a layer's input (IA3, OFT, BOFT): then q, k and v are asked for one by one.
 
-    The input before the change is known, so the change is the linear map from it to what each member was given.
+    The input before the change is known, so the change is the linear map from it to what each member was given. Rows
+    that are scaled are taken to be as large as before: OFT and BOFT turn them.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []
@@ -172,7 +217,10 @@ def _steal_transforms(block: Block, seen: list[Prompt], normed: torch.Tensor, so
         given = [
             prompt.rows[block.q.group] if place == 0 else prompt.repeats[block.q.group][place - 1] for prompt in seen
         ]
-        change = torch.linalg.lstsq(normed[sound], torch.cat(given)[sound], driver="gelsd").solution
+        rows = torch.cat(given)
+        if scaled:
+            rows = rows * (normed.norm(dim=1, keepdim=True) / rows.norm(dim=1, keepdim=True).clamp_min(1e-300))
+        change = torch.linalg.lstsq(normed[sound], rows[sound], driver="gelsd").solution
         claims.append(StolenDelta(layer.name, change @ layer.weight - layer.weight))
     return claims
 

@@ -40,17 +40,29 @@ class Fit:
         error: ‖what the layer adds − what it would have to add‖ over sound tokens, relative; small where the rows
             are what they seem.
         sound: bool, shape (num_tokens,): tokens whose rows fit.
+        scales: float64, shape (num_tokens,): what the layer's input is to be multiplied with; 1 in float arithmetic.
     """
 
     weight: torch.Tensor
     after: torch.Tensor
     error: float
     sound: torch.Tensor
+    scales: torch.Tensor
 
 
 def has_enough_rows(layer: Layer, num_rows: int) -> bool:
     """More tokens than unknowns: in_features, and at least two to spare."""
     return num_rows >= layer.weight.shape[0] + 2
+
+
+def explained(
+    layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
+) -> tuple[torch.Tensor, Fit]:
+    """How far each token is from what the public layer makes of it, relative, and the fit of that layer."""
+    predicted = before + layer(given)
+    missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
+    ones = torch.ones(given.shape[0], dtype=given.dtype)
+    return missed, Fit(norm.visible(layer.weight), norm.visible(predicted), 0.0, ones.bool(), ones)
 
 
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
@@ -72,11 +84,11 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
         factors = (seen * predicted).sum(1) / seen.pow(2).sum(1).clamp_min(1e-300)
         after = factors[:, None] * seen
         if error < _EXACT:
-            return Fit(weight, after, error, sound)
+            return Fit(weight, after, error, sound, torch.ones_like(factors))
         misfit = (after - predicted).norm(dim=1)
         fitting = sound & (misfit <= _FAR * misfit[sound].median())
         if bool((fitting == sound).all()) or int(fitting.sum()) < fewest:
-            return Fit(weight, after, error, sound)
+            return Fit(weight, after, error, sound, torch.ones_like(factors))
         sound = fitting
 
 

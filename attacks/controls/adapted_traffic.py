@@ -13,8 +13,11 @@ from attacks.controls.tiny import tiny_manifest, tiny_model, tiny_public
 from attacks.public_model import PublicModel
 from attacks.synthetic import Exchange, write_recording
 from attacks.view import View
+from wire import ring
 
 NUM_PROMPTS, NUM_TOKENS = 48, 5
+_WEIGHT_NORM = 1000.0
+"""Of a column of 8-bit weights: about what 48 inputs make."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,10 @@ class Traffic:
     deltas: dict[str, torch.Tensor]
 
 
-def make(folder: Path, kind: str = "llama", targets: str | list[str] = "all-linear") -> Traffic:
-    """Sends NUM_PROMPTS prompts with different first tokens through an adapted model, unmasked, in float."""
+def make(
+    folder: Path, kind: str = "llama", targets: str | list[str] = "all-linear", arithmetic: str = "float"
+) -> Traffic:
+    """Sends NUM_PROMPTS prompts with different first tokens through an adapted model, unmasked."""
     from peft import LoraConfig, get_peft_model
 
     manifest = tiny_manifest(kind, "native", folder / "model")
@@ -58,7 +63,9 @@ def make(folder: Path, kind: str = "llama", targets: str | list[str] = "all-line
     for ids in token_ids:
         with torch.no_grad():
             adapted(input_ids=ids[None])
-        exchanges += [Exchange(group, rows, torch.zeros(rows.shape[0], 1)) for group, rows in sorted(seen.items())]
+        for group, rows in sorted(seen.items()):
+            sent = rows if arithmetic == "float" else ring.encode(rows, _WEIGHT_NORM)[0]
+            exchanges.append(Exchange(group, sent, torch.zeros(rows.shape[0], 1, dtype=sent.dtype)))
     view = write_recording(folder / "seen", manifest, exchanges)
     return Traffic(view, tiny_public(kind, manifest), token_ids.tolist(), deltas)
 

@@ -14,14 +14,24 @@ TARGETS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def control() -> ControlResult:
-    """Largest relative error over the layers that plain traffic determines: all but the last down_proj."""
+    """Largest relative error over the layers that plain traffic determines.
+
+    That is all but the last down_proj, after which comes a head that the tenant keeps; in ring arithmetic nothing shows
+    how large the rows in front of that layer are, so that gate_proj and up_proj of the last block are left out too.
+    """
+    worst = max(_error("float"), _error("ring"))
+    return ControlResult(
+        "closed-form", "no mask, float and ring", "largest relative error", worst, 1e-3, smaller_wins=True
+    )
+
+
+def _error(arithmetic: str) -> float:
     with tempfile.TemporaryDirectory() as scratch:
-        traffic = adapted_traffic.make(Path(scratch), targets=TARGETS)
+        traffic = adapted_traffic.make(Path(scratch), targets=TARGETS, arithmetic=arithmetic)
         claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     got = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
-    wanted = dict(traffic.deltas)
-    del wanted["model.layers.1.mlp.down_proj"]  # what comes after it goes to a head that the tenant keeps
-    worst = max(
+    hidden = "model.layers.1.mlp.down_proj" if arithmetic == "float" else "model.layers.1.mlp."
+    wanted = {layer: delta for layer, delta in traffic.deltas.items() if not layer.startswith(hidden)}
+    return max(
         float((got[layer] - delta).norm() / delta.norm()) if layer in got else 1.0 for layer, delta in wanted.items()
     )
-    return ControlResult("closed-form", "no mask", "largest relative error", worst, 1e-3, smaller_wins=True)

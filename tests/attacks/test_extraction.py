@@ -58,6 +58,31 @@ def test_gpt2_with_biases_and_layer_norm(targets: list[str], tmp_path: Path) -> 
     assert judged
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("llama", ["v_proj", "down_proj"]),
+        ("llama", ["gate_proj", "o_proj"]),
+        ("gpt2", ["attn.c_proj"]),
+        ("gpt2", ["mlp.c_fc", "mlp.c_proj"]),
+    ],
+)
+def test_ring_rows_up_to_a_secret_factor_each(kind: str, targets: list[str], tmp_path: Path) -> None:
+    traffic = adapted_traffic.make(tmp_path, kind, targets, arithmetic="ring")
+    assert {message.arithmetic for message in traffic.view.messages} == {"ring"}
+    found = stolen(traffic)
+    judged = 0
+    for layer, delta in traffic.deltas.items():
+        if ".1.mlp" in layer:
+            assert layer not in found  # no norm shows how large the rows before the last down_proj are
+            continue
+        wanted = delta - delta.mean(1, keepdim=True) if layer.endswith("c_proj") else delta
+        # rows are rounded to about 2^19 steps, and c_fc sees them through an activation: 1.3e-3
+        assert float((found[layer] - wanted).norm() / wanted.norm()) < 1e-2, layer
+        judged += 1
+    assert judged
+
+
 def test_gpt2_values_of_a_fused_layer(tmp_path: Path) -> None:
     traffic = adapted_traffic.make(tmp_path, "gpt2", ["c_attn"])
     delta = traffic.deltas["transformer.h.0.attn.c_attn"][:, 64:]

@@ -1,0 +1,107 @@
+"""`residual.py` for ring arithmetic, where each row that a layer was given is known up to a secret positive factor.
+
+With x = s·x̃ the equation of a token becomes c_t v_t = r_t + b + s_t ã_t (W + ΔW). Divided by s_t it is linear in
+p_t = 1/s_t, q_t = c_t/s_t and the layer; P, the projector off the columns of Ã, takes the layer out:
+
+    P (diag(q) V − diag(p) (R + b)) = 0,
+
+2·T unknowns of which the direction is determined: the eigenvector of the smallest eigenvalue. Its length is a factor of
+the whole layer; an adapter of low rank leaves most eigenvalues of W⁺(W + ΔW) at one, which tells it.
+Source: our derivation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attacks.adversaries.residual import Fit
+from attacks.public_model import Layer, Norm
+
+_ITERATIONS = 12
+_SHIFT = 1e-13
+"""Of the largest diagonal element; keeps the factorisation positive definite."""
+
+
+def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
+    """What a norm layer gave, from rows of it up to a positive factor each; but for its eps. Shape (num_rows, hidden).
+
+    ‖(s·x̃ − β)/γ‖² = d, the larger root.
+    """
+    scaled = rows / norm.weight
+    square = scaled.pow(2).sum(1, keepdim=True).clamp_min(1e-300)
+    if norm.bias is None:
+        return rows * (rows.shape[1] / square).sqrt()
+    offset = norm.bias / norm.weight
+    half = (scaled * offset).sum(1, keepdim=True)
+    root = (half * half - square * (offset.pow(2).sum() - rows.shape[1])).clamp_min(0).sqrt()
+    return rows * ((half + root) / square)
+
+
+def explained(
+    layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
+) -> tuple[torch.Tensor, Fit]:
+    """How far each token is from the public layer's work, relative to the residual, and the fit of that layer."""
+    known = norm.visible(before if layer.bias is None else before + layer.bias)
+    fit = _with_weight(norm.visible(layer.weight), given, known, norm.direction(normed))
+    predicted = known + given * fit.scales[:, None] @ fit.weight
+    return (predicted - fit.after).norm(dim=1) / fit.after.norm(dim=1), fit
+
+
+def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
+    """Solves for the layer and the factors; arguments as of `residual.fit_layer`, of which `given` is scaled.
+
+    Args:
+        normed: brought to size by `rescaled`.
+    """
+    known = norm.visible(before if layer.bias is None else before + layer.bias)
+    seen = norm.direction(normed)
+    public = norm.visible(layer.weight)
+    left, sizes, right = torch.linalg.svd(given, full_matrices=False)
+    kept = sizes > sizes[0] * 1e-12
+    left, sizes, right = left[:, kept], sizes[kept], right[kept]
+    q, p = _null_vector(left, known, seen)
+    added = q[:, None] * seen - p[:, None] * known
+    weight = right.T @ ((left.T @ added) / sizes[:, None])
+    return _with_weight(weight / _factor(public, weight), given, known, seen)
+
+
+def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and p up to one factor, each of shape (num_tokens,), by inverse iteration."""
+    num_tokens = left.shape[0]
+    off = torch.eye(num_tokens, dtype=left.dtype) - left @ left.T
+    sizes = torch.cat([seen.norm(dim=1), known.norm(dim=1)]).clamp_min(1e-300)
+    both = torch.cat([seen, -known]) / sizes[:, None]
+    system = off.repeat(2, 2) * (both @ both.T)
+    system.diagonal().add_(_SHIFT * system.diagonal().max())
+    factor, failed = torch.linalg.cholesky_ex(system)
+    if int(failed):
+        system.diagonal().add_(1e3 * _SHIFT * system.diagonal().max())
+        factor, _ = torch.linalg.cholesky_ex(system)
+    vector = sizes[:, None] / sizes.norm()  # all factors alike
+    for _ in range(_ITERATIONS):
+        vector = torch.cholesky_solve(vector, factor)
+        vector = vector / vector.norm()
+    found = (vector[:, 0] / sizes).nan_to_num()
+    found = found if float(found[num_tokens:].sum()) > 0 else -found
+    return found[:num_tokens], found[num_tokens:]
+
+
+def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
+    """λ of weight ≈ λ·(public + low rank)."""
+    wide = public.shape[0] < public.shape[1]
+    ratio = weight @ torch.linalg.pinv(public) if wide else torch.linalg.pinv(public) @ weight
+    values = torch.linalg.eigvals(ratio).real
+    return float(values.median())
+
+
+def _with_weight(weight: torch.Tensor, given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> Fit:
+    """c and s of each token for a known layer: least squares of c·v − s·(ã W) = r, two unknowns."""
+    moved = given @ weight
+    vv, mm, vm = seen.pow(2).sum(1), moved.pow(2).sum(1), (seen * moved).sum(1)
+    vr, mr = (seen * known).sum(1), (moved * known).sum(1)
+    det = (vv * mm - vm * vm).clamp_min(1e-300)
+    c, s = (vr * mm - mr * vm) / det, (vr * vm - mr * vv) / det
+    after = c[:, None] * seen
+    added = s[:, None] * moved
+    error = float((after - known - added).norm() / added.norm())
+    return Fit(weight, after, error, (c > 0) & (s > 0), s)
