@@ -147,13 +147,21 @@ def _judge_scores(block: Block, claimed: dict[str, torch.Tensor], truth: Truth) 
             return (block.q.weight + dq)[:, q] @ (block.k.weight + dk)[:, k].T
 
         base = scores(torch.zeros_like(block.q.weight), torch.zeros_like(block.k.weight))
-        wanted = scores(truth.deltas[block.q.name], truth.deltas[block.k.name]) - base
+        wanted = _distinct(scores(truth.deltas[block.q.name], truth.deltas[block.k.name]) - base, block)
         if float(wanted.norm()) <= 1e-12 * float(base.norm()):
             return None
-        got = scores(claimed[block.q.name], claimed[block.k.name]) - base
+        got = _distinct(scores(claimed[block.q.name], claimed[block.k.name]) - base, block)
         errors.append(_relative(got, wanted))
         cosines.append(_cosine(got, wanted))
     return _median(errors), sum(cosines) / len(cosines), block.q.weight.shape[0] * public.head_dim
+
+
+def _distinct(scores: torch.Tensor, block: Block) -> torch.Tensor:
+    """The part that can tell two keys apart, which is all that a softmax shows: LayerNorm's rows differ off 1/γ."""
+    if block.attention_norm.bias is None:
+        return scores
+    unseen = torch.nn.functional.normalize(1 / block.attention_norm.weight, dim=0)
+    return scores - torch.outer(scores @ unseen, unseen)
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

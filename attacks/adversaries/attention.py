@@ -9,7 +9,7 @@ first tokens do not suffice, all three are found together in that way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,16 +135,49 @@ def fit_all(
     """
     start = [block.q.weight, block.k.weight, *([block.v.weight] if v is None else [])]
     deltas = [torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True) for weight in start]
-    size = sum(float(one.pow(2).sum()) for one in outputs)
-    batches = _batches(given, outputs)
-    optimizer = torch.optim.LBFGS(
-        deltas, max_iter=_FIRST_STEPS, max_eval=2 * _FIRST_STEPS, history_size=_HISTORY,
-        tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
-    )  # fmt: skip
 
     def weights() -> list[torch.Tensor]:
         moved = [weight + delta for weight, delta in zip(start, deltas, strict=True)]
         return moved if v is None else [*moved, v]
+
+    return _descend(block, model, given, outputs, deltas, weights)
+
+
+def fit_scales(
+    block: Block,
+    model: PublicModel,
+    weights: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> Heads:
+    """Weights of q, k and v that are known up to a factor of each output, as BOFT trains them.
+
+    Args:
+        weights: of q, k and v, with all factors one.
+        given, outputs: as in `fit_all`.
+    """
+    logs = [torch.zeros(weight.shape[1], dtype=weight.dtype, requires_grad=True) for weight in weights]
+    return _descend(
+        block, model, given, outputs, logs,
+        lambda: [weight * log.exp() for weight, log in zip(weights, logs, strict=True)],
+    )  # fmt: skip
+
+
+def _descend(
+    block: Block,
+    model: PublicModel,
+    given: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    parameters: list[torch.Tensor],
+    weights: Callable[[], Sequence[torch.Tensor]],
+) -> Heads:
+    """L-BFGS on the misfit of the outputs; `weights` makes those of q, k and v of the parameters."""
+    size = sum(float(one.pow(2).sum()) for one in outputs)
+    batches = _batches(given, outputs)
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=_FIRST_STEPS, max_eval=2 * _FIRST_STEPS, history_size=_HISTORY,
+        tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
+    )  # fmt: skip
 
     def loss() -> torch.Tensor:
         optimizer.zero_grad()
@@ -159,8 +192,8 @@ def fit_all(
         optimizer.param_groups[0]["max_iter"] = _MAX_STEPS - _FIRST_STEPS
         optimizer.param_groups[0]["max_eval"] = 2 * _MAX_STEPS
         optimizer.step(loss)  # type: ignore[no-untyped-call]
-    q, k, found_v = (weight.detach() for weight in weights())
-    return Heads(q, k, found_v, _error(block, model, (q, k, found_v), given, outputs))
+    q, k, v = (weight.detach() for weight in weights())
+    return Heads(q, k, v, _error(block, model, (q, k, v), given, outputs))
 
 
 def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -25,8 +25,8 @@ _UNCHANGED = 1e-5
 """Relative error at which public weights explain what was seen: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
 
 
-_ROUNDED = 3e-5
-"""The same for rows that were rounded to the ring's integers."""
+_ROUNDED = 1e-4
+"""The same for rows that were rounded to the ring's integers, and for what was computed of them."""
 _MEMBERS = 3
 """q, k and v."""
 _EXPLAINED = 1e-4
@@ -70,6 +70,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
     sound = torch.ones(stream.shape[0], dtype=torch.bool)
+    tolerance = _ROUNDED if scaled else _UNCHANGED
     for index, block in enumerate(model.blocks):
         # o_proj and down_proj first: they tell the factors of rows, and which rows an adversary opened wrongly
         after_o = _fit_o(block, seen, stream, sound, scaled)
@@ -79,11 +80,12 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
         if scaled and after_o is not None:
             seen = _put(seen, block.o.group, _rows(seen, block.o.group) * after_o.scales[:, None])
             seen = _put(seen, block.up[0].group, block.mlp_norm(after_o.after))
-        transformed = _steal_transforms(block, seen, normed, sound, scaled)
+        transformed = _steal_transforms(model, block, seen, normed, sound, scaled)
         if transformed:
             yield from transformed
         elif after_o is not None or not scaled:
-            yield from _steal_attention(model, block, _put(seen, block.q.group, normed) if scaled else seen, sound)
+            given = _put(seen, block.q.group, normed) if scaled else seen
+            yield from _steal_attention(model, block, given, sound, tolerance)
         if after_o is None:
             return
         yield StolenDelta(block.o.name, after_o.weight - block.mlp_norm.visible(block.o.weight))
@@ -95,7 +97,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
         if scaled and after_down is not None:
             seen = _put(seen, block.down.group, _rows(seen, block.down.group) * after_down.scales[:, None])
         if not scaled or after_down is not None:
-            yield from _steal_mlp(model, block, seen, sound)
+            yield from _steal_mlp(model, block, seen, sound, tolerance)
         if after_down is None:
             return
         norm, _ = _next(model, index)
@@ -201,31 +203,38 @@ def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _steal_transforms(
-    block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
+    model: PublicModel, block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> list[Claim]:
     """ΔW of methods that change a layer's input (IA3, OFT, BOFT): then q, k and v are asked for one by one.
 
     The input before the change is known, so the change is the linear map from it to what each member was given. Rows
-    that are scaled are taken to be as large as before: OFT and BOFT turn them.
+    that are scaled are taken to be as large as before: OFT and BOFT turn them. BOFT's factors of outputs come from
+    the attention's output, where they explain it.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []
     if int(sound.sum()) < normed.shape[1]:
         return []
-    claims: list[Claim] = []
-    for place, layer in enumerate((block.q, block.k, block.v)):
-        given = [
-            prompt.rows[block.q.group] if place == 0 else prompt.repeats[block.q.group][place - 1] for prompt in seen
-        ]
-        rows = torch.cat(given)
+    layers, weights = (block.q, block.k, block.v), []
+    for place, layer in enumerate(layers):
+        rows = torch.cat(
+            [prompt.rows[block.q.group] if place == 0 else prompt.repeats[block.q.group][place - 1] for prompt in seen]
+        )
         if scaled:
             rows = rows * (normed.norm(dim=1, keepdim=True) / rows.norm(dim=1, keepdim=True).clamp_min(1e-300))
         change = torch.linalg.lstsq(normed[sound], rows[sound], driver="gelsd").solution
-        claims.append(StolenDelta(layer.name, change @ layer.weight - layer.weight))
-    return claims
+        weights.append(change @ layer.weight)
+    if all(_is_whole(prompt, block.o.group) for prompt in seen):
+        given = list(normed.split([prompt.num_tokens for prompt in seen]))
+        found = attention.fit_scales(block, model, weights, given, [prompt.rows[block.o.group] for prompt in seen])
+        if found.error < _EXPLAINED:
+            weights = [found.q, found.k, found.v]
+    return [StolenDelta(layer.name, weight - layer.weight) for layer, weight in zip(layers, weights, strict=True)]
 
 
-def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor) -> Iterator[Claim]:
+def _steal_attention(
+    model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor, tolerance: float
+) -> Iterator[Claim]:
     _rows(seen, block.o.group)
     whole = torch.tensor([bool(part.all()) for part in sound.split([prompt.num_tokens for prompt in seen])])
     if int(whole.sum()) < residual.FEWEST / 2 * len(seen):
@@ -236,7 +245,7 @@ def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt], sound
     public = [layer.weight for layer in (block.q, block.k, block.v)]
     with torch.no_grad():
         unchanged = all(
-            _relative(attention.attention(block, model, public, rows[None])[0], out) < _UNCHANGED
+            _relative(attention.attention(block, model, public, rows[None])[0], out) < tolerance
             for rows, out in zip(given, outputs, strict=True)
         )
     if unchanged:
@@ -252,11 +261,13 @@ def _steal_attention(model: PublicModel, block: Block, seen: list[Prompt], sound
         yield StolenDelta(layer.name, weight - layer.weight)
 
 
-def _steal_mlp(model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor) -> Iterator[Claim]:
+def _steal_mlp(
+    model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor, tolerance: float
+) -> Iterator[Claim]:
     given, outputs = _rows(seen, block.up[0].group)[sound], _rows(seen, block.down.group)[sound]
     if not mlp.has_enough_rows(block.up, given.shape[0]):
         return
-    if mlp.error_of(block.up, model.activation, given, outputs) < _UNCHANGED:
+    if mlp.error_of(block.up, model.activation, given, outputs) < tolerance:
         for layer in block.up:
             yield StolenDelta(layer.name, torch.zeros_like(layer.weight))
         return
