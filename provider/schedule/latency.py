@@ -1,0 +1,88 @@
+"""How long a product takes: base_s + row_s · rows, for every lane, profiled at the start and corrected by what is seen.
+
+Exponentially weighted least squares; a lane that was never seen borrows the rate of all others by its multiplications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wire.frame import Call
+
+_FORGET = 0.98
+"""Weight of what was known, per measurement: about the last 50 count."""
+_FIRST_RATE = 2e-11
+"""Seconds per multiplication before anything was measured: one CPU core at 50 GFLOP/s."""
+_OUTLIER = 5.0
+"""Times the prediction: a measurement beyond it counts as so much, since a pause of the machine is no product."""
+
+
+@dataclass
+class _Sums:
+    """Weighted sums of 1, rows, rows², seconds and rows · seconds."""
+
+    weight: float = 0.0
+    rows: float = 0.0
+    rows2: float = 0.0
+    seconds: float = 0.0
+    product: float = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.weight = self.weight * _FORGET + 1.0
+        self.rows = self.rows * _FORGET + rows
+        self.rows2 = self.rows2 * _FORGET + rows * rows
+        self.seconds = self.seconds * _FORGET + seconds
+        self.product = self.product * _FORGET + rows * seconds
+
+    def line(self) -> tuple[float, float]:
+        """Base and slope, neither below zero."""
+        spread = self.weight * self.rows2 - self.rows * self.rows
+        if spread <= 1e-9 * self.weight * self.rows2:  # one size only: all of it is slope
+            return 0.0, self.seconds / self.rows
+        slope = (self.weight * self.product - self.rows * self.seconds) / spread
+        base = (self.seconds - slope * self.rows) / self.weight
+        if slope <= 0:
+            return self.seconds / self.weight, 0.0
+        if base < 0:
+            return 0.0, self.product / self.rows2
+        return base, slope
+
+
+class LatencyModel:
+    """Predictions per lane; not safe under threads."""
+
+    def __init__(self, products_per_row: Callable[[Call], int]) -> None:
+        """Args: products_per_row: in_features · out_features of a lane."""
+        self._products_per_row = products_per_row
+        self._sums: dict[Call, _Sums] = {}
+        self._lines: dict[Call, tuple[float, float]] = {}
+        self._all = _Sums()
+
+    def measured(self, call: Call, num_rows: int, seconds: float) -> None:
+        """Takes in one product of at least one row."""
+        if call in self._lines:
+            seconds = min(seconds, _OUTLIER * self.predict_s(call, num_rows))
+        sums = self._sums.setdefault(call, _Sums())
+        sums.add(num_rows, seconds)
+        self._lines[call] = sums.line()
+        self._all.add(num_rows * self._products_per_row(call), seconds)
+
+    def predict_s(self, call: Call, num_rows: int) -> float:
+        """Seconds that one product takes."""
+        base, slope = self._line(call)
+        return base + slope * num_rows
+
+    def rows_within(self, call: Call, seconds: float) -> int:
+        """Rows that a product may have to be done in time; at least one."""
+        base, slope = self._line(call)
+        if slope <= 0:
+            return 1 << 30 if base <= seconds else 1
+        return max(1, int((seconds - base) / slope))
+
+    def _line(self, call: Call) -> tuple[float, float]:
+        line = self._lines.get(call)
+        if line is not None:
+            return line
+        rate = self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE
+        return 0.0, rate * self._products_per_row(call)

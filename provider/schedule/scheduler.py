@@ -1,0 +1,262 @@
+"""Which rows run next: batches over tenants, the more urgent class first, large requests in pieces.
+
+Guarantees: every row of every ticket that is neither cancelled nor expired is handed out exactly once, a ticket's rows
+in order; no class waits longer than its bound while the executor makes products at all; a decision looks at a bounded
+part of the queue. It never sleeps and never looks at a clock: `now_s` comes with every call. Not safe under threads.
+
+Sources: opportunistic batching and the policies it is compared with, Symbiosis (Multi-Adapter Inference and
+Fine-Tuning); token-level scheduling of fine-tuning under a latency target, FlexLLM.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from provider.schedule.fairness import TenantRing
+from provider.schedule.latency import LatencyModel
+from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
+from wire.frame import Call, Purpose
+
+PolicyName = Literal["opportunistic", "none", "lockstep"]
+_QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
+_ACTIVE_S = 1.0
+"""A tenant that sent something within it may send again soon: only for such company is a request held."""
+_MAX_JOINED = 256
+"""Pieces in one batch, and tickets looked at for it."""
+_DECODE_SHARE = 1.1
+"""What others may add to a decode product's time where no latency target says how much."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How requests are put together.
+
+    Attributes:
+        name: `opportunistic` holds a request for company as long as its size is worth it; `none` runs one request after
+            the other as they came; `lockstep` waits for all tenants that are active.
+        max_wait_s: the longest that a request is held, under any policy.
+        wait_share: of a request's own predicted time; what an opportunistic one is held at most. Decode is not held.
+        slo_s: latency target of a decode request inside the provider; None: none.
+        starvation_s: by class, the longest that it waits for a piece to run while there is more urgent work.
+        max_batch_rows: of one product.
+    """
+
+    name: PolicyName = "opportunistic"
+    max_wait_s: float = 0.02
+    wait_share: float = 0.25
+    slo_s: float | None = None
+    starvation_s: Mapping[RequestClass, float] = field(
+        default_factory=lambda: {RequestClass.PREFILL: 0.5, RequestClass.FINETUNE: 2.0}
+    )
+    max_batch_rows: int = 2048
+
+
+class Scheduler:
+    """The queue of one executor."""
+
+    def __init__(
+        self, policy: Policy, latency: LatencyModel, weight_of: Callable[[str], float] = lambda tenant: 1.0
+    ) -> None:
+        """Args.
+
+        policy: fixed for its life.
+        latency: predictions; `finished` corrects them.
+        weight_of: a tenant's share beside others.
+        """
+        self._policy, self._latency = policy, latency
+        self._rings = {one: TenantRing(_QUANTUM_ROWS[one], weight_of) for one in RequestClass}
+        self._lanes: dict[Call, dict[Ticket, None]] = {}
+        self._lane_tenants: dict[Call, Counter[str]] = {}
+        self._held: list[tuple[float, int, Ticket]] = []
+        self._waiting: set[Ticket] = set()
+        """Held ones among `_held`, whose other entries are leftovers."""
+        self._arrivals = itertools.count()
+        self._active: OrderedDict[str, float] = OrderedDict()
+        self._served_s = dict.fromkeys(RequestClass, float("-inf"))
+        self._decode_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._waiting) + sum(len(ring) for ring in self._rings.values())
+
+    # ---- in -------------------------------------------------------------------------------------------------------
+
+    def add(self, ticket: Ticket, now_s: float) -> None:
+        """Takes a request into the queue."""
+        self._note_active(ticket, now_s)
+        lane = self._lanes.setdefault(ticket.call, {})
+        lane[ticket] = None
+        tenants = self._lane_tenants.setdefault(ticket.call, Counter())
+        tenants[ticket.tenant] += 1
+        hold_s = self._hold_s(ticket)
+        ticket.due_s = now_s + hold_s
+        if hold_s <= 0:
+            self._rings[self._ring_of(ticket)].add(ticket)
+        else:
+            self._waiting.add(ticket)
+            heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
+        if self._waiting and len(tenants) >= len(self._active):  # nobody else could come
+            for one in [one for one in lane if one in self._waiting]:
+                self._release(one)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drops what is left of a request; nothing happens where nothing is left."""
+        if ticket in self._lanes.get(ticket.call, {}):
+            self._drop(ticket)
+
+    def finished(self, batch: Batch, seconds: float) -> None:
+        """A batch was computed."""
+        if batch.call.purpose is not Purpose.HINT:
+            self._latency.measured(batch.call, batch.num_rows, seconds)
+
+    # ---- out ------------------------------------------------------------------------------------------------------
+
+    def next_batch(self, now_s: float) -> Batch | None:
+        """What to compute now; None where nothing is due, and then `next_due_s` says when something will be."""
+        self._skip_leftovers()
+        while self._held and self._held[0][0] <= now_s:
+            self._release(heapq.heappop(self._held)[2])
+            self._skip_leftovers()
+        request_class = self._choose_class(now_s)
+        if request_class is None:
+            return None
+        ring = self._rings[request_class]
+        head = (
+            ring.oldest if self._policy.name != "opportunistic" else ring.turn(lambda one: self._piece_rows(one, now_s))
+        )
+        return self._take(head, now_s)
+
+    def next_due_s(self) -> float | None:
+        """When the first held request is due; None where none is held."""
+        self._skip_leftovers()
+        return self._held[0][0] if self._held else None
+
+    def _skip_leftovers(self) -> None:
+        while self._held and self._held[0][2] not in self._waiting:
+            heapq.heappop(self._held)
+
+    # ---- which one ------------------------------------------------------------------------------------------------
+
+    def _note_active(self, ticket: Ticket, now_s: float) -> None:
+        self._active[ticket.tenant] = now_s
+        self._active.move_to_end(ticket.tenant)
+        while self._active and now_s - next(iter(self._active.values())) > _ACTIVE_S:
+            self._active.popitem(last=False)
+        if ticket.request_class is RequestClass.DECODE:
+            self._decode_s = now_s
+
+    def _hold_s(self, ticket: Ticket) -> float:
+        policy = self._policy
+        alone = len(self._active) == 1 or ticket.call.purpose is Purpose.HINT
+        if policy.name == "none" or alone:
+            return 0.0
+        if policy.name == "lockstep":
+            return policy.max_wait_s
+        if ticket.request_class is RequestClass.DECODE:
+            return 0.0
+        return min(policy.max_wait_s, policy.wait_share * self._latency.predict_s(ticket.call, ticket.num_rows))
+
+    def _ring_of(self, ticket: Ticket) -> RequestClass:
+        """Only opportunistic batching knows classes: the others run what came first."""
+        return ticket.request_class if self._policy.name == "opportunistic" else RequestClass.DECODE
+
+    def _choose_class(self, now_s: float) -> RequestClass | None:
+        ready = [one for one in RequestClass if self._rings[one]]
+        if len(ready) > 1:
+            for one in ready[1:]:
+                since_s = max(self._served_s[one], self._rings[one].oldest.arrived_s)
+                if now_s - since_s > self._policy.starvation_s.get(one, float("inf")):
+                    return one
+        return ready[0] if ready else None
+
+    def _piece_rows(self, ticket: Ticket, now_s: float) -> int:
+        """How many rows of a ticket one product may have."""
+        return min(ticket.rows_left, self._room(ticket, now_s))
+
+    def _room(self, head: Ticket, now_s: float) -> int:
+        """Rows of a product that begins with `head`."""
+        policy, whole = self._policy, head.rows_left
+        if policy.name != "opportunistic":
+            return max(whole, policy.max_batch_rows)
+        if head.request_class is RequestClass.DECODE:
+            return whole
+        if policy.slo_s is None or now_s - self._decode_s > _ACTIVE_S:
+            return policy.max_batch_rows
+        # a decode request that comes just after the product has begun waits for all of it, and then for its own
+        left_s = policy.slo_s - self._latency.predict_s(head.call, 1)
+        return min(policy.max_batch_rows, self._latency.rows_within(head.call, left_s))
+
+    def _room_for_company(self, head: Ticket, num_rows: int, now_s: float) -> int:
+        """Rows of the whole batch, `num_rows` of which are decode's, when others join it."""
+        policy = self._policy
+        if policy.slo_s is None:
+            limit_s = _DECODE_SHARE * self._latency.predict_s(head.call, num_rows)
+        else:
+            limit_s = head.arrived_s + policy.slo_s - now_s
+        return min(policy.max_batch_rows, self._latency.rows_within(head.call, limit_s))
+
+    # ---- take -----------------------------------------------------------------------------------------------------
+
+    def _take(self, head: Ticket, now_s: float) -> Batch:
+        pieces = [self._take_piece(head, self._piece_rows(head, now_s), now_s)]
+        if self._policy.name != "none" and head.call.purpose is not Purpose.HINT:
+            is_decode = head.request_class is RequestClass.DECODE and self._policy.name == "opportunistic"
+            lane = self._lanes.get(head.call, {})
+            company = [one for one in itertools.islice(lane, _MAX_JOINED) if one is not head]
+            if is_decode:
+                company, large = _split_by_class(company)
+                self._join(pieces, company, self._policy.max_batch_rows, now_s)
+                num_rows = sum(piece.num_rows for piece in pieces)
+                self._join(pieces, large, self._room_for_company(head, num_rows, now_s), now_s)
+            else:
+                self._join(pieces, company, self._room(head, now_s), now_s)
+        return Batch(head.call, tuple(pieces))
+
+    def _join(self, pieces: list[Piece], company: list[Ticket], room: int, now_s: float) -> None:
+        room -= sum(piece.num_rows for piece in pieces)
+        whole = self._policy.name != "opportunistic"
+        for ticket in company:
+            if room <= 0 or len(pieces) >= _MAX_JOINED:
+                return
+            if ticket.rows_left > room and (whole or ticket.request_class is RequestClass.DECODE):
+                continue
+            pieces.append(self._take_piece(ticket, min(ticket.rows_left, room), now_s))
+            room -= pieces[-1].num_rows
+
+    def _take_piece(self, ticket: Ticket, num_rows: int, now_s: float) -> Piece:
+        if ticket in self._waiting:
+            self._release(ticket)
+        piece = Piece(ticket, ticket.rows_taken, num_rows)
+        ticket.rows_taken += num_rows
+        self._rings[self._ring_of(ticket)].charge(ticket, num_rows)
+        self._served_s[self._ring_of(ticket)] = now_s
+        if ticket.rows_left == 0:
+            self._drop(ticket)
+        return piece
+
+    def _release(self, ticket: Ticket) -> None:
+        """Held no longer."""
+        self._waiting.discard(ticket)
+        self._rings[self._ring_of(ticket)].add(ticket)
+
+    def _drop(self, ticket: Ticket) -> None:
+        if ticket in self._waiting:
+            self._waiting.discard(ticket)
+        else:
+            self._rings[self._ring_of(ticket)].remove(ticket)
+        lane, tenants = self._lanes[ticket.call], self._lane_tenants[ticket.call]
+        del lane[ticket]
+        tenants[ticket.tenant] -= 1
+        if not tenants[ticket.tenant]:
+            del tenants[ticket.tenant]
+        if not lane:
+            del self._lanes[ticket.call], self._lane_tenants[ticket.call]
+
+
+def _split_by_class(tickets: list[Ticket]) -> tuple[list[Ticket], list[Ticket]]:
+    decode = [one for one in tickets if one.request_class is RequestClass.DECODE]
+    return decode, [one for one in tickets if one.request_class is not RequestClass.DECODE]

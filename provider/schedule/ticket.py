@@ -1,0 +1,73 @@
+"""A request as the scheduler sees it: numbers, no rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from wire.frame import Call
+
+
+class RequestClass(IntEnum):
+    """Kinds of work, the most urgent first; the operator may forbid a tenant any of them."""
+
+    DECODE = 0
+    PREFILL = 1
+    FINETUNE = 2
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request in the queue.
+
+    Attributes:
+        tenant: who pays for it.
+        call: its lane: requests of one call can share a product.
+        num_rows: of the whole request, at least one.
+        arrived_s, expires_s: on the scheduler's clock.
+        due_s: when it is held no longer; set by the scheduler.
+        rows_taken: handed out in batches so far.
+        job: the executor's own; the scheduler does not look at it.
+    """
+
+    tenant: str
+    call: Call
+    num_rows: int
+    request_class: RequestClass
+    arrived_s: float
+    expires_s: float = float("inf")
+    due_s: float = 0.0
+    rows_taken: int = 0
+    job: object = field(default=None, repr=False)
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that no batch has taken."""
+        return self.num_rows - self.rows_taken
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows first_row to first_row + num_rows of one request."""
+
+    ticket: Ticket
+    first_row: int
+    num_rows: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request is done with it; pieces of one request run in order."""
+        return self.first_row + self.num_rows == self.ticket.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one product computes: pieces of one lane, in the order of their rows."""
+
+    call: Call
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Over all pieces."""
+        return sum(piece.num_rows for piece in self.pieces)

@@ -1,0 +1,283 @@
+"""The scheduler's promises, on an injected clock: nothing sleeps and no product is made."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from provider.schedule.latency import LatencyModel
+from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.ticket import Batch, RequestClass, Ticket
+from wire.frame import Arithmetic, Call, Direction, Purpose
+
+FORWARD = Call(0, Direction.FORWARD, Arithmetic.RING)
+OTHER = Call(1, Direction.FORWARD, Arithmetic.RING)
+BACKWARD = Call(0, Direction.BACKWARD, Arithmetic.RING)
+ROW_S = 1e-4
+DECODE, PREFILL, FINETUNE = RequestClass
+
+
+def model() -> LatencyModel:
+    """Half a millisecond and a tenth of one per row, in every lane."""
+    latency = LatencyModel(lambda call: 1000)
+    for call in (FORWARD, OTHER, BACKWARD):
+        for rows in (1, 100, 1, 100):
+            latency.measured(call, rows, 5e-4 + rows * ROW_S)
+    return latency
+
+
+def scheduler(policy: Policy | None = None, **weights: float) -> Scheduler:
+    return Scheduler(policy or Policy(), model(), lambda tenant: weights.get(tenant, 1.0))
+
+
+def ticket(tenant: str, rows: int, kind: RequestClass = FINETUNE, call: Call = FORWARD, at: float = 0.0) -> Ticket:
+    return Ticket(tenant, call, rows, kind, at)
+
+
+def drain(queue: Scheduler, now: float = 1000.0) -> list[Batch]:
+    """All batches, at a time when nothing is held any more."""
+    batches = []
+    while (batch := queue.next_batch(now)) is not None:
+        batches.append(batch)
+    assert len(queue) == 0
+    return batches
+
+
+def test_requests_of_one_lane_share_a_product() -> None:
+    queue = scheduler()
+    for name, call in (("a", FORWARD), ("b", OTHER), ("c", FORWARD)):
+        queue.add(ticket(name, 3, call=call), 0.0)
+    batches = drain(queue)
+    assert [[piece.ticket.tenant for piece in batch.pieces] for batch in batches] == [["a", "c"], ["b"]]
+
+
+def test_without_batching_each_runs_alone_as_it_came() -> None:
+    queue = scheduler(Policy("none"))
+    order = [("a", 3, FINETUNE), ("b", 1, DECODE), ("a", 5000, FINETUNE), ("c", 2, PREFILL)]
+    for name, rows, kind in order:
+        queue.add(ticket(name, rows, kind), 0.0)
+    batches = drain(queue, 0.0)
+    assert [(batch.pieces[0].ticket.tenant, batch.num_rows) for batch in batches] == [(n, r) for n, r, _ in order]
+    assert all(len(batch.pieces) == 1 for batch in batches)
+
+
+def test_lockstep_waits_for_everybody_who_is_active() -> None:
+    queue = scheduler(Policy("lockstep", max_wait_s=0.5))
+    for name in "abc":
+        queue.add(ticket(name, 1, DECODE, OTHER), 0.0)
+    assert queue.next_batch(0.0).num_rows == 3
+    queue.add(ticket("a", 1, DECODE), 0.1)
+    queue.add(ticket("b", 200, FINETUNE), 0.1)
+    assert queue.next_batch(0.2) is None
+    assert queue.next_due_s() == pytest.approx(0.6)
+    queue.add(ticket("c", 1, DECODE), 0.3)
+    assert queue.next_batch(0.3).num_rows == 202  # the small ones take as long as the large one
+    queue.add(ticket("a", 1, DECODE), 0.4)
+    assert queue.next_batch(0.8) is None
+    assert queue.next_batch(0.9).num_rows == 1  # nobody waits beyond the worst case
+
+
+def test_a_lonely_tenant_is_never_held() -> None:
+    queue = scheduler()
+    queue.add(ticket("a", 500), 0.0)
+    assert queue.next_batch(0.0) is not None
+
+
+def test_a_large_request_is_held_for_company_and_a_decode_request_is_not() -> None:
+    queue = scheduler()
+    queue.add(ticket("b", 1, DECODE, OTHER), 0.0)
+    assert queue.next_batch(0.0).num_rows == 1
+    queue.add(ticket("a", 100), 0.0)
+    assert queue.next_batch(0.0) is None
+    due = queue.next_due_s()
+    assert due == pytest.approx(0.25 * (5e-4 + 100 * ROW_S), rel=0.05)
+    queue.add(ticket("b", 50), due / 2)  # everybody is here: nothing to wait for
+    assert queue.next_batch(due / 2).num_rows == 150
+    queue.add(ticket("a", 100), 0.1)
+    assert queue.next_batch(0.1) is None
+    assert queue.next_batch(0.1 + due).num_rows == 100
+
+
+def test_the_worst_case_bounds_every_wait() -> None:
+    queue = scheduler(Policy(max_wait_s=0.02))
+    queue.add(ticket("b", 1, DECODE, OTHER), 0.0)
+    queue.next_batch(0.0)
+    queue.add(ticket("a", 100_000), 0.0)
+    assert queue.next_due_s() == pytest.approx(0.02)
+
+
+def test_the_more_urgent_goes_first() -> None:
+    queue = scheduler()
+    for name, kind, call in (("a", FINETUNE, FORWARD), ("b", PREFILL, OTHER), ("c", DECODE, BACKWARD)):
+        queue.add(ticket(name, 10, kind, call), 0.0)
+    assert [batch.pieces[0].ticket.request_class for batch in drain(queue, 0.02)] == [DECODE, PREFILL, FINETUNE]
+
+
+def test_nothing_starves() -> None:
+    """Endless decode work, and one fine-tuning request: a piece of it runs within the bound."""
+    policy = Policy(starvation_s={PREFILL: 0.05, FINETUNE: 0.2}, slo_s=0.01)
+    queue = scheduler(policy)
+    queue.add(ticket("slow", 400, FINETUNE, OTHER), 0.0)
+    now, last, longest, rows = 0.0, 0.0, 0.0, 0
+    while rows < 400:
+        queue.add(ticket("fast", 1, DECODE, at=now), now)
+        batch = queue.next_batch(now)
+        if batch.pieces[0].ticket.tenant == "slow":
+            longest, last, rows = max(longest, now - last), now, rows + batch.num_rows
+        now += 5e-4 + batch.num_rows * ROW_S
+        assert now < 10
+    assert longest <= 0.2 + 2 * policy.slo_s
+
+
+def test_the_latency_target_cuts_large_requests() -> None:
+    queue = scheduler(Policy(slo_s=0.005))
+    queue.add(ticket("a", 1000, FINETUNE), 0.0)
+    assert queue.next_batch(0.0).num_rows == 1000  # nobody decodes
+    queue.add(ticket("b", 1, DECODE, OTHER), 0.1)
+    queue.next_batch(0.1)
+    queue.add(ticket("a", 1000, FINETUNE, at=0.1), 0.1)
+    batch = queue.next_batch(0.2)
+    assert 5e-4 + batch.num_rows * ROW_S <= 0.005 - (5e-4 + ROW_S) + 1e-9
+    assert batch.num_rows > 30
+
+
+def test_fine_tuning_rows_join_as_far_as_the_target_allows() -> None:
+    queue = scheduler(Policy(slo_s=0.005))
+    queue.add(ticket("a", 1000, FINETUNE), 0.0)
+    queue.add(ticket("b", 1, DECODE), 0.0)
+    batch = queue.next_batch(0.0)
+    assert {piece.ticket.tenant for piece in batch.pieces} == {"a", "b"}
+    assert 40 <= batch.num_rows <= 45  # (5 ms - 0.5 ms) / 0.1 ms
+    without = scheduler()
+    without.add(ticket("a", 1000, FINETUNE), 0.0)
+    without.add(ticket("b", 20, DECODE), 0.0)
+    assert without.next_batch(0.0).num_rows <= 20 * 1.1 + 2
+
+
+def test_a_batch_of_decode_takes_all_that_wait() -> None:
+    queue = scheduler()
+    for number in range(50):
+        queue.add(ticket(f"t{number}", 1, DECODE), 0.0)
+    assert queue.next_batch(0.0).num_rows == 50
+
+
+@pytest.mark.parametrize(("weight", "share"), [(1.0, 0.5), (3.0, 0.75)])
+def test_rows_are_shared_by_weight(weight: float, share: float) -> None:
+    """Two tenants with endless requests of unlike sizes in lanes of their own."""
+    queue = Scheduler(Policy(max_batch_rows=64), model(), lambda tenant: weight if tenant == "a" else 1.0)
+    for _ in range(400):
+        queue.add(ticket("a", 100, call=FORWARD), 0.0)
+        queue.add(ticket("b", 700, call=OTHER), 0.0)
+    rows: dict[str, int] = defaultdict(int)
+    for _ in range(400):
+        batch = queue.next_batch(1.0)
+        rows[batch.pieces[0].ticket.tenant] += batch.num_rows
+    assert rows["a"] / sum(rows.values()) == pytest.approx(share, abs=0.05)
+
+
+def test_a_flood_moves_nobody_elses_turn() -> None:
+    queue = scheduler(Policy(max_batch_rows=64))
+    for _ in range(1000):
+        queue.add(ticket("flood", 8, DECODE, OTHER), 0.0)
+    queue.add(ticket("quiet", 1, DECODE), 0.0)
+    tenants = []
+    while "quiet" not in tenants:
+        tenants.append(queue.next_batch(0.0).pieces[0].ticket.tenant)
+    assert len(tenants) <= 3
+
+
+def test_a_hint_shares_its_product_with_nobody_and_runs_whole() -> None:
+    hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
+    queue = scheduler(Policy(slo_s=0.005))
+    for name in "ab":
+        queue.add(ticket(name, 1536, call=hint), 0.0)
+    assert [(len(batch.pieces), batch.num_rows) for batch in drain(queue, 0.0)] == [(1, 1536), (1, 1536)]
+
+
+def test_what_was_cancelled_is_not_computed() -> None:
+    queue = scheduler()
+    held, ready, begun = ticket("a", 100), ticket("b", 1, DECODE, OTHER), ticket("c", 5000, call=BACKWARD)
+    queue.add(begun, 0.0)
+    assert queue.next_batch(0.0).num_rows == 2048
+    queue.add(ready, 0.0)
+    queue.add(held, 0.0)
+    for one in (held, ready, begun, begun):
+        queue.cancel(one)
+    assert len(queue) == 0
+    assert queue.next_batch(100.0) is None
+    assert queue.next_due_s() is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcd"), st.integers(1, 3000), st.sampled_from(list(RequestClass)),
+            st.sampled_from([FORWARD, OTHER, BACKWARD]), st.sampled_from(["add", "add", "run", "cancel"]),
+        ),
+        max_size=60,
+    ),
+    st.sampled_from(["opportunistic", "none", "lockstep"]),
+    st.sampled_from([None, 0.004, 0.05]),
+)  # fmt: skip
+def test_every_row_is_handed_out_once_and_in_order(
+    steps: list[tuple[str, int, RequestClass, Call, str]], name: str, slo_s: float | None
+) -> None:
+    queue = scheduler(Policy(name, slo_s=slo_s))  # type: ignore[arg-type]
+    given_out: dict[Ticket, int] = defaultdict(int)
+    alive: list[Ticket] = []
+    cancelled: dict[Ticket, int] = {}
+
+    def check(batch: Batch | None) -> None:
+        for piece in batch.pieces if batch is not None else ():
+            assert piece.ticket.call == batch.call
+            assert piece.ticket not in cancelled
+            assert piece.num_rows > 0
+            assert piece.first_row == given_out[piece.ticket]
+            given_out[piece.ticket] += piece.num_rows
+            assert piece.is_last == (given_out[piece.ticket] == piece.ticket.num_rows)
+
+    for now, (tenant, rows, kind, call, what) in zip(itertools.count(0.0, 0.003), steps, strict=False):
+        if what == "add":
+            alive.append(ticket(tenant, rows, kind, call, now))
+            queue.add(alive[-1], now)
+        elif what == "run":
+            check(queue.next_batch(now))
+        elif alive:
+            one = alive[rows % len(alive)]
+            queue.cancel(one)
+            cancelled[one] = given_out[one]
+    for batch in drain(queue):
+        check(batch)
+    for one in alive:
+        assert given_out[one] == cancelled.get(one, one.num_rows)
+
+
+def test_a_decision_takes_less_than_fifty_microseconds() -> None:
+    """1,000 requests in the queue, each batch replaced by new ones; the bar of the whole way through the scheduler."""
+    queue = scheduler(Policy(slo_s=0.005))
+    calls = [replace(FORWARD, group=group) for group in range(50)]
+    kinds = itertools.cycle(RequestClass)
+    names = itertools.cycle(f"tenant-{number}" for number in range(40))
+    for number in range(1000):
+        queue.add(ticket(next(names), 1 + number % 64, next(kinds), calls[number % 50]), 0.0)
+    requests, spent, now = 0, 0.0, 1.0
+    while requests < 3000:
+        began = time.perf_counter()
+        batch = queue.next_batch(now)
+        queue.finished(batch, 1e-3)
+        spent += time.perf_counter() - began
+        done = [piece.ticket for piece in batch.pieces if piece.is_last]
+        fresh = [ticket(next(names), one.num_rows, next(kinds), one.call, now) for one in done]
+        began = time.perf_counter()
+        for one in fresh:
+            queue.add(one, now)
+        spent += time.perf_counter() - began
+        requests, now = requests + len(done), now + 1e-3
+    assert spent / requests < 50e-6, spent / requests
