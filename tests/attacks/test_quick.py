@@ -123,20 +123,11 @@ def test_the_gate_asks_for_every_metric() -> None:
     assert len(lost) == 5  # o_proj, v_proj, down_proj, gain, and the tokens
 
 
-@pytest.mark.timeout(300)
-def test_gradients_sent_without_a_mask_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A victim whose lattice mask forgets one direction: the adversaries never knew what was in it."""
-    patch = tmp_path / "sitecustomize.py"
-    patch.write_text(FORGETFUL)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
-    options = ["--masks", "lattice", "--adversaries", "byte-statistics,slot-reuse", "--out", str(tmp_path / "out")]
-    assert extract_lora.main(options) == 1
-    assert any(one.finding.metric == "certain claims" for one in read(tmp_path / "out"))
-
-
-FORGETFUL = """
+IN_THE_VICTIM = """
 import sys
 if any(part.endswith("victim.py") or part == "attacks.victim" for part in sys.orig_argv):
+"""
+FORGETFUL = """
     from noise import lattice
     from noise.off import Off
     from wire.frame import Arithmetic, Direction
@@ -147,3 +138,25 @@ if any(part.endswith("victim.py") or part == "attacks.victim" for part in sys.or
         return mask(self, group, direction, rows)
     lattice.Lattice.mask = forgetful
 """
+ERRORLESS = """
+    import torch
+    from noise import sampling
+    sampling.error = lambda rng, shape, parameters: torch.zeros(tuple(shape), dtype=torch.int8)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("mutation", "adversaries"),
+    [(FORGETFUL, "byte-statistics,slot-reuse"), (ERRORLESS, "no-error")],
+    ids=["plain gradients", "no error"],
+)
+def test_a_victim_whose_mask_is_broken_is_noticed(
+    mutation: str, adversaries: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lattice mask forgets one direction, or draws no error."""
+    (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
+    options = ["--masks", "lattice", "--adversaries", adversaries, "--out", str(tmp_path / "out")]
+    assert extract_lora.main(options) == 1
+    assert any(one.finding.metric == "certain claims" for one in read(tmp_path / "out"))
