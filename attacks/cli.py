@@ -130,7 +130,7 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
     from attacks import harness, profiles
     from attacks.evaluate import Case
     from attacks.load import load_public
-    from attacks.truth import Truth
+    from attacks.truth import Truth, read_batches
     from attacks.view import open_view
 
     runs = profiles.runs(options.masks)
@@ -146,5 +146,7 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
     cases = []
     for run in runs:
         sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
-        cases.append(Case(run.label, view.of_tenant(run.label).with_tensors(), public, truth, sent, profile.job.rows))
+        trained = read_batches(profile.job.truth / f"{run.label}-batches.json")
+        seen_here = view.of_tenant(run.label).with_tensors()
+        cases.append(Case(run.label, seen_here, public, truth, sent, profile.job.rows, trained))
     return cases, notes

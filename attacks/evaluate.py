@@ -17,7 +17,7 @@ from attacks.passes import Opened
 from attacks.public_model import PublicModel
 from attacks.report import Result
 from attacks.stolen_adapter import write
-from attacks.truth import Truth
+from attacks.truth import Batch, Truth
 from attacks.view import View
 from wire.errors import ConfigurationError
 
@@ -31,7 +31,7 @@ _CERTAIN = {
 }
 """Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the fact that counts."""
 FAILED = "failed"
-_THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form")
+_THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view")
 """What is tried again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
 _JUDGED_ROWS = 16
@@ -51,6 +51,7 @@ class Case:
         truth: None where nobody knows it: then claims are counted and written down, and not judged.
         sent: for each prompt the tokens that went through the layers.
         rows: private facts, for the gain; empty where there are none.
+        trained: batches of its training steps, in order; empty where nobody knows them.
     """
 
     label: str
@@ -59,6 +60,7 @@ class Case:
     truth: Truth | None
     sent: Sequence[Sequence[int]]
     rows: Sequence[dict[str, Any]]
+    trained: Sequence[Batch] = ()
 
     @property
     def mask(self) -> str:
@@ -112,7 +114,7 @@ def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Cl
 
 def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[Result]:
     truth = case.truth
-    findings = _counted(claims) if truth is None else judge(claims, case.view, truth, case.sent)
+    findings = _counted(claims) if truth is None else judge(claims, case.view, truth, case.sent, case.trained)
     findings += _certain(name, claims)
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
     folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"

@@ -24,12 +24,18 @@ _ADAPTER = {
     ("down_proj", "relative error"): 1e-3,
 }
 _TOKENS = {("tokens", "recovery rate"): 0.99}
+_BATCH = {("training tokens", "recovery rate"): 0.99}
 _FALLS = {
-    ("off", "float"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS},
-    ("off", "ring"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS},
-    ("gaussian-pool", "float"): {"known-mask + closed-form": _ADAPTER, "known-mask + layer-0 lookup": _TOKENS},
+    ("off", "float"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
+    ("off", "ring"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
+    ("gaussian-pool", "float"): {
+        "known-mask + closed-form": _ADAPTER,
+        "known-mask + layer-0 lookup": _TOKENS,
+        "known-mask + gradient-view": _BATCH,
+    },
 }
-"""The targets: ΔW of three layers to 1e-3 and nine tenths of the gain."""
+"""The targets: ΔW of three layers to 1e-3, nine tenths of the gain, and the tokens of prompts and of a training step.
+Labels are not asked for: where the output head stays with the tenant, nobody is sent them."""
 
 
 def weakened(results: Sequence[Result]) -> list[str]:

@@ -14,10 +14,11 @@ from typing import TypeVar
 
 import torch
 
+from attacks.adversaries.gradient_view import LABELS, TOKENS
 from attacks.adversary import Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
-from attacks.passes import places
+from attacks.passes import Pass, passes, places
 from attacks.public_model import Block, PublicModel
-from attacks.truth import Truth
+from attacks.truth import Batch, Truth
 from attacks.view import Message, View
 from wire import ring
 
@@ -28,6 +29,9 @@ _SHRUNK = 0.99
 """A guess shrunk towards zero has an error a little below 1 without any knowledge."""
 _MAX_JUDGED = 200
 """Messages of which rows are compared: each needs the true rows of its prompt."""
+_MAX_ROWS = 8
+"""Of one message: its rows share what an adversary got wrong, so that many of them say little more than a few, and a
+training step's would outweigh all prompts'."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,24 @@ class Finding:
     verdict: str
 
 
-def judge(claims: Sequence[Claim], view: View, truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
+def judge(
+    claims: Sequence[Claim], view: View, truth: Truth, sent: Sequence[Sequence[int]], trained: Sequence[Batch] = ()
+) -> list[Finding]:
     """Judges what one adversary claimed about one view.
 
     Args:
         sent: for each prompt of the view the tokens that went through the layers.
+        trained: the batches of its training passes, in order.
     """
-    known = _KnownRows(view, truth, sent)
+    known = _KnownRows(view, truth, sent, trained)
+    facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
         *_judge_deltas([claim for claim in claims if isinstance(claim, StolenDelta)], truth),
         *_judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent, truth.public),
         *_judge_rows([claim for claim in claims if isinstance(claim, StolenRows)], known),
         *_judge_differences([claim for claim in claims if isinstance(claim, StolenDifference)], known),
-        *_judge_facts([claim for claim in claims if isinstance(claim, StolenFact)], truth, sent),
+        *_judge_facts(facts, truth, sent),
+        *_judge_batch(facts, view, truth.public, trained),
     ]
 
 
@@ -213,18 +222,24 @@ def _judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]],
 
 
 class _KnownRows:
-    """True rows of inference messages, as the victim would send them without a mask."""
+    """True rows of inference and of the first training pass, as the victim would send them without a mask."""
 
-    def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]]) -> None:
-        self._truth, self._sent = truth, sent
+    def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]], trained: Sequence[Batch]) -> None:
+        self._truth, self._sent, self._trained = truth, sent, trained
         self._places = places(view)
+        self._step = _first_step(view)
         self._messages = {message.seq: message for message in view.select("product")}
         self._of_prompt: dict[int, dict[int, torch.Tensor]] = {}
+        self._of_step: dict[int, torch.Tensor] = {}
 
     def of(self, seq: int) -> torch.Tensor | None:
-        """None for messages of training steps, whose truth is not kept."""
+        """None for gradients and for later training steps, whose adapters are not kept."""
         message, place = self._messages.get(seq), self._places.get(seq)
-        if message is None or place is None or place[0] >= len(self._sent):
+        if message is None:
+            return None
+        if self._trained and self._step is not None and self._step.forward.get(message.group) == message:
+            return self._in_step(message, self._trained[0])
+        if place is None or place[0] >= len(self._sent):
             return None
         prompt, start = place
         if prompt not in self._of_prompt:
@@ -233,6 +248,14 @@ class _KnownRows:
         if rows is None or rows.shape[0] < start + message.num_rows:
             return None
         return self._as_sent(message, rows[start : start + message.num_rows])
+
+    def _in_step(self, message: Message, batch: Batch) -> torch.Tensor | None:
+        if not self._of_step:
+            self._of_step.update(self._truth.fresh_rows(batch))
+        rows = self._of_step.get(message.group)
+        if rows is not None and rows.shape[0] != message.num_rows:
+            rows = rows[batch.has_logits.flatten()]  # the head's
+        return None if rows is None or rows.shape[0] != message.num_rows else self._as_sent(message, rows)
 
     def _as_sent(self, message: Message, rows: torch.Tensor) -> torch.Tensor:
         if message.arithmetic == "float":
@@ -246,7 +269,8 @@ def _judge_rows(claims: Sequence[StolenRows], known: _KnownRows) -> list[Finding
     for claim in _some(claims):
         wanted = known.of(claim.seq)
         if wanted is not None and wanted.shape == claim.rows.shape:
-            pairs.append((claim.rows, wanted))
+            points = wanted.norm(dim=1) > 0  # the embedding of padding is zero in some models
+            pairs.append((claim.rows[points], wanted[points]))
     return _cosine_finding("rows", pairs)
 
 
@@ -273,6 +297,7 @@ def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tenso
     activations have in common is no secret."""
     if not pairs:
         return []
+    pairs = [(_thinned(got), _thinned(wanted)) for got, wanted in pairs]
     values = torch.cat([_row_cosines(got, wanted) for got, wanted in pairs])
     by_width: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for got, wanted in pairs:
@@ -290,6 +315,10 @@ def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tenso
     interval = (baseline - half, baseline + half)
     value = float(values.mean())
     return [Finding(module, "row cosine", value, baseline, interval, _verdict(value, interval, value > 0.99))]
+
+
+def _thinned(rows: torch.Tensor) -> torch.Tensor:
+    return rows[:: max(1, -(-rows.shape[0] // _MAX_ROWS))]
 
 
 def _row_cosines(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -317,3 +346,41 @@ def _judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequ
             (claim.name, float(claim.value == answers[claim.name])) for claim in claims if claim.name in answers
         )
     ]
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+def _first_step(view: View) -> Pass | None:
+    return next((one for one in passes(view) if one.is_training), None)
+
+
+def _judge_batch(
+    claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
+) -> list[Finding]:
+    """Tokens and labels of the first training pass, padding included, row after row as the provider was sent them."""
+    step = _first_step(view)
+    if step is None or not trained:
+        return []
+    wanted = {TOKENS: trained[0].token_ids.flatten()}
+    head = None if public.head_group is None else step.backward.get(public.head_group)
+    if head is not None:
+        targets = trained[0].targets
+        is_whole = head.num_rows == targets.numel()
+        wanted[LABELS] = targets.flatten() if is_whole else targets[trained[0].has_logits]
+    return [_listed_finding(claim, wanted[claim.name]) for claim in claims if claim.name in wanted]
+
+
+def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
+    """Share that is right. The baseline is the claim's own list in another order: a batch is mostly padding and places
+    without a label, which one guess for all of them would name."""
+    listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
+    got = torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1)
+    rate = float((got == wanted).float().mean())
+
+    def shuffle(generator: torch.Generator) -> float:
+        return float((got[torch.randperm(len(got), generator=generator)] == wanted).float().mean())
+
+    baseline, interval = _interval(shuffle)
+    wins = rate > max(0.9, interval[1])
+    return Finding(claim.name, "recovery rate", rate, baseline, interval, _verdict(rate, interval, wins))

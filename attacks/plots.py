@@ -22,7 +22,7 @@ def draw(folder: Path, results: Sequence[Result]) -> list[Path]:
         title = "Error of stolen ΔW (1 = guessing zero)"
         drawn.append(_bars(folder / "recovered_adapters.svg", errors, title, log=True))
     if rates:
-        drawn.append(_bars(folder / "recovered_prompts.svg", rates, "Share of prompt tokens recovered", log=False))
+        drawn.append(_bars(folder / "recovered_prompts.svg", rates, "Share of tokens recovered", log=False))
     return drawn
 
 

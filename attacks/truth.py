@@ -7,15 +7,48 @@ wrote down. Base weights are taken as the provider multiplies with them.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from attacks.adversaries.gradient_view import NO_LABEL
 from attacks.public_model import PublicModel
 from wire.errors import ConfigurationError
 from wire.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One training step: int64, each of shape (batch, num_tokens), padded on the right.
+
+    Attributes:
+        labels: of the tokens at the same places; NO_LABEL where there is none.
+        attn_mask: 0 for padding.
+    """
+
+    token_ids: torch.Tensor
+    labels: torch.Tensor
+    attn_mask: torch.Tensor
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """What each place is trained to say: the label of the next one, shape (batch, num_tokens)."""
+        return torch.nn.functional.pad(self.labels, (0, 1), value=NO_LABEL)[:, 1:]
+
+    @property
+    def has_logits(self) -> torch.Tensor:
+        """Which places the SDK computes logits of: those where some row has a target. Shape (batch, num_tokens)."""
+        return (self.targets != NO_LABEL).any(dim=0).expand(self.targets.shape)
+
+
+def read_batches(file: Path) -> list[Batch]:
+    """The steps that a victim wrote down, in order."""
+    steps = json.loads(file.read_text())
+    return [Batch(*(torch.tensor(step[name]) for name in ("input_ids", "labels", "attention_mask"))) for step in steps]
 
 
 class Truth:
@@ -45,15 +78,25 @@ class Truth:
 
     def rows(self, token_ids: Sequence[int]) -> Mapping[int, torch.Tensor]:
         """Group id to what its layers were given, float64, shape (num_tokens, in_features)."""
+        return self._rows(self.adapted, input_ids=torch.tensor([list(token_ids)]))
+
+    def fresh_rows(self, batch: Batch) -> Mapping[int, torch.Tensor]:
+        """The same of a first training step, its rows one after the other: shape (batch·num_tokens, in_features).
+
+        A fresh adapter changes nothing: PEFT starts LoRA's B at zero, IA3 at one, OFT and BOFT at the identity.
+        """
+        return self._rows(self.base, input_ids=batch.token_ids, attention_mask=batch.attn_mask)
+
+    def _rows(self, model: Any, **inputs: torch.Tensor) -> Mapping[int, torch.Tensor]:
         firsts = {group.layers[0].name: group.id for group in self.manifest.groups}
         seen: dict[int, torch.Tensor] = {}
         hooks = []
-        for name, module in _inner(self.adapted).named_modules():
+        for name, module in _inner(model).named_modules():
             if name in firsts:
                 hooks.append(module.register_forward_pre_hook(functools.partial(_keep, seen, firsts[name])))
         try:
             with torch.no_grad():
-                self.adapted(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+                model(**inputs, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()

@@ -1,7 +1,7 @@
 """The tenant that is attacked, in a process of its own: trains an adapter, then sends traffic under each mask.
 
-Run by attacks/harness.py with a job in JSON. Writes the truth that attacks/judge.py needs (adapter, token ids) to a
-folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter, whole prompts
+Run by attacks/harness.py with a job in JSON. Writes the truth that attacks/judge.py needs (adapter, token ids, batches)
+to a folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter, whole prompts
 without an answer, and prompts answered token by token, all but the first with the private adapter.
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from pydantic import BaseModel
 
@@ -77,10 +80,12 @@ def main(job: Job) -> None:
             job.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
             cache=cache, progress=False, verify=job.model if run.mask == "pad" else None,  # pad needs the weights
         ) as client:  # fmt: skip
-            if job.traffic_steps:
-                _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps, job.traffic_rows)
+            with _batches() as trained:
+                if job.traffic_steps:
+                    _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps, job.traffic_rows)
             sent = _infer(client, job, adapter)
         (job.truth / f"{run.label}.json").write_text(json.dumps(sent))
+        (job.truth / f"{run.label}-batches.json").write_text(json.dumps(trained))
 
 
 def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> None:
@@ -91,6 +96,22 @@ def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> 
         job.rows, config, output, max_steps=steps, seed=1, progress=False,
         learning_rate=job.learning_rate, batch_size=batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
     )  # fmt: skip
+
+
+@contextmanager
+def _batches() -> Iterator[list[dict[str, Any]]]:
+    """Keeps each batch as the SDK's trainer computes with it, padded and in the order of the forward passes."""
+    from tenant_sdk.finetune import CompletionTrainer
+
+    kept: list[dict[str, Any]] = []
+    compute_loss = CompletionTrainer.compute_loss
+
+    def keep(trainer: Any, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        kept.append({name: inputs[name].tolist() for name in ("input_ids", "labels", "attention_mask")})
+        return compute_loss(trainer, model, inputs, *arguments, **options)
+
+    with mock.patch.object(CompletionTrainer, "compute_loss", keep):
+        yield kept
 
 
 def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:

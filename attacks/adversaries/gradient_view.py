@@ -23,6 +23,10 @@ TOKENS = "training tokens"
 LABELS = "training labels"
 NO_LABEL = -100
 """transformers' own number for a position that is not trained on."""
+_NOTHING = 1e-3
+"""Of the largest row: normed rows are of one size, up to a factor of some units in ring arithmetic."""
+_SINGLE = 0.25
+"""Softmax minus one-hot sums to zero: its one negative number is half of all magnitudes. Noise has many."""
 
 
 def weight_gradient(step: Pass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
@@ -46,7 +50,10 @@ def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
         rows: the first layer's, shape (num_rows, hidden), up to a positive factor each.
     """
     if model.positions is None:
-        return lookup(rows, model)
+        sizes = rows.norm(dim=1)
+        # padding's embedding is zero in many models: a zero row, or what an opened mask left of one
+        nothing = model.embedding.norm(dim=1).argmin()
+        return torch.where(sizes > _NOTHING * sizes.max(), lookup(rows, model), nothing)
     lengths = [length for length in range(1, len(rows) + 1) if len(rows) % length == 0]
     guesses = [
         torch.cat([lookup(part, model) for part in rows.split(length)])
@@ -64,9 +71,9 @@ def _fit(rows: torch.Tensor, ids: torch.Tensor, length: int, model: PublicModel)
 
 
 def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
-    """Label of each row, shape (num_rows,), NO_LABEL for rows of zeros; from the head's (num_rows, vocab) gradient."""
-    labels = gradients.argmin(dim=-1)
-    labels[~gradients.any(dim=-1)] = NO_LABEL
+    """Label of each row, shape (num_rows,), NO_LABEL for zeros and noise; of the head's (num_rows, vocab) gradient."""
+    least, labels = gradients.min(dim=-1)
+    labels[-least <= _SINGLE * gradients.abs().sum(dim=-1)] = NO_LABEL
     return labels
 
 
@@ -87,8 +94,9 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
         claims.append(StolenFact(TOKENS, _listed(batch_tokens(rows, model))))
     head = None if model.head_group is None else step.backward.get(model.head_group)
     gradients = _rows(head, opened)
-    if gradients is not None:
-        claims.append(StolenFact(LABELS, _listed(batch_labels(gradients))))
+    labels = None if gradients is None else batch_labels(gradients)
+    if labels is not None and bool((labels != NO_LABEL).any()):
+        claims.append(StolenFact(LABELS, _listed(labels)))
     return claims
 
 

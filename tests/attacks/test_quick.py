@@ -37,6 +37,16 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     }  # fmt: skip
     assert gate.standing(results) == []
     assert gate.weakened(results) == []
+    read_labels = {
+        (one.mask, one.arithmetic, one.adversary): one.finding.value
+        for one in results
+        if one.finding.module == "training labels"
+    }
+    assert read_labels == {
+        ("off", "float", "gradient-view"): 1.0,
+        ("off", "ring", "gradient-view"): 1.0,
+        ("gaussian-pool", "float", "known-mask + gradient-view"): 1.0,
+    }
     errors = {
         one.finding.module: one.finding.value
         for one in results
@@ -100,6 +110,10 @@ NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.0
         (replace(NEAR.finding, metric="recovery rate", value=1.0, baseline=0.3, interval=(0.0, 0.6)), True),
         (replace(NEAR.finding, metric="claimed", value=9.0, interval=(0.0, 0.0)), False),
         (replace(NEAR.finding, metric="certain claims", value=1.0, interval=(0.0, 0.0)), True),
+        (Finding("training tokens", "recovery rate", 0.02, 0.01, (0.0, 0.027), ""), False),
+        (Finding("training tokens", "recovery rate", 0.1, 0.01, (0.0, 0.027), ""), True),
+        (Finding("training labels", "recovery rate", 0.4, 0.4, (0.4, 0.4), ""), False),
+        (Finding("training labels", "recovery rate", 0.6, 0.27, (0.21, 0.32), ""), True),
         (Finding("adapter", "stolen task gain", 0.05, 0.0, (0.0, 0.0), ""), False),
         (Finding("adapter", "stolen task gain", 0.5, 0.0, (0.0, 0.0), ""), True),
     ],
@@ -112,15 +126,30 @@ def test_the_gate_notices_a_mask_that_weakens(finding: Finding, alarm: bool) -> 
 
 def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
     weak = Result("off", "ring", "layer-0 lookup", Finding("tokens", "recovery rate", 0.5, 0.0, (0.0, 0.0), ""))
-    assert gate.standing([weak])
-    assert gate.standing([replace(weak, finding=replace(weak.finding, value=1.0))]) == []
-    assert gate.standing([replace(weak, adversary="closed-form")])
+    tokens = replace(weak, finding=replace(weak.finding, value=1.0))
+    batch = replace(tokens, adversary="gradient-view", finding=replace(tokens.finding, module="training tokens"))
+    assert gate.standing([tokens, batch]) == []
+    assert gate.standing([weak, batch])
+    assert gate.standing([replace(tokens, adversary="closed-form"), batch])
+
+
+@pytest.mark.parametrize("arithmetic", ["float", "ring"])
+def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> None:
+    found = Finding("training tokens", "recovery rate", 0.98, 0.1, (0.05, 0.15), "wins")
+    read = Result("off", arithmetic, "gradient-view", found)
+
+    def asked(results: list[Result]) -> bool:
+        return any("training tokens" in alarm for alarm in gate.standing(results))
+
+    assert asked([read])
+    assert not asked([replace(read, finding=replace(found, value=0.99))])
+    assert asked([replace(read, adversary="layer-0 lookup")])
 
 
 def test_the_gate_asks_for_every_metric() -> None:
     found = Finding("o_proj", "relative error", 50.0, 1.0, (1.0, 1.0), "at baseline")
     lost = gate.standing([Result("off", "float", "closed-form", found)])
-    assert len(lost) == 5  # o_proj, v_proj, down_proj, gain, and the tokens
+    assert len(lost) == 6  # o_proj, v_proj, down_proj, gain, and the tokens of prompts and of a training step
 
 
 IN_THE_VICTIM = """
@@ -147,16 +176,17 @@ ERRORLESS = """
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("mutation", "adversaries"),
-    [(FORGETFUL, "byte-statistics,slot-reuse"), (ERRORLESS, "no-error")],
+    ("mutation", "noticed_by"),
+    [(FORGETFUL, ("gradient-view", "slot-reuse", "byte-statistics")), (ERRORLESS, ("no-error",))],
     ids=["plain gradients", "no error"],
 )
 def test_a_victim_whose_mask_is_broken_is_noticed(
-    mutation: str, adversaries: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lattice mask forgets one direction, or draws no error."""
     (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
-    options = ["--masks", "lattice", "--adversaries", adversaries, "--out", str(tmp_path / "out")]
+    options = ["--masks", "lattice", "--adversaries", ",".join(noticed_by), "--out", str(tmp_path / "out")]
     assert extract_lora.main(options) == 1
-    assert any(one.finding.metric == "certain claims" for one in read(tmp_path / "out"))
+    alarms = gate.weakened(read(tmp_path / "out"))
+    assert [name for name in noticed_by if not any(name in alarm for alarm in alarms)] == []

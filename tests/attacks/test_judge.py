@@ -1,0 +1,112 @@
+"""The judge on claims about a training step: right where they are, at baseline where they are guesses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from attacks import quick_model
+from attacks.adversaries.gradient_view import LABELS, NO_LABEL, TOKENS, batch_tokens
+from attacks.adversary import StolenFact, StolenRows
+from attacks.judge import Finding, judge
+from attacks.public_model import describe
+from attacks.synthetic import Exchange, write_recording
+from attacks.truth import Batch, Truth
+from attacks.view import View
+from provider.models import load, resolve
+from provider.weights import serve_model
+from wire import ring
+
+PAD = 0
+BATCH = Batch(
+    torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, PAD, PAD]]),
+    torch.tensor([[-100, -100, -100, 13, 14, 15], [-100, -100, 22, 23, -100, -100]]),
+    torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]),
+)
+HEAD_ROWS = [NO_LABEL, 13, 14, 15, 22, 23, NO_LABEL, NO_LABEL]
+"""Logits are computed at places 1 to 4, where some row has a target."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One training step of a fresh adapter, as its provider is sent it without a mask."""
+
+    view: View
+    truth: Truth
+    sent: dict[int, torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=["float", "ring"])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    folder = tmp_path_factory.mktemp("judge")
+    path = quick_model.make("tiny-llama", folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    fresh = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(path), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    )
+    fresh.save_pretrained(folder / "adapter")
+    manifest = serve_model(load(resolve(str(path))), "native").manifest
+    public = describe(model, manifest)
+    truth = Truth(model, public, manifest, folder / "adapter")
+    exchanges, sent = [], {}
+    for group, rows in truth.fresh_rows(BATCH).items():
+        rows = rows[BATCH.has_logits.flatten()] if group == public.head_group else rows
+        norm = manifest.groups[group].max_column_norm
+        sent[group] = rows.to(torch.float32) if request.param == "float" else ring.encode(rows.float(), norm)[0]
+        exchanges.append(Exchange(group, sent[group], torch.zeros(len(rows), 1)))
+    gradients = torch.zeros(len(HEAD_ROWS), len(public.embedding))
+    reply = torch.zeros(len(HEAD_ROWS), 1)
+    if request.param == "ring":
+        exchanges = [Exchange(one.group, one.request, one.reply.int()) for one in exchanges]
+        gradients, reply = gradients.int(), reply.int()
+    exchanges.append(Exchange(public.head_group, gradients, reply, "backward"))
+    return Site(write_recording(folder / "seen", manifest, exchanges), truth, sent)
+
+
+def judged(site: Site, name: str, ids: list[int]) -> Finding:
+    (found,) = judge([StolenFact(name, ",".join(map(str, ids)))], site.view, site.truth, [], [BATCH])
+    assert found.module == name
+    return found
+
+
+def test_a_batch_row_after_row_with_its_padding(site: Site) -> None:
+    assert judged(site, TOKENS, BATCH.token_ids.flatten().tolist()).verdict == "wins"
+    assert judged(site, TOKENS, BATCH.token_ids.t().flatten().tolist()).value < 0.3
+    assert judged(site, TOKENS, [10, 11, 12]).value == 0.25, "what is missing is not right"
+
+
+def test_labels_are_those_of_the_rows_that_the_head_was_sent(site: Site) -> None:
+    assert judged(site, LABELS, HEAD_ROWS).verdict == "wins"
+    assert judged(site, LABELS, HEAD_ROWS).value == 1.0
+    assert judged(site, LABELS, HEAD_ROWS[1:]).value < 0.5
+
+
+@pytest.mark.parametrize("guess", [NO_LABEL, 22])
+def test_one_guess_for_all_is_at_baseline(site: Site, guess: int) -> None:
+    found = judged(site, LABELS, [guess] * len(HEAD_ROWS))
+    assert found.value == pytest.approx(found.baseline)
+    assert found.verdict == "at baseline"
+
+
+def test_tokens_are_read_from_what_the_provider_is_sent(site: Site) -> None:
+    first = site.sent[site.truth.public.blocks[0].q.group].to(torch.float64)
+    assert batch_tokens(first, site.truth.public).tolist() == BATCH.token_ids.flatten().tolist()
+
+
+def test_rows_of_the_first_step_are_judged(site: Site) -> None:
+    messages = site.view.select("product", "forward")
+    right = [StolenRows(one.seq, one.request().to(torch.float64)) for one in messages]
+    (found,) = judge(right, site.view, site.truth, [], [BATCH])
+    assert (found.module, found.verdict) == ("rows", "wins")
+    wrong = [StolenRows(one.seq, torch.randn(one.request().shape, dtype=torch.float64)) for one in messages]
+    (found,) = judge(wrong, site.view, site.truth, [], [BATCH])
+    assert abs(found.value) < 0.2
+
+
+def test_without_batches_nothing_is_judged(site: Site) -> None:
+    claims = [StolenFact(TOKENS, "1,2"), StolenRows(site.view.messages[0].seq, torch.ones(12, 32))]
+    assert judge(claims, site.view, site.truth, []) == []
