@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attacks.controls.tiny import tiny_manifest, tiny_model, tiny_public
+from attacks.passes import Opened
 from attacks.public_model import PublicModel
 from attacks.synthetic import Exchange, write_recording
 from attacks.view import View
@@ -18,6 +19,8 @@ from wire import ring
 NUM_PROMPTS, NUM_TOKENS = 48, 5
 _WEIGHT_NORM = 1000.0
 """Of a column of 8-bit weights: about what 48 inputs make."""
+_LARGEST = 1 << 20
+"""Of a ring row: the order of what `wire.ring.encode` leaves for layers as wide as real ones."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,17 @@ def make(
             exchanges.append(Exchange(group, sent, torch.zeros(rows.shape[0], 1, dtype=sent.dtype)))
     view = write_recording(folder / "seen", manifest, exchanges)
     return Traffic(view, tiny_public(kind, manifest), token_ids.tolist(), deltas)
+
+
+def scaled(view: View) -> Opened:
+    """The view's rows as ring arithmetic shows them: each times a positive factor of its own, rounded to integers."""
+    generator = torch.Generator().manual_seed(11)
+    rows = {}
+    for message in view.messages:
+        sent = message.request().to(torch.float64)
+        factors = 0.2 + 0.8 * torch.rand(sent.shape[0], 1, generator=generator, dtype=torch.float64)
+        rows[message.seq] = (sent / sent.abs().amax(1, keepdim=True) * factors * _LARGEST).round()
+    return rows
 
 
 def _keeper(seen: dict[int, torch.Tensor], group: int) -> Any:

@@ -1,0 +1,336 @@
+"""A functional copy of the adapter by training: the public model with low-rank factors, taught by what was seen.
+
+Tokens come from the first layer's input. From there each block is trained in turn, with W + ΔW of low rank in every
+base layer, until the inputs of its layers and of the next block point where the seen ones do. Only directions of rows
+are compared, so that the secret scale of a row in ring arithmetic does not matter; the scale of a layer that is seen by
+direction alone follows from the low rank of ΔW. Rows that do not fit, as those that another adversary opened wrongly,
+are left out.
+
+Claims nothing where the first layer's rows are no tokens, where nothing fits (a mask), or where there are fewer tokens
+than factors need. Guarantees no minimum: training ends after `_MAX_STEPS` a block, or `_MAX_S` in all, which is what
+ends it on a model such as SmolLM2. A ΔW of higher rank than `_RANK` is approximated. Methods that change a layer's
+input (OFT, BOFT) are not of this form: a group that is asked for several times in a pass ends the attack.
+Source: substitute models of Papernot et al., "Practical black-box attacks" (AsiaCCS 2017), here taught by hidden
+states; the rest is ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import normalize
+
+from attacks.adversaries import attention, mlp
+from attacks.adversaries.layer0_lookup import lookup
+from attacks.adversary import Adversary, Claim, StolenDelta
+from attacks.passes import Opened, passes, places
+from attacks.public_model import Block, Layer, Norm, PublicModel
+from attacks.view import View
+
+_RANK = 8
+_FIRST_STEPS, _MAX_STEPS, _CHUNK = 40, 300, 10
+_HISTORY = 50
+_MAX_S = 90.0
+_MAX_NUMBERS = 1 << 18
+"""Of the first layer's rows that are used: 455 tokens of SmolLM2 make a step of 0.3 s on one core."""
+_WIDE = 256
+"""Hidden size from which float32 is used."""
+_HOPELESS = 0.5
+"""Distance of unit rows: an unrelated row is at 1.4, of 1,000 tokens the nearest at 0.9 (d = 32)."""
+_UNCHANGED = 1e-5
+"""Distance at which public weights explain what was seen; float32 and ring rounding leave 1e-6."""
+_FAR, _MOST_LEFT_OUT = 8.0, 0.25
+"""Times the median distance of a group's rows, after the first steps: rows beyond it are wrong if they are few."""
+_DAMPING = 1e-2
+"""Of the mean variance of a layer's inputs: directions of less are not stretched further."""
+_START = 0.05
+"""First guess of ΔW's singular values, as a share of W's: factors of very different sizes train slowly."""
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Prompts of one length, of which the same groups were seen.
+
+    Attributes:
+        stream: residual before the block, shape (num_prompts, num_tokens, hidden).
+        seen: group id to rows of length 1, or 0 where one is left out; shape (num_prompts, num_tokens, in_features).
+    """
+
+    stream: torch.Tensor
+    seen: Mapping[int, torch.Tensor]
+
+
+def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+    if not mlp.is_known(model.activation):
+        return []
+    batches = _read(view.with_tensors(), model, opened)
+    num_tokens = sum(batch.stream.shape[:2].numel() for batch in batches)
+    claims: list[Claim] = []
+    if not all(_has_enough_rows(layer, num_tokens) for layer in model.layers().values()):
+        return claims
+    deadline = time.monotonic() + _MAX_S
+    for index in range(len(model.blocks)):
+        now = time.monotonic()
+        if now > deadline:
+            break
+        substitute = _Substitute(model, index, batches)
+        if not substitute.train(now + (deadline - now) / (len(model.blocks) - index)):
+            break
+        claims += substitute.claims()
+        if not substitute.is_closed:
+            break
+        batches = substitute.advance()
+    return claims
+
+
+def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
+    """Twice as many numbers in the layer's outputs as in its factors."""
+    return num_tokens * layer.weight.shape[1] >= 2 * _RANK * sum(layer.weight.shape)
+
+
+def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
+    """Prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
+    if any(one.repeats for one in passes(view) if not one.is_training):
+        return []
+    first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm
+    starts: dict[int, torch.Tensor] = {}
+    left = _MAX_NUMBERS
+    for number, groups in _rows(view, opened, {first}).items():
+        rows = normalize(groups[first], dim=1)
+        if rows.numel() > left or (model.positions is not None and rows.shape[0] > model.positions.shape[0]):
+            continue
+        start = model.residual_start(lookup(rows, model))
+        if float((normalize(norm(start), dim=1) - rows).norm(dim=1).max()) < _HOPELESS:
+            starts[number] = start
+            left -= rows.numel()
+    dtype = torch.float32 if model.embedding.shape[1] >= _WIDE else torch.float64
+    alike: dict[tuple[int, ...], list[tuple[torch.Tensor, Mapping[int, torch.Tensor]]]] = {}
+    for number, groups in _rows(view, opened, None, starts).items():
+        start = starts[number].to(dtype)
+        seen = {
+            group: normalize(rows, dim=1).nan_to_num().to(dtype)
+            for group, rows in groups.items()
+            if rows.shape[0] == start.shape[0]
+        }
+        alike.setdefault((start.shape[0], *sorted(seen)), []).append((start, seen))
+    return [
+        _Batch(torch.stack([start for start, _ in some]), {g: torch.stack([seen[g] for _, seen in some]) for g in key})
+        for (_, *key), some in alike.items()
+    ]
+
+
+def _rows(
+    view: View, opened: Opened | None, only: Collection[int] | None, numbers: Collection[int] | None = None
+) -> dict[int, dict[int, torch.Tensor]]:
+    """Place in `passes.prompts` to group id to rows, float64; of some groups and prompts, None being all."""
+    at = places(view)
+    parts: dict[int, dict[int, list[torch.Tensor]]] = {}
+    for message in view.select("product", "forward"):
+        if message.seq not in at or (only is not None and message.group not in only):
+            continue
+        number = at[message.seq][0]
+        if (numbers is None or number in numbers) and (opened is None or message.seq in opened):
+            rows = message.request() if opened is None else opened[message.seq]
+            parts.setdefault(number, {}).setdefault(message.group, []).append(rows.to(torch.float64))
+    return {
+        number: {group: torch.cat(several) for group, several in groups.items()} for number, groups in parts.items()
+    }
+
+
+class _Substitute:
+    """One block with factors, and the norm that its output goes to."""
+
+    def __init__(self, model: PublicModel, index: int, batches: Sequence[_Batch]) -> None:
+        dtype = batches[0].stream.dtype
+        last = index + 1 == len(model.blocks)
+        norm = model.final_norm if last else model.blocks[index + 1].attention_norm
+        group = model.head_group if last else model.blocks[index + 1].q.group
+        self._model, self._block, self._batches = model, _cast(model.blocks[index], dtype), list(batches)
+        self._next_norm, self._next = _cast_norm(norm, dtype), -1 if group is None else group
+        block = self._block
+        self._layers = (block.q, block.k, block.v, block.o, *block.up, block.down)
+        self._factors: list[torch.Tensor] = []
+        self._stretch: list[torch.Tensor] = []
+
+    def train(self, until: float) -> bool:
+        """Whether the block explains what was seen.
+
+        Args:
+            until: of time.monotonic(); what was reached by then is kept.
+        """
+        changes = [torch.zeros_like(layer.weight, requires_grad=True) for layer in self._layers]
+        loss = self._loss([layer.weight + change for layer, change in zip(self._layers, changes, strict=True)])
+        if not loss.requires_grad:  # nothing of this block was seen
+            return False
+        slopes = torch.autograd.grad(loss, changes, allow_unused=True)
+        self._start([torch.zeros_like(c) if s is None else s for c, s in zip(changes, slopes, strict=True)])
+        if float(loss.detach()) > _UNCHANGED**2:
+            self._descend(until)
+        with torch.no_grad():
+            return float(self._loss(self._weights())) < _HOPELESS**2
+
+    def claims(self) -> Iterator[StolenDelta]:
+        """ΔW of every layer whose output, or what follows from it, was seen."""
+        block = self._block
+        after = [block.o.group] * 3 + [block.up[0].group] + [block.down.group] * len(block.up) + [self._next]
+        end = max(place for place, group in enumerate(after) if self._is_seen(group)) + 1
+        for layer, weight in list(zip(self._layers, self._weights(), strict=True))[:end]:
+            yield StolenDelta(layer.name, (weight - layer.weight).detach().to(torch.float64))
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether what comes out of the block was seen, so that the next one can be trained."""
+        return self._is_seen(self._next)
+
+    def _is_seen(self, group: int) -> bool:
+        return any(group in batch.seen for batch in self._batches)
+
+    def advance(self) -> list[_Batch]:
+        """The stream after the block: where the next norm's output was seen, its direction, which is exact."""
+        batches = []
+        for batch in self._batches:
+            with torch.no_grad():
+                predicted, stream = self._run(batch, self._weights())
+            seen = batch.seen.get(self._next)
+            if seen is not None:
+                scale = (predicted[self._next] * seen).sum(-1, keepdim=True)
+                way = normalize(self._next_norm.direction(scale * seen), dim=-1)
+                size = (self._next_norm.visible(stream) * way).sum(-1, keepdim=True)
+                stream = torch.where(_is_known(seen)[..., None], size * way, stream)
+            batches.append(_Batch(stream, batch.seen))
+        return batches
+
+    def _start(self, slopes: Sequence[torch.Tensor]) -> None:
+        """ΔW = S·A·B is zero, with A where the loss falls fastest; S makes the layer's inputs alike in all directions.
+
+        Source: the start of LoRA-GA (NeurIPS 2024); the seed has nothing to hide.
+        """
+        generator = torch.Generator().manual_seed(0)
+        for layer, slope, square in zip(self._layers, slopes, self._squares(), strict=True):
+            root, _ = torch.linalg.cholesky_ex(square)
+            unit = torch.eye(square.shape[0], dtype=square.dtype)
+            stretch = torch.linalg.solve_triangular(root.T, unit, upper=True)
+            rank = min(_RANK, *layer.weight.shape)
+            steep = stretch.T @ slope
+            sketch = steep @ torch.randn(slope.shape[1], rank, generator=generator, dtype=slope.dtype)
+            sketch = torch.linalg.qr(steep @ (steep.T @ sketch)).Q.contiguous()
+            size = (root.T @ layer.weight).norm() / min(layer.weight.shape) ** 0.5
+            self._stretch.append(stretch)
+            self._factors.append((sketch * (_START * size) ** 0.5).requires_grad_())
+            self._factors.append(torch.zeros(rank, slope.shape[1], dtype=slope.dtype, requires_grad=True))
+
+    def _squares(self) -> list[torch.Tensor]:
+        """For each layer XᵀX of its inputs in the public model, a mean over tokens, and damped."""
+        block = self._block
+        groups = (block.q.group, block.o.group, block.up[0].group, block.down.group)
+        sums = {group: torch.zeros(()) for group in groups}
+        with torch.no_grad():
+            for batch in self._batches:
+                given, _ = self._run(batch, [layer.weight for layer in self._layers])
+                given[block.q.group] = block.attention_norm(batch.stream)
+                for group in groups:
+                    rows = given[group].flatten(0, 1)
+                    sums[group] = sums[group] + rows.T @ rows
+        num_tokens = sum(batch.stream.shape[:2].numel() for batch in self._batches)
+        for group, total in sums.items():
+            size = total.diagonal().mean()
+            sums[group] = (total + _DAMPING * size * torch.eye(total.shape[0], dtype=total.dtype)) / num_tokens
+        return [sums[layer.group] for layer in self._layers]
+
+    def _descend(self, until: float) -> None:
+        optimizer = torch.optim.LBFGS(
+            self._factors, max_iter=_CHUNK, max_eval=2 * _CHUNK, history_size=_HISTORY,
+            tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
+        )  # fmt: skip
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            total = self._loss(self._weights())
+            total.backward()  # type: ignore[no-untyped-call]
+            return total
+
+        for step in range(0, _MAX_STEPS, _CHUNK):
+            before = float(optimizer.step(loss))  # type: ignore[no-untyped-call]
+            if time.monotonic() > until:
+                return
+            if step + _CHUNK == _FIRST_STEPS:
+                if not before < _HOPELESS**2:
+                    return
+                self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Rows that are far from where the others are: few, or else nothing is wrong with them."""
+        with torch.no_grad():
+            missed = [self._missed(batch, self._weights()) for batch in self._batches]
+        for group in {group for each in missed for group in each}:
+            distances = torch.cat([each[group].flatten() for each in missed if group in each]).sqrt()
+            bound = float(_FAR * distances.quantile(0.5))
+            if not 0 < int((distances > bound).sum()) < _MOST_LEFT_OUT * distances.numel():
+                continue
+            for place, (batch, each) in enumerate(zip(self._batches, missed, strict=True)):
+                if group in each:
+                    kept = batch.seen[group] * (each[group].sqrt() <= bound)[..., None]
+                    self._batches[place] = _Batch(batch.stream, {**batch.seen, group: kept})
+
+    def _weights(self) -> list[torch.Tensor]:
+        pairs = zip(self._factors[::2], self._factors[1::2], strict=True)
+        return [
+            layer.weight + stretch @ a @ b
+            for layer, stretch, (a, b) in zip(self._layers, self._stretch, pairs, strict=True)
+        ]
+
+    def _loss(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Squared distance of unit rows, a mean over each group's rows and over groups."""
+        sums: dict[int, torch.Tensor] = {}
+        counts: dict[int, int] = {}
+        for batch in self._batches:
+            for group, missed in self._missed(batch, weights).items():
+                sums[group] = sums.get(group, torch.zeros(())) + missed.sum()
+                counts[group] = counts.get(group, 0) + int(_is_known(batch.seen[group]).sum())
+        return sum((total / max(counts[g], 1) for g, total in sums.items()), torch.zeros(())) / max(len(sums), 1)
+
+    def _missed(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Squared distance of each row's direction, zero for rows that are left out; (num_prompts, num_tokens)."""
+        predicted, _ = self._run(batch, weights)
+        return {
+            group: (normalize(rows, dim=-1) - batch.seen[group]).pow(2).sum(-1) * _is_known(batch.seen[group])
+            for group, rows in predicted.items()
+            if group in batch.seen
+        }
+
+    def _run(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """What the groups after the first are given, by group, and the residual after the block."""
+        block, (q, k, v, *others) = self._block, weights
+        o, *up, down = (replace(one, weight=w) for one, w in zip(self._layers[3:], others, strict=True))
+        mixed = attention.attention(block, self._model, (q, k, v), block.attention_norm(batch.stream))
+        stream = batch.stream + o(mixed)
+        normed = block.mlp_norm(stream)
+        inner = mlp.predict(self._model.activation, [layer(normed) for layer in up])
+        stream = stream + down(inner)
+        given = {block.o.group: mixed, block.up[0].group: normed, block.down.group: inner}
+        return given | {self._next: self._next_norm(stream)}, stream
+
+
+def _is_known(seen: torch.Tensor) -> torch.Tensor:
+    """Bool, shape (num_prompts, num_tokens)."""
+    return seen.any(-1)
+
+
+def _cast(block: Block, dtype: torch.dtype) -> Block:
+    q, k, v, o, down, *up = (
+        replace(one, weight=one.weight.to(dtype), bias=None if one.bias is None else one.bias.to(dtype))
+        for one in (block.q, block.k, block.v, block.o, block.down, *block.up)
+    )
+    return Block(
+        _cast_norm(block.attention_norm, dtype), _cast_norm(block.mlp_norm, dtype), q, k, v, o, tuple(up), down
+    )
+
+
+def _cast_norm(norm: Norm, dtype: torch.dtype) -> Norm:
+    return Norm(norm.weight.to(dtype), None if norm.bias is None else norm.bias.to(dtype), norm.eps)
+
+
+ADVERSARY = Adversary("substitute", "a copy of the adapter by training, from the directions of rows alone", _attack)

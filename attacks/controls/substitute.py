@@ -1,0 +1,33 @@
+"""Without a mask, and with the scale of every row hidden as in ring arithmetic, training finds ΔW to two digits."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from attacks.adversaries import substitute
+from attacks.adversary import StolenDelta
+from attacks.controls import adapted_traffic
+from attacks.controls.control import ControlResult
+
+_TRAINED_TOGETHER = ("q_proj", "k_proj")
+"""Determined by their product, and judged by it."""
+
+
+def control() -> ControlResult:
+    """Largest relative error over v, o, gate, up and down of both blocks, without the last down_proj.
+
+    0.0014 to 0.0038 for six seeds of adapter and traffic; 0.0019 to 0.0042 with the scales shown.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        traffic = adapted_traffic.make(Path(scratch))
+        claims = substitute.ADVERSARY.attack(traffic.view, traffic.public, adapted_traffic.scaled(traffic.view))
+    got = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
+    wanted = {layer: delta for layer, delta in traffic.deltas.items() if not layer.endswith(_TRAINED_TOGETHER)}
+    del wanted["model.layers.1.mlp.down_proj"]  # what comes after it goes to a head that the tenant keeps
+    worst = max(
+        float((got[layer] - delta).norm() / delta.norm()) if layer in got else 1.0 for layer, delta in wanted.items()
+    )
+    return ControlResult(
+        "substitute", "no mask, hidden row scales", "largest relative error", worst, 0.05, smaller_wins=True
+    )
