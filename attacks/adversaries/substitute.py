@@ -7,7 +7,7 @@ direction alone follows from the low rank of ΔW. Rows that do not fit, as those
 are left out.
 
 Claims nothing where the first layer's rows are no tokens, where nothing fits (a mask), or where there are fewer tokens
-than factors need. Guarantees no minimum: training ends after `_MAX_STEPS` a block, or `_MAX_S` in all, which is what
+than factors need. Guarantees no minimum: training ends after 300 steps a block, or `_MAX_S` in all, which is what
 ends it on a model such as SmolLM2. A ΔW of higher rank than `_RANK` is approximated. Methods that change a layer's
 input (OFT, BOFT) are not of this form: a group that is asked for several times in a pass ends the attack.
 Source: substitute models of Papernot et al., "Practical black-box attacks" (AsiaCCS 2017), here taught by hidden
@@ -31,7 +31,8 @@ from attacks.public_model import Block, Layer, Norm, PublicModel
 from attacks.view import View
 
 _RANK = 8
-_FIRST_STEPS, _MAX_STEPS, _CHUNK = 40, 300, 10
+_STEPS, _CHUNK = (40, 60, 200), 10
+"""Of the three parts of a block's training, and between two looks at the clock."""
 _HISTORY = 50
 _MAX_S = 90.0
 _MAX_NUMBERS = 1 << 18
@@ -42,7 +43,7 @@ _HOPELESS = 0.5
 """Distance of unit rows: an unrelated row is at 1.4, of 1,000 tokens the nearest at 0.9 (d = 32)."""
 _UNCHANGED = 1e-5
 """Distance at which public weights explain what was seen; float32 and ring rounding leave 1e-6."""
-_FAR, _MOST_LEFT_OUT = 8.0, 0.25
+_FAR, _MOST_LEFT_OUT = 6.0, 0.25
 """Times the median distance of a group's rows, after the first steps: rows beyond it are wrong if they are few."""
 _DAMPING = 1e-2
 """Of the mean variance of a layer's inputs: directions of less are not stretched further."""
@@ -241,6 +242,15 @@ class _Substitute:
         return [sums[layer.group] for layer in self._layers]
 
     def _descend(self, until: float) -> None:
+        """Rows are left out twice: those that are wrong bend the first fit, and so hide some of their kind."""
+        for num_steps in _STEPS:
+            if not self._improve(num_steps, until) < _HOPELESS**2:
+                return
+            if num_steps != _STEPS[-1]:
+                self._leave_out()
+
+    def _improve(self, num_steps: int, until: float) -> float:
+        """The loss before the last steps."""
         optimizer = torch.optim.LBFGS(
             self._factors, max_iter=_CHUNK, max_eval=2 * _CHUNK, history_size=_HISTORY,
             tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
@@ -250,16 +260,13 @@ class _Substitute:
             optimizer.zero_grad()
             total = self._loss(self._weights())
             total.backward()  # type: ignore[no-untyped-call]
-            return total
+            return total.detach()
 
-        for step in range(0, _MAX_STEPS, _CHUNK):
-            before = float(optimizer.step(loss))  # type: ignore[no-untyped-call]
-            if time.monotonic() > until:
-                return
-            if step + _CHUNK == _FIRST_STEPS:
-                if not before < _HOPELESS**2:
-                    return
-                self._leave_out()
+        before = torch.inf
+        for _ in range(0, num_steps, _CHUNK):
+            if time.monotonic() < until:
+                before = float(optimizer.step(loss))  # type: ignore[no-untyped-call]
+        return before
 
     def _leave_out(self) -> None:
         """Rows that are far from where the others are: few, or else nothing is wrong with them."""
