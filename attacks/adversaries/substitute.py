@@ -8,9 +8,10 @@ are left out.
 
 Claims nothing where the first layer's rows are no tokens, where nothing fits (a mask), or where there are fewer tokens
 than factors need. Guarantees no minimum: training ends after 300 steps a block, or `_MAX_S` in all. On SmolLM2 that is
-two blocks of 30 and no copy: cosines with ΔW of 0.5 for v_proj, 0.25 for o_proj, 0.03 for down_proj (227 tokens, one
-core), so that a low value there says how short the training was. A ΔW of higher rank than `_RANK` is approximated. Methods that change a layer's
-input (OFT, BOFT) are not of this form: a group that is asked for several times in a pass ends the attack.
+two blocks of 30 and no copy: cosines with ΔW of 0.5 for v_proj, 0.25 for o_proj, 0.03 for down_proj (192 tokens, one
+core), so that a low value there says how short the training was. A ΔW of higher rank than `_RANK` is approximated.
+Methods that change a layer's input (OFT, BOFT) are not of this form: a group that is asked for several times in a pass
+ends the attack.
 Source: substitute models of Papernot et al., "Practical black-box attacks" (AsiaCCS 2017), here taught by hidden
 states; the rest is ours.
 """
