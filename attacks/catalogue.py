@@ -36,9 +36,11 @@ def adversaries(names: str | None = None) -> list[Adversary]:
     return [found[name] for name in wanted]
 
 
-def controls() -> list[Control]:
-    """One for each file of the catalogue."""
-    return [importlib.import_module(f"attacks.controls.{module}").control for module in MODULES]
+def controls(names: str | None = None) -> list[Control]:
+    """One for each adversary that `adversaries` returns for these names."""
+    wanted = {one.name for one in adversaries(names)}
+    modules = [module for module in MODULES if _adversary(module).name in wanted]
+    return [importlib.import_module(f"attacks.controls.{module}").control for module in modules]
 
 
 def _adversary(module: str) -> Adversary:

@@ -7,16 +7,22 @@ Exit status: 0 when the report was written, 1 when a control does not win or a p
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
+import multiprocessing
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attacks import quick_model
-from attacks.catalogue import MODULES, adversaries, controls
+from attacks.adversary import Adversary
+from attacks.catalogue import adversaries, controls
+from attacks.controls.control import ControlResult
 from attacks.victim import KINDS
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -73,12 +79,42 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, names: str | None) -> int:
+    chosen = adversaries(names)
+    with _controls_beside(names) as results_of_controls:
+        return _attack_and_report(options, chosen, names is None, results_of_controls)
+
+
+@contextlib.contextmanager
+def _controls_beside(names: str | None) -> Iterator[Connection]:
+    """Runs the adversaries' positive controls in a process of their own, which sends their results and ends with the block."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_controls, args=(theirs, names), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _run_controls(results: Connection, names: str | None) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.redirect_stderr(io.StringIO()):  # of a library that counts its steps
+        results.send([control() for control in controls(names)])
+
+
+def _attack_and_report(
+    options: argparse.Namespace, chosen: Sequence[Adversary], is_whole: bool, results_of_controls: Connection
+) -> int:
     import torch
 
     from attacks import gate, plots, report
     from attacks.evaluate import attack
 
-    chosen = adversaries(names)
     model = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
     if model in quick_model.NAMES:
         torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
@@ -88,14 +124,14 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
         else:
             cases, notes = _cases(Path(scratch), Path(recording), model, options)
         results = [result for case in cases for result in attack(case, chosen, options.out, _say)]
-    _say(f"controls of all {len(MODULES)} adversaries")
-    checks = [control() for control in controls()]
+    _say(f"controls of {len(chosen)} adversaries")
+    checks: list[ControlResult] = results_of_controls.recv()
     files = [*report.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
     print("\n".join(report.lines(results, checks, notes)))
     print(f"\nwritten: {', '.join(map(str, files))}")
     alarms = [
         *gate.weakened(results),
-        *(gate.standing(results) if names is None and options.peft == "lora" and options.view is None else ()),
+        *(gate.standing(results) if is_whole and options.peft == "lora" and options.view is None else ()),
         *(f"control of {check.adversary} does not win" for check in checks if not check.wins),
     ]
     for alarm in alarms:

@@ -27,7 +27,7 @@ _TOKENS = {("tokens", "recovery rate"): 0.99}
 _BATCH = {("training tokens", "recovery rate"): 0.99}
 _FALLS = {
     ("off", "float"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
-    ("off", "ring"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
+    ("off", "ring"): {"layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
     ("gaussian-pool", "float"): {
         "known-mask + closed-form": _ADAPTER,
         "known-mask + layer-0 lookup": _TOKENS,

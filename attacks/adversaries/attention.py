@@ -16,7 +16,7 @@ import torch
 
 from attacks.public_model import Block, Layer, PublicModel
 
-_FIRST_STEPS, _MAX_STEPS = 40, 400
+_FIRST_STEPS, _MAX_STEPS = 40, 250
 _HOPELESS = 0.1
 """Relative error after the first steps at which the descent is given up: what came is not an attention's output."""
 _HISTORY = 50

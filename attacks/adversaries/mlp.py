@@ -21,6 +21,8 @@ _COLUMNS = 64
 _FIRST_DAMPING, _LAST_DAMPING = 1e-3, 1e10
 _RELAX, _TIGHTEN = 5.0, 4.0
 _STUCK, _RESTARTS = 1e-3, 24
+_SETTLED = 1e-2
+"""Relative gain of a step, of a column that fits, after which it is left alone."""
 _EXACT = 1e-9
 """Relative error of a column that is left alone: float32 rounding of the data is far above."""
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -123,6 +125,9 @@ def _normal(count: int, generator: torch.Generator) -> torch.Tensor:
     return start
 
 
+_ALL = slice(None)
+
+
 class _Columns:
     """Some columns of one MLP; each has a problem, a damping and a history of its own."""
 
@@ -149,25 +154,28 @@ class _Columns:
             weights = [weight + offset for weight, offset in zip(weights, offsets, strict=True)]
         errors = self._errors(weights)
         damping = torch.full_like(errors, _FIRST_DAMPING)
-        goal = self._outputs.norm(dim=0) * _EXACT
+        sizes = self._outputs.norm(dim=0)
+        is_open = errors > sizes * _EXACT
         for step in range(_MAX_STEPS):
             if step == _FIRST_STEPS and float((errors > self._outputs.norm(dim=0) * _HOPELESS).double().mean()) > 0.9:
                 break
-            open_columns = (errors > goal) & (damping < _LAST_DAMPING)
-            if not bool(open_columns.any()):
+            at = is_open.nonzero()[:, 0]
+            if not len(at):
                 break
-            steps = self._steps(weights, damping)
-            moved = [weight + step for weight, step in zip(weights, steps, strict=True)]
+            steps = self._steps(weights, damping, at)
+            moved = [weight.index_add(1, at, step) for weight, step in zip(weights, steps, strict=True)]
             after = self._errors(moved)
             better = after < errors
+            settled = better & (after > errors * (1 - _SETTLED)) & (after < sizes * _STUCK)  # the data's own rounding
             weights = [torch.where(better, new, old) for new, old in zip(moved, weights, strict=True)]
             errors = torch.where(better, after, errors)
             damping = torch.where(better, damping / _RELAX, damping * _TIGHTEN).clamp_min(1e-14)
+            is_open &= ~settled & (errors > sizes * _EXACT) & (damping < _LAST_DAMPING)
         return weights, errors
 
-    def _terms(self, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _terms(self, weights: list[torch.Tensor], at: torch.Tensor | slice = _ALL) -> list[torch.Tensor]:
         return [
-            self._given @ weight if bias is None else self._given @ weight + bias
+            self._given @ weight[:, at] if bias is None else self._given @ weight[:, at] + bias[at]
             for weight, bias in zip(weights, self._biases, strict=True)
         ]
 
@@ -179,18 +187,18 @@ class _Columns:
         errors = (self._predict(self._terms(weights)) - self._outputs).norm(dim=0)
         return torch.nan_to_num(errors, nan=torch.inf)
 
-    def _steps(self, weights: list[torch.Tensor], damping: torch.Tensor) -> list[torch.Tensor]:
-        """Solves (JᵀJ + λ diag JᵀJ) step = Jᵀ missed for every column; J has a block of columns per layer."""
-        terms = [term.requires_grad_() for term in self._terms(weights)]
+    def _steps(self, weights: list[torch.Tensor], damping: torch.Tensor, at: torch.Tensor) -> list[torch.Tensor]:
+        """Solves (JᵀJ + λ diag JᵀJ) step = Jᵀ missed for the columns `at`; J has a block of columns per layer."""
+        terms = [term.requires_grad_() for term in self._terms(weights, at)]
         predicted = self._predict(terms)
         slopes = torch.autograd.grad(predicted.sum(), terms)  # elementwise, so each is its own column's derivative
-        missed = self._outputs - predicted.detach()
+        missed = self._outputs[:, at] - predicted.detach()
         rows = self._given
         squares = torch.cat(
             [torch.cat([((a * b).T[:, None] * rows.T) @ rows for b in slopes], dim=2) for a in slopes], dim=1
         )
         right = torch.cat([(slope * missed).T @ rows for slope in slopes], dim=1)
         diagonal = squares.diagonal(dim1=1, dim2=2)
-        diagonal += damping[:, None] * diagonal + torch.finfo(torch.float64).tiny
+        diagonal += damping[at, None] * diagonal + torch.finfo(torch.float64).tiny
         solution, _ = torch.linalg.solve_ex(squares, right[..., None])
         return [part.T for part in solution[..., 0].nan_to_num().split(rows.shape[1], dim=1)]

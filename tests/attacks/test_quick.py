@@ -55,6 +55,14 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     }
     for module in ("o_proj", "down_proj", "v_proj"):
         assert errors[module] <= 1e-3
+    gains = {
+        (one.mask, one.arithmetic, one.adversary): one.finding.value
+        for one in results
+        if one.finding.metric == "stolen task gain"
+    }
+    for arithmetic in ("float", "ring"):
+        for thief in ("closed-form", "substitute"):
+            assert gains["off", arithmetic, thief] >= 0.9
     assert (tmp_path / "recovered_adapters.svg").is_file()
     assert (tmp_path / "stolen" / "off-float-closed-form" / "adapter_model.safetensors").is_file()
     assert "| lattice | ring |" in capsys.readouterr().out
