@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
 
 @contextlib.contextmanager
 def _controls_beside(names: str | None) -> Iterator[Connection]:
-    """Runs the adversaries' positive controls in a process of their own, which sends their results and ends with the block."""
+    """Runs the adversaries' positive controls in a process of their own, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_controls, args=(theirs, names), daemon=True)
