@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from attacks import quick_model
 from attacks.adversary import Adversary
 from attacks.catalogue import adversaries, controls
-from attacks.controls.control import ControlResult
+from attacks.controls.control import Control, ControlResult
 from attacks.victim import KINDS
 from wire.errors import ConfigurationError, VeilbaseError
 
@@ -104,7 +104,16 @@ def _run_controls(results: Connection, names: str | None) -> None:
 
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):  # of a library that counts its steps
-        results.send([control() for control in controls(names)])
+        results.send([_checked(control) for control in controls(names)])
+
+
+def _checked(control: Control) -> ControlResult:
+    """One that raises does not win, and the others are run all the same."""
+    try:
+        return control()
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the report says so
+        name = control.__module__.rsplit(".", 1)[-1]
+        return ControlResult(name, f"raised {type(exc).__name__}", "ran", 0.0, 1.0, smaller_wins=False)
 
 
 def _attack_and_report(
@@ -125,7 +134,10 @@ def _attack_and_report(
             cases, notes = _cases(Path(scratch), Path(recording), model, options)
         results = [result for case in cases for result in attack(case, chosen, options.out, _say)]
     _say(f"controls of {len(chosen)} adversaries")
-    checks: list[ControlResult] = results_of_controls.recv()
+    try:
+        checks: list[ControlResult] = results_of_controls.recv()
+    except EOFError:
+        raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from None
     files = [*report.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
     print("\n".join(report.lines(results, checks, notes)))
     print(f"\nwritten: {', '.join(map(str, files))}")
