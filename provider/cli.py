@@ -49,6 +49,14 @@ def serve(
     record_layers: Annotated[str | None, typer.Option(help="Patterns of layers to record.", show_default="all")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.")] = None,
+    batching: Annotated[
+        Literal["opportunistic", "none", "lockstep"] | None,
+        typer.Option(help="How requests share products; two are for comparison.", show_default="opportunistic"),
+    ] = None,
+    slo_ms: Annotated[float | None, typer.Option(help="Latency target of decode requests, in here.")] = None,
+    max_wait_ms: Annotated[
+        float | None, typer.Option(help="The longest that a request waits for company.", show_default="20")
+    ] = None,
 ) -> None:
     """Serve a model; prints `ready URL` when it answers."""
     flags = {name: value for name, value in locals().items() if name != "config"}

@@ -26,6 +26,9 @@ class ProviderSettings(BaseSettings):
         tls: mutual TLS; without it only loopback addresses are served.
         base_layers: which layers are served; the rest goes into the bundle.
         threads: of the arithmetic; None leaves torch's own choice.
+        batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
+        slo_ms: latency target of a decode request inside the provider.
+        max_wait_ms: the longest that a request is held for company.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -41,6 +44,9 @@ class ProviderSettings(BaseSettings):
     record_limit: ByteSize = ByteSize(4 << 30)
     record_layers: str = ""
     threads: int | None = Field(default=None, ge=1, le=1024)
+    batching: Literal["opportunistic", "none", "lockstep"] = "opportunistic"
+    slo_ms: float | None = Field(default=None, gt=0, le=60_000)
+    max_wait_ms: float = Field(default=20.0, ge=0, le=60_000)
 
     @classmethod
     def settings_customise_sources(

@@ -42,22 +42,30 @@ class ProviderCore:
         """See `provider.executor.check_call`."""
         return executor.check_call(self.served, call, cols)
 
-    def compute(self, call: Call, rows: Rows, tenant: str = LOCAL_TENANT, request_id: int = 0) -> torch.Tensor:
-        """One product; see `provider.executor.compute`.
+    def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        """One product; see `provider.executor.compute`. Nothing is recorded.
 
         Raises:
             VeilbaseError: the request's fault, or `RemoteFault` for anything unforeseen, which the log explains.
         """
         try:
-            reply = executor.compute(self.served, call, rows)
+            return executor.compute(self.served, call, rows)
         except VeilbaseError:
             raise
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
             # The type only: the text of an exception may hold values.
-            _LOGGER.error("request %d of %s failed: %s", request_id, tenant, type(exc).__name__)
+            _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
             raise RemoteFault("the provider failed while computing") from None
+
+    def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor) -> None:
+        """Writes a whole request and its reply down, where there is a recorder."""
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
+
+    def compute(self, call: Call, rows: Rows, tenant: str = LOCAL_TENANT) -> torch.Tensor:
+        """Product and record in one."""
+        reply = self.product(call, rows)
+        self.record(tenant, call, rows, reply)
         return reply
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The products of one call, and the thread that makes the large ones.
+"""The products of one call.
 
 Guarantees: `compute` is a pure function of the call and its rows: nothing is kept between calls, so any two requests
 are independent of each other and of their order. `check_call` needs only numbers, so it runs before anything is
@@ -7,17 +7,11 @@ allocated.
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-import time
-from collections.abc import Callable
-
 import torch
 
 from provider.weights import ServedGroup, ServedModel
 from wire import ring
-from wire.errors import DeadlineExceeded, InvalidTensor, UnknownLayer, VeilbaseError
+from wire.errors import InvalidTensor, UnknownLayer
 from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose, check_rows
 
@@ -25,7 +19,6 @@ _BLOCK_ELEMENTS = 1 << 24
 """Weights that become float32 on demand do so in pieces of 64 MiB: a head's full copy would take gigabytes."""
 _HINT_SCRATCH_BYTES = 64 << 20
 """A hint's rows are expanded and multiplied in pieces that need no more: one of a wide layer would take gigabytes."""
-_LOGGER = logging.getLogger(__name__)
 
 
 def check_call(served: ServedModel, call: Call, cols: int) -> int:
@@ -85,7 +78,7 @@ def compute(served: ServedModel, call: Call, rows: Rows) -> torch.Tensor:
     group = served.groups[call.group]
     if call.arithmetic is Arithmetic.RING:
         return ring.product(rows, _ring_weight(group, call.direction))
-    if not _all_finite(rows):
+    if not all_finite(rows):
         raise InvalidTensor("a row holds NaN or infinity")
     if call.direction is Direction.BACKWARD:
         return _float_backward(group, rows)
@@ -111,7 +104,8 @@ def _hint(weight: torch.Tensor, rows: SeededRows) -> torch.Tensor:
     return reply
 
 
-def _all_finite(rows: torch.Tensor) -> bool:
+def all_finite(rows: torch.Tensor) -> bool:
+    """Whether no number is NaN or infinite."""
     # aminmax passes NaN on and cannot overflow, and needs no tensor of the rows' size
     low, high = torch.aminmax(rows)
     return bool(torch.isfinite(low) & torch.isfinite(high))
@@ -145,73 +139,3 @@ def _float_backward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
 
 def _block_columns(weight: torch.Tensor) -> int:
     return max(1, _BLOCK_ELEMENTS // weight.shape[0])
-
-
-Outcome = torch.Tensor | VeilbaseError
-Work = Callable[[Call, Rows, str, int], torch.Tensor]
-"""Call, rows or seed, tenant's name and request id to the reply; raises nothing but `wire.errors`."""
-
-
-class Job:
-    """One request on its way through the executor; ends by exactly one call of `done`, or by none once cancelled."""
-
-    def __init__(
-        self,
-        call: Call,
-        rows: Rows,
-        tenant: str,
-        request_id: int,
-        expires_at: float,
-        done: Callable[[Outcome], None],
-    ) -> None:
-        """Args: expires_at: on the clock of `time.monotonic`; done: takes the reply or the error, in the worker."""
-        self.call = call
-        self.tenant, self.request_id = tenant, request_id
-        self.expires_at = expires_at
-        self._done = done
-        self._rows: Rows | None = rows
-
-    def cancel(self) -> None:
-        """Drops the rows: what waits in the queue afterwards has no size."""
-        self._rows = None
-
-    def run(self, work: Work) -> None:
-        """Computes, unless the job was cancelled or its time is over."""
-        rows, self._rows = self._rows, None
-        if rows is None:
-            return
-        try:
-            if time.monotonic() >= self.expires_at:
-                raise DeadlineExceeded("the request waited in the queue beyond its deadline")
-            outcome: Outcome = work(self.call, rows, self.tenant, self.request_id)
-        except VeilbaseError as exc:
-            outcome = exc
-        self._done(outcome)
-
-
-class Executor:
-    """One thread that computes jobs in the order in which they came."""
-
-    def __init__(self, work: Work) -> None:
-        """Args: work: see `Work`."""
-        self._work = work
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="veilbase-compute", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Job) -> None:
-        """Queues a job."""
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Ends the thread after the job that it is on."""
-        self._jobs.put(None)
-        self._thread.join(timeout=30.0)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job.run(self._work)
-            except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
-                _LOGGER.error("a compute job failed: %s", type(exc).__name__)
-            del job  # or the last reply's memory would be held until the next request

@@ -15,6 +15,7 @@ from provider.config import ProviderSettings
 if TYPE_CHECKING:
     from provider.core import ProviderCore
     from provider.identity import StateDir
+    from provider.schedule.scheduler import Scheduler
 
 ENDPOINT_FILE = "endpoint"
 """In the state directory: where the last `serve` could be reached, for `enroll`."""
@@ -45,7 +46,7 @@ def serve(settings: ProviderSettings) -> None:
     core = None
     try:
         core = _make_core(settings)
-        server.start(core)
+        server.start(core, _make_scheduler(settings, core))
         _announce(settings, server.port, state)
         threading.Event().wait()
     finally:
@@ -109,6 +110,18 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
         num_layers, len(served.groups), settings.weights, served.weight_bytes / 1e6,
     )  # fmt: skip
     return ProviderCore(served, recorder)
+
+
+def _make_scheduler(settings: ProviderSettings, core: ProviderCore) -> Scheduler:
+    from provider.profile import make_scheduler
+    from provider.schedule.scheduler import Policy
+
+    policy = Policy(
+        settings.batching,
+        max_wait_s=settings.max_wait_ms / 1000,
+        slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
+    )
+    return make_scheduler(core.served, policy)
 
 
 def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> None:

@@ -18,9 +18,11 @@ from typing import Any
 
 import grpc
 
+from provider.batch import Executor
 from provider.core import LOCAL_TENANT, ProviderCore
-from provider.executor import Executor
 from provider.identity import StateDir, issue_server_certificate, peer_identity
+from provider.profile import make_scheduler
+from provider.schedule.scheduler import Policy, Scheduler
 from provider.session import SWEEP_S, Session
 from provider.stream import carry
 from provider.tenants import RevocationList
@@ -94,11 +96,15 @@ class _Gate:
 class ProviderService:
     """The three methods; thin, since `ProviderCore` and `Session` do the work."""
 
-    def __init__(self, core: ProviderCore, revocations: RevocationList | None) -> None:
-        """Args: revocations: None serves everybody as the local tenant."""
+    def __init__(self, core: ProviderCore, revocations: RevocationList | None, scheduler: Scheduler) -> None:
+        """Args.
+
+        revocations: None serves everybody as the local tenant.
+        scheduler: new, and this service's alone.
+        """
         self._core = core
         self._gate = _Gate(revocations)
-        self._executor = Executor(core.compute)
+        self._executor = Executor(core.product, scheduler, core.record)
         self._manifest = core.manifest().to_bytes()
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
@@ -136,9 +142,7 @@ class ProviderService:
             # A status, not a frame: a tenant that never reads could hold this thread with a frame it does not take.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         limits = self._core.manifest().limits
-        session = Session(
-            access.tenant, limits, self._core.check, self._core.compute, self._executor, access.refusal, context.cancel
-        )
+        session = Session(access.tenant, limits, self._core.check, self._executor, access.refusal, context.cancel)
         with self._lock:
             self._sessions.add(session)
         if not context.add_callback(lambda: self._drop(session)):
@@ -226,9 +230,16 @@ class Server:
             raise ConfigurationError(f"cannot listen on {address}: is it in use, or not an address of this machine?")
         return bound
 
-    def start(self, core: ProviderCore) -> None:
-        """Begins to answer."""
-        self._service = ProviderService(core, None if self._state is None else RevocationList(self._state))
+    def start(self, core: ProviderCore, scheduler: Scheduler | None = None) -> None:
+        """Begins to answer.
+
+        Args:
+            core: what is served.
+            scheduler: None makes one of the default policy, without a profile.
+        """
+        scheduler = scheduler or make_scheduler(core.served, Policy(), profiled=False)
+        revocations = None if self._state is None else RevocationList(self._state)
+        self._service = ProviderService(core, revocations, scheduler)
         self._server.add_generic_rpc_handlers((self._service.handler(),))
         self._server.start()
 

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from provider.executor import Executor, Job, Outcome, Work
-from provider.threads import use_one_core
+from provider.batch import Executor, Job, Outcome
+from provider.schedule.ticket import RequestClass
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -37,10 +37,16 @@ from wire.errors import (
 from wire.frame import Assembler, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_DEADLINE_MS, Limits
 
+DECODE_ROWS = 16
+"""Forward requests of at most so many rows count as decode; larger ones are prefill, or fine-tuning on a stream that
+sends gradients."""
+TRAINING_S = 60.0
+"""After a gradient a stream counts as training for so long."""
 INLINE_ROWS = 8
-"""Forward requests of at most so many rows are computed where they are read: a decode step is 4 calls a block."""
+"""Decode requests of at most so many rows are computed where they are read while nothing else is: a step is 4 calls a
+block, and each change of threads costs."""
 INLINE_PRODUCTS = 1 << 23
-"""And of at most so many multiplications, a millisecond or so: larger ones take turns in the compute thread."""
+"""And of at most so many multiplications, a millisecond or so."""
 MAX_REQUESTS = 1 << 14
 """Requests in flight, and answers that wait to be sent: without it, empty requests would cost nothing and add up."""
 SWEEP_S = 2.0
@@ -75,7 +81,6 @@ class Session:
         tenant: str,
         limits: Limits,
         check: Callable[[Call, int], int],
-        work: Work,
         executor: Executor,
         refusal: Callable[[], WireCode | None],
         hang_up: Callable[[], object] = lambda: None,
@@ -85,15 +90,14 @@ class Session:
         tenant: name for the log and the recorder.
         limits: enforced here.
         check: call and columns to the columns of the reply; raises `wire.errors`.
-        work: computes one request in the calling thread.
-        executor: computes the large ones.
+        executor: computes.
         refusal: why this tenant may not go on, or None; asked on every request.
         hang_up: ends the RPC from outside.
 
         `notify` may be set before the first message: it is called, in any thread, when there may be a frame to send.
         """
         self.tenant = tenant
-        self._limits, self._check, self._work, self._executor, self._refusal = limits, check, work, executor, refusal
+        self._limits, self._check, self._executor, self._refusal = limits, check, executor, refusal
         self._hang_up = hang_up
         self.notify: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -103,6 +107,7 @@ class Session:
         self._output: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._replies: deque[Iterator[bytes]] = deque()  # only who takes frames looks at it
         self._greeted = self._input_ended = self._closed = self._over = False
+        self._trained_at = float("-inf")
         now = time.monotonic()
         self._greet_by, self._sweep_at = now + HANDSHAKE_S, now + SWEEP_S
 
@@ -225,20 +230,29 @@ class Session:
         def done(outcome: Outcome) -> None:
             self._answer(request, outcome)
 
-        job = Job(call, rows, self.tenant, header.request_id, request.expires_at, done)
-        if (
-            header.rows <= INLINE_ROWS
-            and call.direction is Direction.FORWARD
-            and call.purpose is not Purpose.HINT
-            and header.rows * header.cols * request.reply_cols <= INLINE_PRODUCTS
-        ):
-            use_one_core()
-            job.run(self._work)
-            return
+        job = Job(call, rows, self.tenant, self._class_of(header), request.expires_at, done)
         request.job = job
         if self._requests.get(header.request_id) is not request:
-            job.cancel()  # the tenant went away between the last chunk and here
-        self._executor.submit(job)
+            return  # the tenant went away between the last chunk and here
+        if (
+            job.ticket.request_class is RequestClass.DECODE
+            and header.rows <= INLINE_ROWS
+            and header.rows * header.cols * request.reply_cols <= INLINE_PRODUCTS
+        ):
+            self._executor.compute_here(job)
+        else:
+            self._executor.submit(job)
+
+    def _class_of(self, header: Header) -> RequestClass:
+        """By what a stream does: the provider is not told, and need not believe."""
+        call = header.call
+        if call.direction is Direction.BACKWARD:
+            self._trained_at = time.monotonic()
+        if call.direction is Direction.BACKWARD or call.purpose is Purpose.HINT:
+            return RequestClass.FINETUNE
+        if header.rows <= DECODE_ROWS:
+            return RequestClass.DECODE
+        return RequestClass.FINETUNE if time.monotonic() - self._trained_at < TRAINING_S else RequestClass.PREFILL
 
     def _answer(self, request: _Request, outcome: Outcome) -> None:
         number = request.header.request_id
@@ -261,7 +275,7 @@ class Session:
             self._held_bytes -= request.held_bytes
         request.reply = None
         if request.job is not None:
-            request.job.cancel()
+            self._executor.cancel(request.job)
         return True
 
     def sweep(self, now: float) -> None:

@@ -51,6 +51,7 @@ class TenantRing:
         if not queue:
             del self._queues[ticket.tenant]
             self._deficits.pop(ticket.tenant, None)
+            self._whose = None if self._whose == ticket.tenant else self._whose
 
     def charge(self, ticket: Ticket, num_rows: int) -> None:
         """Rows that were taken of a ticket, by its turn or in somebody else's batch; before `remove`."""

@@ -44,6 +44,7 @@ class Policy:
         slo_s: latency target of a decode request inside the provider; None: none.
         starvation_s: by class, the longest that it waits for a piece to run while there is more urgent work.
         max_batch_rows: of one product.
+        max_batch_numbers: of the wider of its two sides: what a batch takes in memory.
     """
 
     name: PolicyName = "opportunistic"
@@ -53,22 +54,28 @@ class Policy:
     starvation_s: Mapping[RequestClass, float] = field(
         default_factory=lambda: {RequestClass.PREFILL: 0.5, RequestClass.FINETUNE: 2.0}
     )
-    max_batch_rows: int = 2048
+    max_batch_rows: int = 4096
+    max_batch_numbers: int = 1 << 24
 
 
 class Scheduler:
     """The queue of one executor."""
 
     def __init__(
-        self, policy: Policy, latency: LatencyModel, weight_of: Callable[[str], float] = lambda tenant: 1.0
+        self,
+        policy: Policy,
+        latency: LatencyModel,
+        weight_of: Callable[[str], float] = lambda tenant: 1.0,
+        width_of: Callable[[Call], int] = lambda call: 1,
     ) -> None:
         """Args.
 
         policy: fixed for its life.
         latency: predictions; `finished` corrects them.
         weight_of: a tenant's share beside others.
+        width_of: numbers in a row of a lane, on its wider side.
         """
-        self._policy, self._latency = policy, latency
+        self._policy, self._latency, self._width_of = policy, latency, width_of
         self._rings = {one: TenantRing(_QUANTUM_ROWS[one], weight_of) for one in RequestClass}
         self._lanes: dict[Call, dict[Ticket, None]] = {}
         self._lane_tenants: dict[Call, Counter[str]] = {}
@@ -181,14 +188,17 @@ class Scheduler:
         """Rows of a product that begins with `head`."""
         policy, whole = self._policy, head.rows_left
         if policy.name != "opportunistic":
-            return max(whole, policy.max_batch_rows)
+            return max(whole, self._most_rows(head.call))
         if head.request_class is RequestClass.DECODE:
             return whole
         if policy.slo_s is None or now_s - self._decode_s > _ACTIVE_S:
-            return policy.max_batch_rows
+            return self._most_rows(head.call)
         # a decode request that comes just after the product has begun waits for all of it, and then for its own
         left_s = policy.slo_s - self._latency.predict_s(head.call, 1)
-        return min(policy.max_batch_rows, self._latency.rows_within(head.call, left_s))
+        return min(self._most_rows(head.call), self._latency.rows_within(head.call, left_s))
+
+    def _most_rows(self, call: Call) -> int:
+        return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
 
     def _room_for_company(self, head: Ticket, num_rows: int, now_s: float) -> int:
         """Rows of the whole batch, `num_rows` of which are decode's, when others join it."""
@@ -197,7 +207,7 @@ class Scheduler:
             limit_s = _DECODE_SHARE * self._latency.predict_s(head.call, num_rows)
         else:
             limit_s = head.arrived_s + policy.slo_s - now_s
-        return min(policy.max_batch_rows, self._latency.rows_within(head.call, limit_s))
+        return min(self._most_rows(head.call), self._latency.rows_within(head.call, limit_s))
 
     # ---- take -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +219,7 @@ class Scheduler:
             company = [one for one in itertools.islice(lane, _MAX_JOINED) if one is not head]
             if is_decode:
                 company, large = _split_by_class(company)
-                self._join(pieces, company, self._policy.max_batch_rows, now_s)
+                self._join(pieces, company, self._most_rows(head.call), now_s)
                 num_rows = sum(piece.num_rows for piece in pieces)
                 self._join(pieces, large, self._room_for_company(head, num_rows, now_s), now_s)
             else:

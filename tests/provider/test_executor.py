@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import time
-import weakref
 from pathlib import Path
 
 import pytest
@@ -14,10 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from provider.core import ProviderCore
 from provider.embedded import make_core
-from provider.executor import Executor, Job, Outcome
 from tests.conftest import make_tiny
 from wire import ring
-from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, UnknownLayer
+from wire.errors import InvalidTensor, RemoteFault, UnknownLayer
 from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
 from wire.quantise import digest, quantise
@@ -221,55 +216,6 @@ def test_a_result_depends_on_nothing_before_it(served: tuple[ProviderCore, Path]
     assert all(torch.equal(first[call], again[call]) for call in rows)
 
 
-def test_nothing_is_held_between_calls(served: tuple[ProviderCore, Path]) -> None:
-    core, (event, outcomes) = served[0], (threading.Event(), [])
-    executor = Executor(core.compute)
-    rows = random_rows(core, Call(0, FORWARD, FLOAT), 4)
-    held = weakref.ref(rows)
-
-    def done(outcome: Outcome) -> None:
-        outcomes.append(weakref.ref(outcome))
-        event.set()
-
-    executor.submit(Job(Call(0, FORWARD, FLOAT), rows, "acme", 1, time.monotonic() + 60, done))
-    del rows
-    assert event.wait(20)
-    executor.close()
-    gc.collect()
-    assert held() is None
-    assert outcomes[0]() is None
-
-
-def test_cancelled_and_expired_jobs_are_not_computed() -> None:
-    computed: list[int] = []
-    finished = threading.Event()
-
-    def work(call: Call, rows: torch.Tensor, tenant: str, request_id: int) -> torch.Tensor:
-        computed.append(request_id)
-        return rows
-
-    outcomes: dict[int, Outcome] = {}
-    executor = Executor(work)
-
-    def job(number: int, expires_at: float) -> Job:
-        def done(outcome: Outcome) -> None:
-            outcomes[number] = outcome
-            if number == 3:
-                finished.set()
-
-        return Job(Call(0, FORWARD, RING), torch.zeros(1, 1), "acme", number, expires_at, done)
-
-    cancelled = job(1, time.monotonic() + 60)
-    cancelled.cancel()
-    for one in (cancelled, job(2, time.monotonic() - 1), job(3, time.monotonic() + 60)):
-        executor.submit(one)
-    assert finished.wait(20)
-    executor.close()
-    assert computed == [3]
-    assert set(outcomes) == {2, 3}
-    assert isinstance(outcomes[2], DeadlineExceeded)
-
-
 def test_an_unforeseen_failure_names_no_value(
     served: tuple[ProviderCore, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -278,7 +224,7 @@ def test_an_unforeseen_failure_names_no_value(
 
     monkeypatch.setattr("provider.core.executor.compute", broken)
     with pytest.raises(RemoteFault) as caught:
-        served[0].compute(Call(0, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32), "acme", 77)
+        served[0].compute(Call(0, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32), "acme")
     assert "123" not in str(caught.value) + caplog.text
-    assert "request 77" in caplog.text
+    assert "group 0" in caplog.text
     assert "RuntimeError" in caplog.text

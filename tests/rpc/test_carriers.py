@@ -74,17 +74,15 @@ def test_revocation_ends_a_stream_that_asks(provider: Provider) -> None:
 
 def test_a_large_product_is_made_in_the_compute_thread(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    compute = provider.core.compute
+    product = provider.core.product
 
     def record(*arguments: Any) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return compute(*arguments)
+        return product(*arguments)
 
     connection = provider.connect()
     assert_served(connection, provider.core)
-    session = next(iter(service_of(provider)._sessions))
-    monkeypatch.setattr(session, "_work", record)
-    monkeypatch.setattr(service_of(provider)._executor, "_work", record)
+    monkeypatch.setattr(service_of(provider)._executor, "_product", record)
     ask(connection, ring_rows(1))
     monkeypatch.setattr("provider.session.INLINE_PRODUCTS", COLS)
     ask(connection, ring_rows(1))

@@ -19,7 +19,7 @@ import torch
 
 import provider.service
 import provider.session
-from provider.core import LOCAL_TENANT, ProviderCore
+from provider.core import ProviderCore
 from provider.service import MAX_CALLS_PER_TENANT, ProviderService
 from provider.session import Session
 from provider.tenants import revoke
@@ -124,13 +124,13 @@ class Replies:
 
 @pytest.fixture
 def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies:
-    """Goes before `provider`, which takes `compute` as it is when it starts."""
+    """Goes before `provider`, which takes `product` as it is when it starts."""
     made = Replies()
-    compute, answer = tiny_core.compute, Session._answer
+    product, answer = tiny_core.product, Session._answer
 
-    def watched(call: Call, rows: torch.Tensor, tenant: str = LOCAL_TENANT, request_id: int = 0) -> torch.Tensor:
+    def watched(call: Call, rows: torch.Tensor) -> torch.Tensor:
         # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
-        array = compute(call, rows, tenant, request_id).numpy().copy()
+        array = product(call, rows).numpy().copy()
         made.memory.append(weakref.ref(array))
         return torch.from_numpy(array)
 
@@ -139,7 +139,7 @@ def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies
         if session.tenant == DEAF:
             made.taken.release()
 
-    monkeypatch.setattr(tiny_core, "compute", watched)
+    monkeypatch.setattr(tiny_core, "product", watched)
     monkeypatch.setattr(Session, "_answer", counted)
     return made
 

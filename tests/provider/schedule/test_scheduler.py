@@ -160,6 +160,13 @@ def test_fine_tuning_rows_join_as_far_as_the_target_allows() -> None:
     assert without.next_batch(0.0).num_rows <= 20 * 1.1 + 2
 
 
+def test_a_batch_is_bounded_in_memory() -> None:
+    queue = Scheduler(Policy(max_batch_numbers=1000), model(), width_of=lambda call: 10)
+    for name in "abc":
+        queue.add(ticket(name, 70), 0.0)
+    assert [batch.num_rows for batch in drain(queue, 0.02)] == [100, 100, 10]
+
+
 def test_a_batch_of_decode_takes_all_that_wait() -> None:
     queue = scheduler()
     for number in range(50):
@@ -192,6 +199,14 @@ def test_a_flood_moves_nobody_elses_turn() -> None:
     assert len(tenants) <= 3
 
 
+def test_a_tenant_that_leaves_in_its_turn_may_come_back() -> None:
+    queue = scheduler()
+    for _ in range(3):
+        for name, call in (("a", FORWARD), ("b", OTHER)):
+            queue.add(ticket(name, 1, DECODE, call), 0.0)
+        assert [batch.pieces[0].ticket.tenant for batch in drain(queue, 0.0)] == ["a", "b"]
+
+
 def test_a_hint_shares_its_product_with_nobody_and_runs_whole() -> None:
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
     queue = scheduler(Policy(slo_s=0.005))
@@ -204,7 +219,7 @@ def test_what_was_cancelled_is_not_computed() -> None:
     queue = scheduler()
     held, ready, begun = ticket("a", 100), ticket("b", 1, DECODE, OTHER), ticket("c", 5000, call=BACKWARD)
     queue.add(begun, 0.0)
-    assert queue.next_batch(0.0).num_rows == 2048
+    assert queue.next_batch(0.0).num_rows == 4096
     queue.add(ready, 0.0)
     queue.add(held, 0.0)
     for one in (held, ready, begun, begun):

@@ -1,0 +1,240 @@
+"""The thread that makes products: takes batches from the scheduler, gathers rows, and gives each request its reply.
+
+Guarantees: a request ends by exactly one call of `done`, or by none once it is cancelled; a fault of one request is
+that request's alone, whoever shared its product; a reply owns its memory, so that a tenant who does not read holds
+nobody else's. In ring arithmetic a reply does not depend on what shared its batch; in float it does within rounding,
+since a matrix product of another height may add in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from provider.executor import all_finite
+from provider.schedule.scheduler import Scheduler
+from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
+from provider.threads import use_one_core
+from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, VeilbaseError
+from wire.expand import Rows, SeededRows
+from wire.frame import Arithmetic, Call
+
+_LOGGER = logging.getLogger(__name__)
+Outcome = torch.Tensor | VeilbaseError
+Product = Callable[[Call, Rows], torch.Tensor]
+"""Raises nothing but `wire.errors`."""
+Completed = Callable[[str, Call, Rows, torch.Tensor], None]
+"""Tenant, call, the whole request and its reply, before the reply leaves."""
+
+
+class Job:
+    """One request on its way through the executor."""
+
+    def __init__(
+        self,
+        call: Call,
+        rows: Rows,
+        tenant: str,
+        request_class: RequestClass,
+        expires_at: float,
+        done: Callable[[Outcome], None],
+    ) -> None:
+        """Args: expires_at: on the clock of `time.monotonic`; done: takes the reply or the error, in the worker."""
+        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
+        self.rows: Rows | None = rows
+        self.reply: torch.Tensor | None = None
+        self.done = done
+        self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
+
+    def drop(self) -> None:
+        """Lets go of the rows: what a running batch still holds of them has been copied."""
+        self.rows = self.reply = None
+
+
+class Executor:
+    """One thread that computes; requests small enough may be computed by who brings them, while nothing waits."""
+
+    def __init__(self, product: Product, scheduler: Scheduler, completed: Completed | None = None) -> None:
+        """Args.
+
+        product: makes one.
+        scheduler: says which; used under this object's lock alone.
+        completed: told of every request that was answered with a tensor.
+        """
+        self._product, self._scheduler, self._completed = product, scheduler, completed
+        self._changed = threading.Condition()
+        self._is_closed = self._is_busy = False
+        self._num_inline = 0
+        self._thread = threading.Thread(target=self._run, name="veilbase-compute", daemon=True)
+        self._thread.start()
+
+    # ---- in -------------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Queues a job."""
+        if job.ticket.num_rows == 0:
+            self._compute_alone(job)
+            return
+        with self._changed:
+            self._scheduler.add(job.ticket, time.monotonic())
+            self._changed.notify()
+
+    def compute_here(self, job: Job) -> None:
+        """Computes a small job in the calling thread, on one core; queues it where another product is being made."""
+        with self._changed:
+            is_free = not self._num_inline and not self._is_busy and not len(self._scheduler)
+            self._num_inline += is_free
+        if not is_free:
+            self.submit(job)
+            return
+        use_one_core()
+        try:
+            self._compute_alone(job)
+        finally:
+            with self._changed:
+                self._num_inline -= 1
+                self._changed.notify()
+
+    def cancel(self, job: Job) -> None:
+        """Takes a job out of the queue, and drops its rows."""
+        with self._changed:
+            self._scheduler.cancel(job.ticket)
+        job.drop()
+
+    def close(self) -> None:
+        """Ends the thread after the batch that it is on."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join(timeout=30.0)
+
+    # ---- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            began = time.perf_counter()
+            try:
+                self._compute(batch)
+            except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
+                _LOGGER.error("a batch failed: %s", type(exc).__name__)
+                for piece in batch.pieces:
+                    self._fail(_job_of(piece), RemoteFault("the provider failed while computing"))
+            with self._changed:
+                self._is_busy = False
+                self._scheduler.finished(batch, time.perf_counter() - began)
+            del batch  # or the last reply's memory would be held until the next request
+
+    def _next_batch(self) -> Batch | None:
+        with self._changed:
+            while not self._is_closed:
+                now = time.monotonic()
+                batch = self._scheduler.next_batch(now)
+                if batch is not None:
+                    self._is_busy = True
+                    return batch
+                due = self._scheduler.next_due_s()
+                self._changed.wait(None if due is None else max(0.0, due - now))
+        return None
+
+    def _compute(self, batch: Batch) -> None:
+        pieces = [piece for piece in batch.pieces if self._is_good(piece, alone=len(batch.pieces) == 1)]
+        parts = [(piece, rows) for piece in pieces if (rows := _rows_of(piece)) is not None]
+        if not parts:
+            return
+        if len(parts) == 1:
+            self._compute_piece(*parts[0])
+            return
+        try:
+            replies = self._product(
+                batch.call, torch.cat([rows for _, rows in parts if isinstance(rows, torch.Tensor)])
+            )
+        except VeilbaseError:
+            for piece, rows in parts:  # whose fault it was shows when each runs alone
+                self._compute_piece(piece, rows)
+            return
+        start = 0
+        for piece, _ in parts:
+            self._deliver(piece, replies[start : start + piece.num_rows], is_shared=True)
+            start += piece.num_rows
+
+    def _is_good(self, piece: Piece, alone: bool) -> bool:
+        """Whether a piece may be computed with others; one that may not has been answered."""
+        job = _job_of(piece)
+        rows = job.rows
+        if rows is None:
+            return False
+        if time.monotonic() >= piece.ticket.expires_s:
+            self._fail(job, DeadlineExceeded("the request waited in the queue beyond its deadline"))
+            return False
+        if alone or not isinstance(rows, torch.Tensor) or piece.ticket.call.arithmetic is Arithmetic.RING:
+            return True
+        if all_finite(rows[piece.first_row : piece.first_row + piece.num_rows]):
+            return True
+        self._fail(job, InvalidTensor("a row holds NaN or infinity"))
+        return False
+
+    def _compute_piece(self, piece: Piece, rows: Rows) -> None:
+        try:
+            reply = self._product(piece.ticket.call, rows)
+        except VeilbaseError as exc:
+            self._fail(_job_of(piece), exc)
+            return
+        self._deliver(piece, reply, is_shared=False)
+
+    def _deliver(self, piece: Piece, part: torch.Tensor, is_shared: bool) -> None:
+        """Puts a piece's part of a product in its place; answers a request that is complete."""
+        job, num_rows = _job_of(piece), piece.ticket.num_rows
+        rows, reply = job.rows, job.reply
+        if rows is None:
+            return  # cancelled in the meantime
+        if piece.num_rows == num_rows:
+            reply = part.clone() if is_shared else part
+        else:
+            if reply is None:
+                reply = job.reply = torch.empty(num_rows, part.shape[1], dtype=part.dtype)
+            reply[piece.first_row : piece.first_row + piece.num_rows] = part
+        if piece.is_last:
+            self._finish(job, rows, reply)
+
+    def _compute_alone(self, job: Job) -> None:
+        rows = job.rows
+        if rows is None:
+            return
+        try:
+            reply = self._product(job.ticket.call, rows)
+        except VeilbaseError as exc:
+            self._fail(job, exc)
+            return
+        self._finish(job, rows, reply)
+
+    def _finish(self, job: Job, rows: Rows, reply: torch.Tensor) -> None:
+        job.drop()
+        if self._completed is not None:
+            self._completed(job.ticket.tenant, job.ticket.call, rows, reply)
+        job.done(reply)
+
+    def _fail(self, job: Job, error: VeilbaseError) -> None:
+        """Answers with an error a job that was neither answered nor cancelled."""
+        is_open = job.rows is not None
+        self.cancel(job)
+        if is_open:
+            job.done(error)
+
+
+def _job_of(piece: Piece) -> Job:
+    job = piece.ticket.job
+    if not isinstance(job, Job):
+        raise TypeError("a ticket of another executor")
+    return job
+
+
+def _rows_of(piece: Piece) -> Rows | None:
+    """The piece's rows; None where the request was cancelled."""
+    rows = _job_of(piece).rows
+    if isinstance(rows, SeededRows):
+        return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)
+    return None if rows is None else rows[piece.first_row : piece.first_row + piece.num_rows]

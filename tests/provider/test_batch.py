@@ -1,0 +1,281 @@
+"""The executor: what shares a product changes nobody's reply, and nobody's fault is anybody else's."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from provider.batch import Executor, Job, Outcome
+from provider.core import ProviderCore
+from provider.embedded import make_core
+from provider.profile import latency_model
+from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.ticket import Batch, RequestClass
+from tests.conftest import make_tiny
+from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
+from wire.expand import Rows, SeededRows
+from wire.frame import Arithmetic, Call, Direction, Purpose
+
+RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
+CALL = Call(0, Direction.FORWARD, RING)
+COLS = 32
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+    folder: Path = tmp_path_factory.mktemp("model") / "llama"
+    make_tiny("llama", folder)
+    return make_core(str(folder))
+
+
+class Gate:
+    """An executor whose thread stands still until `open`, so that what comes meanwhile meets in the queue."""
+
+    def __init__(self, core: ProviderCore, policy: Policy | None = None) -> None:
+        self.batches: list[tuple[Call, int]] = []
+        self.recorded: list[tuple[str, Call, Rows, torch.Tensor]] = []
+        self._core, self._may_go, self._stands = core, threading.Event(), threading.Event()
+        scheduler = Scheduler(policy or Policy(max_wait_s=0.001), latency_model(core.served, profiled=False))
+        self.executor = Executor(self._product, scheduler, lambda *what: self.recorded.append(what))
+        self.blocker = self.submit(torch.zeros(1, COLS, dtype=torch.int32), Call(1, Direction.FORWARD, RING))
+        assert self._stands.wait(20)
+        self.batches.clear()
+
+    def _product(self, call: Call, rows: Rows) -> torch.Tensor:
+        if not self._may_go.is_set():
+            self._stands.set()
+            assert self._may_go.wait(20)
+        self.batches.append((call, rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]))
+        return self._core.product(call, rows)
+
+    def submit(
+        self,
+        rows: Rows,
+        call: Call = CALL,
+        tenant: str = "acme",
+        kind: RequestClass = RequestClass.FINETUNE,
+        seconds: float = 60.0,
+    ) -> Answer:
+        answer = Answer()
+        answer.job = Job(call, rows, tenant, kind, time.monotonic() + seconds, answer.take)
+        self.executor.submit(answer.job)
+        return answer
+
+    def open(self) -> None:
+        self._may_go.set()
+
+
+class Answer:
+    """What a request came to."""
+
+    job: Job
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self._done = threading.Event()
+
+    def take(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        self._done.set()
+
+    def get(self) -> Outcome:
+        assert self._done.wait(20)
+        assert len(self.outcomes) == 1
+        return self.outcomes[0]
+
+
+@pytest.fixture
+def gate(core: ProviderCore) -> Iterator[Gate]:
+    made = Gate(core)
+    yield made
+    made.open()
+    made.executor.close()
+
+
+def ring_rows(num_rows: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**31), 2**31, (num_rows, COLS), dtype=torch.int32, generator=generator)
+
+
+def test_companions_change_no_bit(gate: Gate, core: ProviderCore) -> None:
+    given = [ring_rows(count, count) for count in (1, 7, 300, 2, 64)]
+    kinds = [
+        RequestClass.DECODE,
+        RequestClass.PREFILL,
+        RequestClass.FINETUNE,
+        RequestClass.DECODE,
+        RequestClass.PREFILL,
+    ]
+    answers = [
+        gate.submit(rows, tenant=f"t{number}", kind=kind)
+        for number, (rows, kind) in enumerate(zip(given, kinds, strict=True))
+    ]
+    gate.open()
+    for rows, answer in zip(given, answers, strict=True):
+        reply = answer.get()
+        assert isinstance(reply, torch.Tensor)
+        assert torch.equal(reply, core.product(CALL, rows))
+    shared = [count for call, count in gate.batches if call == CALL]
+    assert len(shared) < len(given)
+    assert sum(shared) == sum(rows.shape[0] for rows in given)
+
+
+def test_a_large_request_in_pieces_is_exact(core: ProviderCore) -> None:
+    gate = Gate(core, Policy(max_wait_s=0.0, max_batch_rows=50))
+    rows = ring_rows(333)
+    answer = gate.submit(rows)
+    gate.open()
+    reply = answer.get()
+    gate.executor.close()
+    assert isinstance(reply, torch.Tensor)
+    assert torch.equal(reply, core.product(CALL, rows))
+    assert [count for call, count in gate.batches if call == CALL] == [50] * 6 + [33]
+    assert [(tenant, request.shape[0]) for tenant, call, request, _ in gate.recorded if call == CALL] == [("acme", 333)]
+
+
+def test_a_hint_in_pieces_is_exact(core: ProviderCore) -> None:
+    call = Call(0, Direction.FORWARD, RING, Purpose.HINT)
+    gate = Gate(core, Policy(max_wait_s=0.0, max_batch_rows=50))
+    seeded = SeededRows(bytes(32), 5, 120)
+    answer = gate.submit(seeded, call)
+    gate.open()
+    reply = answer.get()
+    gate.executor.close()
+    assert isinstance(reply, torch.Tensor)
+    assert torch.equal(reply, core.product(call, seeded))
+
+
+def test_one_tenants_nan_is_its_own_fault(gate: Gate, core: ProviderCore) -> None:
+    call = Call(0, Direction.FORWARD, FLOAT)
+    good, bad = torch.ones(3, COLS), torch.full((2, COLS), float("nan"))
+    answers = [gate.submit(rows, call, name) for rows, name in ((good, "a"), (bad, "b"), (good, "c"))]
+    gate.open()
+    outcomes = [answer.get() for answer in answers]
+    assert isinstance(outcomes[1], InvalidTensor)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome, torch.Tensor)
+        assert torch.allclose(outcome, core.product(call, good), rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_that_fails_is_tried_for_each_alone(core: ProviderCore) -> None:
+    class Fragile(Gate):
+        def _product(self, call: Call, rows: Rows) -> torch.Tensor:
+            reply = super()._product(call, rows)
+            if isinstance(rows, torch.Tensor) and bool((rows == 7).any()):
+                raise RemoteFault("the provider failed while computing")
+            return reply
+
+    gate = Fragile(core)
+    answers = [gate.submit(torch.full((2, COLS), value, dtype=torch.int32), tenant=str(value)) for value in (1, 7, 2)]
+    gate.open()
+    outcomes = [answer.get() for answer in answers]
+    gate.executor.close()
+    assert [isinstance(outcome, RemoteFault) for outcome in outcomes] == [False, True, False]
+
+
+def test_cancelled_and_expired_requests_are_not_computed(gate: Gate) -> None:
+    cancelled, expired, good = (
+        gate.submit(ring_rows(11)),
+        gate.submit(ring_rows(12), seconds=-1),
+        gate.submit(ring_rows(5)),
+    )
+    gate.executor.cancel(cancelled.job)
+    gate.open()
+    assert isinstance(expired.get(), DeadlineExceeded)
+    assert isinstance(good.get(), torch.Tensor)
+    assert cancelled.outcomes == []
+    assert [count for call, count in gate.batches if call == CALL] == [5]
+
+
+def test_nothing_is_held_afterwards(gate: Gate) -> None:
+    held: list[weakref.ref[object]] = []
+
+    def send(number: int) -> Answer:
+        rows = ring_rows(4, number)
+        held.append(weakref.ref(rows))
+        return gate.submit(rows, tenant=f"t{number}")
+
+    answers = [send(number) for number in range(3)]
+    gate.open()
+    for answer in answers:
+        outcome = answer.get()
+        assert isinstance(outcome, torch.Tensor)
+        assert outcome.untyped_storage().nbytes() == outcome.numel() * 4  # its own, not a piece of a batch's
+        held.append(weakref.ref(outcome))
+        answer.outcomes.clear()
+    del outcome, answers, answer
+    gate.recorded.clear()
+    gate.executor.close()
+    gc.collect()
+    assert [one for one in held if one() is not None] == []
+
+
+def test_small_work_is_done_where_it_came_while_nothing_else_is(core: ProviderCore) -> None:
+    threads: list[str] = []
+
+    def product(call: Call, rows: Rows) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return core.product(call, rows)
+
+    executor = Executor(product, Scheduler(Policy(), latency_model(core.served, profiled=False)))
+    answer = Answer()
+    executor.compute_here(Job(CALL, ring_rows(1), "a", RequestClass.DECODE, time.monotonic() + 60, answer.take))
+    answer.get()
+    executor.close()
+    assert threads == [threading.current_thread().name]
+
+
+def test_small_work_joins_the_queue_behind_a_product(gate: Gate) -> None:
+    answers = []
+    for number in range(6):
+        answer = Answer()
+        job = Job(CALL, ring_rows(1, number), f"t{number}", RequestClass.DECODE, time.monotonic() + 60, answer.take)
+        gate.executor.compute_here(job)
+        answers.append(answer)
+    assert all(not answer.outcomes for answer in answers)
+    gate.open()
+    for answer in answers:
+        assert isinstance(answer.get(), torch.Tensor)
+    assert [count for call, count in gate.batches if call == CALL] == [6]
+
+
+def test_rows_of_nothing(gate: Gate) -> None:
+    gate.open()
+    reply = gate.submit(ring_rows(0)).get()
+    assert isinstance(reply, torch.Tensor)
+    assert reply.shape[0] == 0
+
+
+def test_a_batch_that_breaks_the_thread_is_survived(
+    core: ProviderCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(core)
+    compute = gate.executor._compute
+
+    def broken(batch: Batch) -> None:
+        if batch.num_rows == 13:
+            raise ValueError("secret 123.456")
+        compute(batch)
+
+    monkeypatch.setattr(gate.executor, "_compute", broken)
+    broken_one = gate.submit(ring_rows(13), tenant="a")
+    gate.open()
+    assert isinstance(broken_one.get(), RemoteFault)
+    assert isinstance(gate.submit(ring_rows(2)).get(), torch.Tensor)
+    gate.executor.close()
+    assert "secret" not in caplog.text
+
+
+def test_profiles_are_of_this_machine(core: ProviderCore) -> None:
+    latency = latency_model(core.served)
+    for group in core.manifest().groups:
+        for direction in Direction:
+            seconds = latency.predict_s(Call(group.id, direction, RING), 64)
+            assert 0 < seconds < 1
