@@ -30,6 +30,7 @@ MASKS = "off,gaussian-pool,lattice"
 
 if TYPE_CHECKING:
     from attacks.evaluate import Case
+    from attacks.view import View
 
 
 def main(program: str, description: str, default: str | None, arguments: Sequence[str] | None) -> int:
@@ -102,6 +103,7 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
 def _run_controls(results: Connection, names: str | None) -> None:
     import torch
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders go, too
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):  # of a library that counts its steps
         results.send([_checked(control) for control in controls(names)])
@@ -155,6 +157,24 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _checked_view(view: View, label: str, num_prompts: int) -> View:
+    """The view of one run; a mask that was not seen whole must not pass for one that held.
+
+    Raises:
+        ConfigurationError: messages without tensors, or prompts that were not recorded.
+    """
+    from attacks.passes import places
+
+    whole = view.with_tensors()
+    found = len({number for number, _ in places(whole).values()})
+    if len(whole.messages) < len(view.messages) or found != num_prompts:
+        raise ConfigurationError(
+            f"the recording of {label} is not whole ({len(whole.messages)} of {len(view.messages)} messages, "
+            f"{found} of {num_prompts} prompts): is there room on the disk?"
+        )
+    return whole
+
+
 def _recorded(folder: Path, model: str, adapter: Path | None) -> tuple[list[Case], list[str]]:
     """A case for each tenant of a recording; judged only as far as an adapter is given."""
     from attacks.evaluate import Case
@@ -187,14 +207,12 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
     harness.record(scratch / "run", seen, profile.model, profile.job, runs, profile.limit, profile.layers)
     view = open_view(seen)
     notes = [f"profile {profile.name}, model {model}, {len(view.messages)} messages recorded"]
-    if view.is_truncated:
-        notes.append("the recording ran into its size limit: later messages lack their tensors")
     loaded, public = load_public(profile.model, view.manifest)
     truth = Truth(loaded, public, view.manifest, profile.job.adapter or profile.job.truth / "adapter")
     cases = []
     for run in runs:
         sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
         trained = read_batches(profile.job.truth / f"{run.label}-batches.json")
-        seen_here = view.of_tenant(run.label).with_tensors()
+        seen_here = _checked_view(view.of_tenant(run.label), run.label, len(sent))
         cases.append(Case(run.label, seen_here, public, truth, sent, profile.job.rows, trained))
     return cases, notes

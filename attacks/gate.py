@@ -39,11 +39,12 @@ Labels are not asked for: where the output head stays with the tenant, nobody is
 
 
 def weakened(results: Sequence[Result]) -> list[str]:
-    """Findings in which a private mask shows more than chance does."""
+    """Findings in which a private mask shows more than chance does, and adversaries that failed on any mask."""
     return [
         f"{one.mask}: {one.adversary} reaches {one.finding.metric} {one.finding.value:.3g} on {one.finding.module}"
         for one in results
-        if one.mask in PRIVATE_MASKS and one.adversary != METADATA and _beats_chance(one)
+        if one.finding.metric == "failed"
+        or (one.mask in PRIVATE_MASKS and one.adversary != METADATA and _beats_chance(one))
     ]
 
 
@@ -51,7 +52,9 @@ def _beats_chance(one: Result) -> bool:
     found = one.finding
     if not math.isfinite(found.value) or found.metric == "claimed":  # claimed: nobody knew the truth
         return False
-    if found.metric in ("certain claims", "failed"):
+    if found.verdict == "wins":
+        return True
+    if found.metric == "certain claims":
         return found.value > 0
     if found.metric == "relative error":
         return found.value < _LEAST_ERROR

@@ -198,21 +198,23 @@ def _median(values: Iterable[float]) -> float:
 
 def _judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]], public: PublicModel) -> list[Finding]:
     pairs = [
-        (got, wanted)
+        (got, wanted)  # a token that was not named is a wrong one
         for claim in claims
         if claim.prompt < len(sent)
-        for got, wanted in zip(claim.token_ids, sent[claim.prompt], strict=False)
+        for got, wanted in itertools.zip_longest(
+            claim.token_ids[: len(sent[claim.prompt])], sent[claim.prompt], fillvalue=-1
+        )
     ]
     if not pairs:
         return []
     got, wanted = torch.tensor(pairs).T
     rate = float((got == wanted).float().mean())
-    # guesses drawn from the true tokens themselves: better than an adversary's best guess at how often each occurs
+    # guesses drawn from the true tokens themselves, as many as were compared
     everything = torch.tensor([token for ids in sent for token in ids])
 
     def guess(generator: torch.Generator) -> float:
-        drawn = everything[torch.randint(len(everything), (len(everything),), generator=generator)]
-        return float((drawn == everything).float().mean())
+        drawn, true = (everything[torch.randint(len(everything), (len(pairs),), generator=generator)] for _ in range(2))
+        return float((drawn == true).float().mean())
 
     baseline, interval = _interval(guess)
     return [Finding("tokens", "recovery rate", rate, baseline, interval, _verdict(rate, interval, rate > 0.9))]
@@ -289,12 +291,16 @@ def _judge_differences(claims: Sequence[StolenDifference], known: _KnownRows) ->
 
 
 def _some(claims: Sequence[_Rows]) -> Sequence[_Rows]:
-    return claims[:: -(-len(claims) // _MAX_JUDGED)] if claims else claims
+    if len(claims) <= _MAX_JUDGED:
+        return claims
+    drawn = torch.randperm(len(claims), generator=torch.Generator().manual_seed(0))[:_MAX_JUDGED]  # of every group
+    return [claims[number] for number in sorted(drawn.tolist())]
 
 
 def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Finding]:
     """Mean cosine of rows. The baseline pairs each claim with the truth of another message of the same width: what
     activations have in common is no secret."""
+    pairs = [(got, wanted) for got, wanted in pairs if got.shape[0]]
     if not pairs:
         return []
     pairs = [(_thinned(got), _thinned(wanted)) for got, wanted in pairs]
@@ -368,7 +374,7 @@ def _judge_batch(
         targets = trained[0].targets
         is_whole = head.num_rows == targets.numel()
         wanted[LABELS] = targets.flatten() if is_whole else targets[trained[0].has_logits]
-    return [_listed_finding(claim, wanted[claim.name]) for claim in claims if claim.name in wanted]
+    return [_listed_finding(claim, wanted[claim.name]) for claim in claims if claim.name in wanted and claim.value]
 
 
 def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from attacks import cli
 
-ADVERSARIES = "layer-0 lookup,deep-state inversion,known-mask,lattice-reduction,no-error"
+ADVERSARIES = "layer-0 lookup,deep-state inversion,gradient-view,known-mask,lattice-reduction,no-error"
 """Those that name tokens, and those that open a mask for them."""
 
 

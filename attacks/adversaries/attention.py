@@ -98,7 +98,7 @@ def _error(
         for rows, seen in _batches(given, outputs):
             missed += float((attention(block, model, weights, rows) - seen).pow(2).sum())
             size += float(seen.pow(2).sum())
-    return float((missed / size) ** 0.5)
+    return float((missed / size) ** 0.5) if size else float("inf")
 
 
 def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ output head is a base layer: else no provider sees what comes after it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -28,6 +29,8 @@ _UNCHANGED = 1e-5
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
 """The same for rows that were rounded to the ring's integers, and for an MLP or attention between two such: SmolLM2's
 are at 3e-4."""
+_MAX_DESCENT_S = 120.0
+"""After it q and k are taken for unchanged: a descent takes a minute a block on SmolLM2, where rounding may ask for it."""
 _MEMBERS = 3
 """q, k and v."""
 _EXPLAINED = 1e-4
@@ -40,7 +43,7 @@ class _Stop(Exception):
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
-    seen = [prompt for prompt in prompts(view.with_tensors(), opened) if model.blocks[0].q.group in prompt.rows]
+    seen = [prompt for prompt in prompts(view.with_tensors(), opened) if _is_readable(prompt, model)]
     scaled = any(message.arithmetic == "ring" for message in view.select("product"))
     seen = [_to_size(prompt, model) for prompt in seen] if scaled else seen
     claims: list[Claim] = []
@@ -51,6 +54,12 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
         except (_Stop, LinAlgError):
             pass
     return claims
+
+
+def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
+    """Whether its tokens can be read: all first rows are there, and no more than the model has positions."""
+    longest = prompt.num_tokens if model.positions is None else model.positions.shape[0]
+    return _is_whole(prompt, model.blocks[0].q.group) and 0 < prompt.num_tokens <= longest
 
 
 def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
@@ -71,6 +80,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
     sound = torch.ones(stream.shape[0], dtype=torch.bool)
+    deadline = time.monotonic() + _MAX_DESCENT_S
     for index, block in enumerate(model.blocks):
         # o_proj and down_proj first: they tell the factors of rows, and which rows an adversary opened wrongly
         after_o = _fit_o(block, seen, stream, sound, scaled)
@@ -85,7 +95,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
             yield from transformed
         elif after_o is not None or not scaled:
             given = _put(seen, block.q.group, normed) if scaled else seen
-            yield from _steal_attention(model, block, given, sound, scaled)
+            yield from _steal_attention(model, block, given, sound, scaled, deadline)
         if after_o is None:
             return
         yield StolenDelta(block.o.name, after_o.weight - block.mlp_norm.visible(block.o.weight))
@@ -181,6 +191,8 @@ def _fit(
     scaled: bool,
 ) -> residual.Fit:
     """The layer from tokens that are sound so far; every tensor is about all tokens."""
+    if not bool(sound.any()):
+        raise _Stop
     given, before, normed = given[sound], before[sound], normed[sound]
     how = ring_scales if scaled else residual
     fit: residual.Fit
@@ -188,7 +200,7 @@ def _fit(
     fits = missed < (_ROUNDED if scaled else _UNCHANGED)
     if int(fits.sum()) >= residual.FEWEST * fits.shape[0]:
         fit = replace(fit, sound=fits)
-    elif residual.has_enough_rows(layer, given.shape[0]):
+    elif how.has_enough_rows(layer, given.shape[0]):
         fit = how.fit_layer(layer, given, before, norm, normed)
     else:
         raise _Stop
@@ -233,7 +245,7 @@ def _steal_transforms(
 
 
 def _steal_attention(
-    model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor, scaled: bool
+    model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor, scaled: bool, deadline: float
 ) -> Iterator[Claim]:
     _rows(seen, block.o.group)
     whole = torch.tensor([bool(part.all()) for part in sound.split([prompt.num_tokens for prompt in seen])])
@@ -253,7 +265,7 @@ def _steal_attention(
         weights = public
     else:
         found = attention.fit_values(block, model, given, outputs)
-        if found.error > explained:  # q or k was changed too
+        if found.error > explained and time.monotonic() < deadline:  # q or k was changed too
             first = torch.stack([rows[0] for rows in given]), torch.stack([rows[0] for rows in outputs])
             v = attention.fit_first_position(block, model, *first)
             found = attention.fit_all(block, model, given, outputs, v)

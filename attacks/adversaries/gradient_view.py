@@ -85,7 +85,7 @@ def _rows(message: Message | None, opened: Opened | None) -> torch.Tensor | None
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Tokens and labels of the first training pass, comma-separated, row after row."""
-    step = next((one for one in passes(view.with_tensors()) if one.is_training), None)
+    step = next((one for one in passes(view.with_tensors()) if one.is_training and one.num_rows), None)
     if step is None:
         return []
     claims: list[Claim] = []

@@ -26,11 +26,10 @@ def lookup(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
     if model.positions is None:
         table = _unit(norm(model.embedding)).T
         return torch.cat([(_unit(some) @ table).argmax(dim=1) for some in rows.split(_ROWS)])
-    ids = [
-        int((_unit(norm(model.embedding + model.positions[position])) @ row).argmax())
-        for position, row in enumerate(_unit(rows))
-    ]
-    return torch.tensor(ids, dtype=torch.int64)
+    ids = torch.zeros(rows.shape[0], dtype=torch.int64)  # beyond the last position nothing is known
+    for position, row in enumerate(_unit(rows[: model.positions.shape[0]])):
+        ids[position] = (_unit(norm(model.embedding + model.positions[position])) @ row).argmax()
+    return ids
 
 
 def _unit(rows: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,9 @@ class Fit:
 
 
 def has_enough_rows(layer: Layer, num_rows: int) -> bool:
-    """More tokens than unknowns: in_features, and at least two to spare."""
-    return num_rows >= layer.weight.shape[0] + 2
+    """Equations T·d for in·d unknowns of the layer and T factors, and two tokens to spare."""
+    inputs, d = layer.weight.shape
+    return num_rows * (d - 1) >= inputs * d + 2 * d
 
 
 def explained(
@@ -77,7 +78,7 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     seen = norm.direction(normed)
     sound = torch.ones(given.shape[0], dtype=torch.bool)
-    fewest = max(layer.weight.shape[0] + 2, math.ceil(FEWEST * given.shape[0]))
+    fewest = max(layer.weight.shape[0] + 3, math.ceil(FEWEST * given.shape[0]))
     while True:
         weight, error = _solve(given[sound], known[sound], seen[sound])
         predicted = known + given @ weight

@@ -5,12 +5,16 @@ p_t = 1/s_t, q_t = c_t/s_t and the layer; P, the projector off the columns of Ã
 
     P (diag(q) V − diag(p) (R + b)) = 0,
 
-2·T unknowns of which the direction is determined: the eigenvector of the smallest eigenvalue. Its length is a factor of
-the whole layer; an adapter of low rank leaves most eigenvalues of W⁺(W + ΔW) at one, which tells it.
+2·T unknowns of which, with more than in·d/(d − 2) tokens, the direction is determined: the eigenvector of the smallest
+eigenvalue. Its length is a factor of the whole layer; an adapter of low rank, below half of the layer's, leaves most
+eigenvalues of W⁺(W + ΔW) at one, which tells it.
 Source: our derivation.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 import torch
 
@@ -35,6 +39,12 @@ def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
     half = (scaled * offset).sum(1, keepdim=True)
     root = (half * half - square * (offset.pow(2).sum() - rows.shape[1])).clamp_min(0).sqrt()
     return rows * ((half + root) / square)
+
+
+def has_enough_rows(layer: Layer, num_rows: int) -> bool:
+    """Equations T·d for in·d unknowns of the layer and 2·T factors, and four tokens to spare."""
+    inputs, d = layer.weight.shape
+    return num_rows * (d - 2) >= inputs * d + 4 * d
 
 
 def explained(
@@ -62,7 +72,10 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
     q, p = _null_vector(left, known, seen)
     added = q[:, None] * seen - p[:, None] * known
     weight = right.T @ ((left.T @ added) / sizes[:, None])
-    return _with_weight(weight / _factor(public, weight), given, known, seen)
+    factor = _factor(public, weight)
+    if not factor > 0:  # inputs of too low a rank, or no low rank in what was added
+        return replace(_with_weight(public, given, known, seen), error=math.inf)
+    return _with_weight(weight / factor, given, known, seen)
 
 
 def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

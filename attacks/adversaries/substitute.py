@@ -103,7 +103,7 @@ def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]
     left = _MAX_NUMBERS
     for number, groups in _rows(view, opened, {first}).items():
         rows = normalize(groups[first], dim=1)
-        if rows.numel() > left or (model.positions is not None and rows.shape[0] > model.positions.shape[0]):
+        if not 0 < rows.numel() <= left or (model.positions is not None and rows.shape[0] > model.positions.shape[0]):
             continue
         start = model.residual_start(lookup(rows, model))
         if float((normalize(norm(start), dim=1) - rows).norm(dim=1).max()) < _HOPELESS:

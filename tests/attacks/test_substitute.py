@@ -46,6 +46,7 @@ def test_llama_in_float_and_with_the_scale_of_every_row_hidden(is_scaled: bool, 
     traffic = adapted_traffic.make(tmp_path)
     opened = adapted_traffic.scaled(traffic.view) if is_scaled else None
     found = stolen(traffic, opened)
+    assert found
     assert set(traffic.deltas) - set(found) == {LAST_DOWN[0]}
     for layer, delta in found.items():
         if not layer.endswith(("q_proj", "k_proj")):
@@ -86,6 +87,7 @@ def test_gpt2_with_biases_and_layer_norm(is_scaled: bool, tmp_path: Path) -> Non
 def test_only_the_layers_that_have_an_adapter_are_changed(tmp_path: Path) -> None:
     traffic = adapted_traffic.make(tmp_path, "llama", ["v_proj", "down_proj"])
     found = stolen(traffic)
+    assert found
     for layer, delta in found.items():
         if layer in traffic.deltas:
             assert error(delta, traffic.deltas[layer]) < 0.02, layer
