@@ -59,7 +59,7 @@ def serve_provider(state: str, folder: str, identity: str) -> None:
     class IdentityCore(ProviderCore):
         """Answers with what came."""
 
-        def compute(self, call: Any, rows: torch.Tensor, tenant: str = "local", request_id: int = 0) -> torch.Tensor:
+        def compute(self, call: Any, rows: torch.Tensor) -> torch.Tensor:
             """No arithmetic."""
             return rows
 

@@ -42,8 +42,8 @@ class ProviderCore:
         """See `provider.executor.check_call`."""
         return executor.check_call(self.served, call, cols)
 
-    def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """One product; see `provider.executor.compute`. Nothing is recorded.
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """One product; see `provider.executor.compute`. Nothing is recorded: who answers does that.
 
         Raises:
             VeilbaseError: the request's fault, or `RemoteFault` for anything unforeseen, which the log explains.
@@ -61,12 +61,6 @@ class ProviderCore:
         """Writes a whole request and its reply down, where there is a recorder."""
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
-
-    def compute(self, call: Call, rows: Rows, tenant: str = LOCAL_TENANT) -> torch.Tensor:
-        """Product and record in one."""
-        reply = self.product(call, rows)
-        self.record(tenant, call, rows, reply)
-        return reply
 
     def close(self) -> None:
         """Ends the recording."""

@@ -104,7 +104,7 @@ class ProviderService:
         """
         self._core = core
         self._gate = _Gate(revocations)
-        self._executor = Executor(core.product, scheduler, core.record)
+        self._executor = Executor(core.compute, scheduler, core.record)
         self._manifest = core.manifest().to_bytes()
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()

@@ -30,7 +30,7 @@ _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
 """The same for rows that were rounded to the ring's integers, and for an MLP or attention between two such: SmolLM2's
 are at 3e-4."""
 _MAX_DESCENT_S = 120.0
-"""After it q and k are taken for unchanged: a descent takes a minute a block on SmolLM2, where rounding may ask for it."""
+"""After it q and k are taken for unchanged: a descent takes a minute a block on SmolLM2, where rounding asks for it."""
 _MEMBERS = 3
 """q, k and v."""
 _EXPLAINED = 1e-4

@@ -53,7 +53,7 @@ class Gate:
             self._stands.set()
             assert self._may_go.wait(20)
         self.batches.append((call, rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]))
-        return self._core.product(call, rows)
+        return self._core.compute(call, rows)
 
     def submit(
         self,
@@ -121,7 +121,7 @@ def test_companions_change_no_bit(gate: Gate, core: ProviderCore) -> None:
     for rows, answer in zip(given, answers, strict=True):
         reply = answer.get()
         assert isinstance(reply, torch.Tensor)
-        assert torch.equal(reply, core.product(CALL, rows))
+        assert torch.equal(reply, core.compute(CALL, rows))
     shared = [count for call, count in gate.batches if call == CALL]
     assert len(shared) < len(given)
     assert sum(shared) == sum(rows.shape[0] for rows in given)
@@ -135,7 +135,7 @@ def test_a_large_request_in_pieces_is_exact(core: ProviderCore) -> None:
     reply = answer.get()
     gate.executor.close()
     assert isinstance(reply, torch.Tensor)
-    assert torch.equal(reply, core.product(CALL, rows))
+    assert torch.equal(reply, core.compute(CALL, rows))
     assert [count for call, count in gate.batches if call == CALL] == [50] * 6 + [33]
     assert [(tenant, request.shape[0]) for tenant, call, request, _ in gate.recorded if call == CALL] == [("acme", 333)]
 
@@ -149,7 +149,7 @@ def test_a_hint_in_pieces_is_exact(core: ProviderCore) -> None:
     reply = answer.get()
     gate.executor.close()
     assert isinstance(reply, torch.Tensor)
-    assert torch.equal(reply, core.product(call, seeded))
+    assert torch.equal(reply, core.compute(call, seeded))
 
 
 def test_one_tenants_nan_is_its_own_fault(gate: Gate, core: ProviderCore) -> None:
@@ -161,7 +161,7 @@ def test_one_tenants_nan_is_its_own_fault(gate: Gate, core: ProviderCore) -> Non
     assert isinstance(outcomes[1], InvalidTensor)
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome, torch.Tensor)
-        assert torch.allclose(outcome, core.product(call, good), rtol=1e-5, atol=1e-6)
+        assert torch.allclose(outcome, core.compute(call, good), rtol=1e-5, atol=1e-6)
 
 
 def test_a_product_that_fails_is_tried_for_each_alone(core: ProviderCore) -> None:
@@ -222,7 +222,7 @@ def test_small_work_is_done_where_it_came_while_nothing_else_is(core: ProviderCo
 
     def product(call: Call, rows: Rows) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return core.product(call, rows)
+        return core.compute(call, rows)
 
     executor = Executor(product, Scheduler(Policy(), latency_model(core.served, profiled=False)))
     answer = Answer()

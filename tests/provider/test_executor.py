@@ -224,7 +224,7 @@ def test_an_unforeseen_failure_names_no_value(
 
     monkeypatch.setattr("provider.core.executor.compute", broken)
     with pytest.raises(RemoteFault) as caught:
-        served[0].compute(Call(0, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32), "acme")
+        served[0].compute(Call(0, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32))
     assert "123" not in str(caught.value) + caplog.text
     assert "group 0" in caplog.text
     assert "RuntimeError" in caplog.text

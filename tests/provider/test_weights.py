@@ -146,7 +146,8 @@ def record(core: ProviderCore, folder: Path, limit: int = 1 << 20, patterns: str
     for group in (0, 1):
         for direction, cols in ((Direction.FORWARD, "in_features"), (Direction.BACKWARD, "out_features")):
             rows = torch.arange(3 * getattr(core.manifest().groups[group], cols), dtype=torch.int32).view(3, -1)
-            recording.compute(Call(group, direction, Arithmetic.RING), rows, "acme")
+            call = Call(group, direction, Arithmetic.RING)
+            recording.record("acme", call, rows, recording.compute(call, rows))
     recording.close()
     return [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
 

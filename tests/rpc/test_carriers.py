@@ -74,7 +74,7 @@ def test_revocation_ends_a_stream_that_asks(provider: Provider) -> None:
 
 def test_a_large_product_is_made_in_the_compute_thread(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    product = provider.core.product
+    product = provider.core.compute
 
     def record(*arguments: Any) -> torch.Tensor:
         threads.append(threading.current_thread().name)

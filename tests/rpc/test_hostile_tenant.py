@@ -126,7 +126,7 @@ class Replies:
 def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies:
     """Goes before `provider`, which takes `product` as it is when it starts."""
     made = Replies()
-    product, answer = tiny_core.product, Session._answer
+    product, answer = tiny_core.compute, Session._answer
 
     def watched(call: Call, rows: torch.Tensor) -> torch.Tensor:
         # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
@@ -139,7 +139,7 @@ def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies
         if session.tenant == DEAF:
             made.taken.release()
 
-    monkeypatch.setattr(tiny_core, "product", watched)
+    monkeypatch.setattr(tiny_core, "compute", watched)
     monkeypatch.setattr(Session, "_answer", counted)
     return made
 

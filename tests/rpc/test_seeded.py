@@ -259,6 +259,7 @@ def test_a_recorded_hint_is_what_came(tiny_core: ProviderCore, tmp_path: Path) -
     recording = ProviderCore(tiny_core.served, Recorder(tmp_path / "seen", tiny_core.manifest()))
     rows = SeededRows(SEED, 3, 6)
     reply = InprocConnection(recording).submit(BACKWARD, rows, COLS).result()
+    recording.record("acme", BACKWARD, rows, reply)
     recording.close()
     (line,) = [json.loads(line) for line in (tmp_path / "seen" / "index.jsonl").read_text().splitlines()]
     assert (line["purpose"], line["direction"], line["arithmetic"], line["rows"]) == ("hint", "backward", "ring", 6)
