@@ -61,7 +61,7 @@ def test_llama_in_float_and_with_the_scale_of_every_row_hidden(is_scaled: bool, 
         assert error(o_proj, traffic.deltas["model.layers.0.self_attn.o_proj"]) > 0.5
 
 
-@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("is_scaled", [True])
 def test_gpt2_with_biases_and_layer_norm(is_scaled: bool, tmp_path: Path) -> None:
     traffic = adapted_traffic.make(tmp_path, "gpt2")
     found = stolen(traffic, adapted_traffic.scaled(traffic.view) if is_scaled else None)
