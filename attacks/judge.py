@@ -161,7 +161,8 @@ def _judge_scores(block: Block, claimed: dict[str, torch.Tensor], truth: Truth) 
             return None
         got = _distinct(scores(claimed[block.q.name], claimed[block.k.name]) - base, block)
         errors.append(_relative(got, wanted))
-        cosines.append(_cosine(got, wanted))
+        public_part = _distinct(base, block)
+        cosines.append(_cosine(_off(got, public_part), _off(wanted, public_part)))
     return _median(errors), sum(cosines) / len(cosines), block.q.weight.shape[0] * public.head_dim
 
 
