@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from attacks import quick_model
 from attacks.adversaries.gradient_view import LABELS, NO_LABEL, TOKENS, batch_tokens
-from attacks.adversary import StolenFact, StolenRows
-from attacks.judge import Finding, judge
+from attacks.adversary import StolenDelta, StolenFact, StolenRows
+from attacks.judge import Finding, _judge_deltas, judge
 from attacks.public_model import describe
 from attacks.synthetic import Exchange, write_recording
 from attacks.truth import Batch, Truth
@@ -110,3 +111,22 @@ def test_rows_of_the_first_step_are_judged(site: Site) -> None:
 def test_without_batches_nothing_is_judged(site: Site) -> None:
     claims = [StolenFact(TOKENS, "1,2"), StolenRows(site.view.messages[0].seq, torch.ones(12, 32))]
     assert judge(claims, site.view, site.truth, []) == []
+
+
+def test_weights_of_nothing_know_nothing_about_the_scores(site: Site) -> None:
+    """A change that shrinks the base model, as rotations do, and a claim that takes it away: both point off it."""
+    public = site.truth.public
+    generator = torch.Generator().manual_seed(0)
+    deltas = {name: torch.zeros_like(layer.weight) for name, layer in public.layers().items()}
+    for block in public.blocks:
+        noise = torch.randn(block.q.weight.shape, generator=generator, dtype=torch.float64)
+        deltas[block.q.name] = 0.1 * block.q.weight.std() * noise - 0.3 * block.q.weight
+    truth = SimpleNamespace(public=public, deltas=deltas)
+    layers = [layer for block in public.blocks for layer in (block.q, block.k)]
+
+    def cosine(claims: list[StolenDelta]) -> Finding:
+        findings = _judge_deltas(claims, truth)
+        return next(one for one in findings if (one.module, one.metric) == ("q·k", "cosine with ΔW"))
+
+    assert cosine([StolenDelta(layer.name, -layer.weight) for layer in layers]).verdict == "at baseline"
+    assert cosine([StolenDelta(layer.name, deltas[layer.name]) for layer in layers]).verdict == "wins"
