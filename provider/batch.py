@@ -96,8 +96,7 @@ class Executor:
             self._compute_alone(job)
         finally:
             with self._changed:
-                self._num_inline -= 1
-                self._changed.notify()
+                self._num_inline -= 1  # the thread does not wait for it, so nobody is woken
 
     def cancel(self, job: Job) -> None:
         """Takes a job out of the queue, and drops its rows."""
