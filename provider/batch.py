@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -67,8 +67,9 @@ class Executor:
         """
         self._product, self._scheduler, self._completed = product, scheduler, completed
         self._changed = threading.Condition()
+        self._inline = threading.Lock()
+        """Held by the one thread that computes a small request itself."""
         self._is_closed = self._is_busy = False
-        self._num_inline = 0
         self._thread = threading.Thread(target=self._run, name="veilbase-compute", daemon=True)
         self._thread.start()
 
@@ -76,27 +77,30 @@ class Executor:
 
     def submit(self, job: Job) -> None:
         """Queues a job."""
-        if job.ticket.num_rows == 0:
-            self._compute_alone(job)
+        if job.ticket.num_rows == 0 and job.rows is not None:
+            self._compute_piece(Piece(job.ticket, 0, 0), job.rows)
             return
         with self._changed:
             self._scheduler.add(job.ticket, time.monotonic())
             self._changed.notify()
 
-    def compute_here(self, job: Job) -> None:
-        """Computes a small job in the calling thread, on one core; queues it where another product is being made."""
-        with self._changed:
-            is_free = not self._num_inline and not self._is_busy and not len(self._scheduler)
-            self._num_inline += is_free
-        if not is_free:
-            self.submit(job)
-            return
-        use_one_core()
+    def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
+        """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.
+
+        No job is made for it: a decode step is a hundred such calls, and each pays for every object.
+        """
+        if self._is_busy or self._scheduler or not self._inline.acquire(blocking=False):
+            return None  # looked at without the lock: what is chosen wrongly now and then is answered all the same
         try:
-            self._compute_alone(job)
+            use_one_core()
+            reply = self._product(call, rows)
+        except VeilbaseError as exc:
+            return exc
         finally:
-            with self._changed:
-                self._num_inline -= 1  # the thread does not wait for it, so nobody is woken
+            self._inline.release()
+        if self._completed is not None:
+            self._completed(tenant, call, rows, reply)
+        return reply
 
     def cancel(self, job: Job) -> None:
         """Takes a job out of the queue, and drops its rows."""
@@ -114,18 +118,30 @@ class Executor:
     # ---- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (batch := self._next_batch()) is not None:
-            began = time.perf_counter()
+        while not self._is_closed:
             try:
-                self._compute(batch)
+                batch = self._next_batch()
+                if batch is not None:
+                    self._run_batch(batch)
             except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
-                _LOGGER.error("a batch failed: %s", type(exc).__name__)
-                for piece in batch.pieces:
-                    self._fail(_job_of(piece), RemoteFault("the provider failed while computing"))
-            with self._changed:
-                self._is_busy = False
-                self._scheduler.finished(batch, time.perf_counter() - began)
-            del batch  # or the last reply's memory would be held until the next request
+                _LOGGER.error("the scheduler failed, and its queue is answered with errors: %s", type(exc).__name__)
+                with self._changed:
+                    left = self._scheduler.abandon()
+                self._fail_all(left)
+            batch = None  # or the last reply's memory would be held until the next request
+
+    def _run_batch(self, batch: Batch) -> None:
+        began, is_whole = time.perf_counter(), False
+        try:
+            is_whole = self._compute(batch)
+        except Exception as exc:  # noqa: BLE001 - as above
+            _LOGGER.error("a batch failed: %s", type(exc).__name__)
+            self._fail_all([piece.ticket for piece in batch.pieces])
+        seconds = time.perf_counter() - began
+        with self._changed:
+            self._is_busy = False
+            if is_whole:
+                self._scheduler.computed(batch, seconds)
 
     def _next_batch(self) -> Batch | None:
         with self._changed:
@@ -139,14 +155,14 @@ class Executor:
                 self._changed.wait(None if due is None else max(0.0, due - now))
         return None
 
-    def _compute(self, batch: Batch) -> None:
+    def _compute(self, batch: Batch) -> bool:
+        """Whether every row was multiplied, once: only then is the time taken for a measurement."""
         pieces = [piece for piece in batch.pieces if self._is_good(piece, alone=len(batch.pieces) == 1)]
         parts = [(piece, rows) for piece in pieces if (rows := _rows_of(piece)) is not None]
         if not parts:
-            return
+            return False
         if len(parts) == 1:
-            self._compute_piece(*parts[0])
-            return
+            return self._compute_piece(*parts[0]) and len(batch.pieces) == 1
         try:
             replies = self._product(
                 batch.call, torch.cat([rows for _, rows in parts if isinstance(rows, torch.Tensor)])
@@ -154,15 +170,16 @@ class Executor:
         except VeilbaseError:
             for piece, rows in parts:  # whose fault it was shows when each runs alone
                 self._compute_piece(piece, rows)
-            return
+            return False
         start = 0
         for piece, _ in parts:
             self._deliver(piece, replies[start : start + piece.num_rows], is_shared=True)
             start += piece.num_rows
+        return len(parts) == len(batch.pieces)
 
     def _is_good(self, piece: Piece, alone: bool) -> bool:
         """Whether a piece may be computed with others; one that may not has been answered."""
-        job = _job_of(piece)
+        job = _job_of(piece.ticket)
         rows = job.rows
         if rows is None:
             return False
@@ -176,17 +193,18 @@ class Executor:
         self._fail(job, InvalidTensor("a row holds NaN or infinity"))
         return False
 
-    def _compute_piece(self, piece: Piece, rows: Rows) -> None:
+    def _compute_piece(self, piece: Piece, rows: Rows) -> bool:
         try:
             reply = self._product(piece.ticket.call, rows)
         except VeilbaseError as exc:
-            self._fail(_job_of(piece), exc)
-            return
+            self._fail(_job_of(piece.ticket), exc)
+            return False
         self._deliver(piece, reply, is_shared=False)
+        return True
 
     def _deliver(self, piece: Piece, part: torch.Tensor, is_shared: bool) -> None:
         """Puts a piece's part of a product in its place; answers a request that is complete."""
-        job, num_rows = _job_of(piece), piece.ticket.num_rows
+        job, num_rows = _job_of(piece.ticket), piece.ticket.num_rows
         rows, reply = job.rows, job.reply
         if rows is None:
             return  # cancelled in the meantime
@@ -199,22 +217,18 @@ class Executor:
         if piece.is_last:
             self._finish(job, rows, reply)
 
-    def _compute_alone(self, job: Job) -> None:
-        rows = job.rows
-        if rows is None:
-            return
-        try:
-            reply = self._product(job.ticket.call, rows)
-        except VeilbaseError as exc:
-            self._fail(job, exc)
-            return
-        self._finish(job, rows, reply)
-
     def _finish(self, job: Job, rows: Rows, reply: torch.Tensor) -> None:
         job.drop()
         if self._completed is not None:
             self._completed(job.ticket.tenant, job.ticket.call, rows, reply)
         job.done(reply)
+
+    def _fail_all(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            try:
+                self._fail(_job_of(ticket), RemoteFault("the provider failed while computing"))
+            except Exception as exc:  # noqa: BLE001 - the others are to be told as well
+                _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
 
     def _fail(self, job: Job, error: VeilbaseError) -> None:
         """Answers with an error a job that was neither answered nor cancelled."""
@@ -224,8 +238,8 @@ class Executor:
             job.done(error)
 
 
-def _job_of(piece: Piece) -> Job:
-    job = piece.ticket.job
+def _job_of(ticket: Ticket) -> Job:
+    job = ticket.job
     if not isinstance(job, Job):
         raise TypeError("a ticket of another executor")
     return job
@@ -233,7 +247,7 @@ def _job_of(piece: Piece) -> Job:
 
 def _rows_of(piece: Piece) -> Rows | None:
     """The piece's rows; None where the request was cancelled."""
-    rows = _job_of(piece).rows
+    rows = _job_of(piece.ticket).rows
     if isinstance(rows, SeededRows):
         return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)
     return None if rows is None else rows[piece.first_row : piece.first_row + piece.num_rows]

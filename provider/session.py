@@ -227,20 +227,22 @@ class Session:
             self._answer(request, exc)
             return
 
+        request_class = self._class_of(header)
+        if (
+            request_class is RequestClass.DECODE
+            and 0 < header.rows <= INLINE_ROWS
+            and header.rows * header.cols * request.reply_cols <= INLINE_PRODUCTS
+        ):
+            outcome = self._executor.compute_here(self.tenant, call, rows)
+            if outcome is not None:
+                self._answer(request, outcome)
+                return
+
         def done(outcome: Outcome) -> None:
             self._answer(request, outcome)
 
-        job = Job(call, rows, self.tenant, self._class_of(header), request.expires_at, done)
-        request.job = job
-        if self._requests.get(header.request_id) is not request:
-            return  # the tenant went away between the last chunk and here
-        if (
-            job.ticket.request_class is RequestClass.DECODE
-            and header.rows <= INLINE_ROWS
-            and header.rows * header.cols * request.reply_cols <= INLINE_PRODUCTS
-        ):
-            self._executor.compute_here(job)
-        else:
+        job = request.job = Job(call, rows, self.tenant, request_class, request.expires_at, done)
+        if self._requests.get(header.request_id) is request:  # else the tenant went away since the last chunk
             self._executor.submit(job)
 
     def _class_of(self, header: Header) -> RequestClass:

@@ -52,7 +52,7 @@ class Policy:
     wait_share: float = 0.25
     slo_s: float | None = None
     starvation_s: Mapping[RequestClass, float] = field(
-        default_factory=lambda: {RequestClass.PREFILL: 0.5, RequestClass.FINETUNE: 2.0}
+        default_factory=lambda: {RequestClass.PREFILL: 0.05, RequestClass.FINETUNE: 0.2}
     )
     max_batch_rows: int = 4096
     max_batch_numbers: int = 1 << 24
@@ -76,19 +76,26 @@ class Scheduler:
         width_of: numbers in a row of a lane, on its wider side.
         """
         self._policy, self._latency, self._width_of = policy, latency, width_of
-        self._rings = {one: TenantRing(_QUANTUM_ROWS[one], weight_of) for one in RequestClass}
+        self._weight_of = weight_of
+        self._empty()
+
+    def _empty(self) -> None:
+        self._rings = {one: TenantRing(_QUANTUM_ROWS[one], self._weight_of) for one in RequestClass}
         self._lanes: dict[Call, dict[Ticket, None]] = {}
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
-        self._waiting: set[Ticket] = set()
-        """Held ones among `_held`, whose other entries are leftovers."""
+        self._lane_held: dict[Call, dict[Ticket, None]] = {}
+        """Those of `_held` that still are; its other entries are leftovers."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._served_s = dict.fromkeys(RequestClass, float("-inf"))
         self._decode_s = float("-inf")
 
+    def __bool__(self) -> bool:
+        return bool(self._lanes)
+
     def __len__(self) -> int:
-        return len(self._waiting) + sum(len(ring) for ring in self._rings.values())
+        return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
 
     # ---- in -------------------------------------------------------------------------------------------------------
 
@@ -104,10 +111,11 @@ class Scheduler:
         if hold_s <= 0:
             self._rings[self._ring_of(ticket)].add(ticket)
         else:
-            self._waiting.add(ticket)
+            self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
-        if self._waiting and len(tenants) >= len(self._active):  # nobody else could come
-            for one in [one for one in lane if one in self._waiting]:
+        held = self._lane_held.get(ticket.call)
+        if held and len(tenants) >= len(self._active):  # nobody else could come
+            for one in list(held):
                 self._release(one)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -115,10 +123,15 @@ class Scheduler:
         if ticket in self._lanes.get(ticket.call, {}):
             self._drop(ticket)
 
-    def finished(self, batch: Batch, seconds: float) -> None:
-        """A batch was computed."""
-        if batch.call.purpose is not Purpose.HINT:
-            self._latency.measured(batch.call, batch.num_rows, seconds)
+    def computed(self, batch: Batch, seconds: float) -> None:
+        """All rows of a batch were multiplied; batches that were not whole say nothing about how long rows take."""
+        self._latency.measured(batch.call, batch.num_rows, seconds)
+
+    def abandon(self) -> list[Ticket]:
+        """Empties the queue; what was in it."""
+        left = [ticket for lane in self._lanes.values() for ticket in lane]
+        self._empty()
+        return left
 
     # ---- out ------------------------------------------------------------------------------------------------------
 
@@ -143,8 +156,11 @@ class Scheduler:
         return self._held[0][0] if self._held else None
 
     def _skip_leftovers(self) -> None:
-        while self._held and self._held[0][2] not in self._waiting:
+        while self._held and not self._is_held(self._held[0][2]):
             heapq.heappop(self._held)
+
+    def _is_held(self, ticket: Ticket) -> bool:
+        return ticket in self._lane_held.get(ticket.call, ())
 
     # ---- which one ------------------------------------------------------------------------------------------------
 
@@ -238,7 +254,7 @@ class Scheduler:
             room -= pieces[-1].num_rows
 
     def _take_piece(self, ticket: Ticket, num_rows: int, now_s: float) -> Piece:
-        if ticket in self._waiting:
+        if self._is_held(ticket):
             self._release(ticket)
         piece = Piece(ticket, ticket.rows_taken, num_rows)
         ticket.rows_taken += num_rows
@@ -250,12 +266,18 @@ class Scheduler:
 
     def _release(self, ticket: Ticket) -> None:
         """Held no longer."""
-        self._waiting.discard(ticket)
+        self._let_go(ticket)
         self._rings[self._ring_of(ticket)].add(ticket)
 
+    def _let_go(self, ticket: Ticket) -> None:
+        held = self._lane_held[ticket.call]
+        del held[ticket]
+        if not held:
+            del self._lane_held[ticket.call]
+
     def _drop(self, ticket: Ticket) -> None:
-        if ticket in self._waiting:
-            self._waiting.discard(ticket)
+        if self._is_held(ticket):
+            self._let_go(ticket)
         else:
             self._rings[self._ring_of(ticket)].remove(ticket)
         lane, tenants = self._lanes[ticket.call], self._lane_tenants[ticket.call]

@@ -217,33 +217,73 @@ def test_nothing_is_held_afterwards(gate: Gate) -> None:
     assert [one for one in held if one() is not None] == []
 
 
-def test_small_work_is_done_where_it_came_while_nothing_else_is(core: ProviderCore) -> None:
-    threads: list[str] = []
+def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, core: ProviderCore) -> None:
+    rows = ring_rows(1)
+    assert gate.executor.compute_here("a", CALL, rows) is None  # a product is being made
+    gate.open()
+    assert isinstance(gate.blocker.get(), torch.Tensor)
+    assert isinstance(gate.submit(rows).get(), torch.Tensor)  # so that the thread has seen the end of the first
+    while (reply := gate.executor.compute_here("a", CALL, rows)) is None:
+        gate.submit(rows).get()
+    assert torch.equal(reply, core.compute(CALL, rows))
+    assert gate.recorded[-1][0] == "a"
+    call = Call(0, Direction.FORWARD, FLOAT)
+    assert isinstance(gate.executor.compute_here("a", call, torch.full((1, COLS), float("nan"))), InvalidTensor)
 
-    def product(call: Call, rows: Rows) -> torch.Tensor:
-        threads.append(threading.current_thread().name)
-        return core.compute(call, rows)
 
-    executor = Executor(product, Scheduler(Policy(), latency_model(core.served, profiled=False)))
-    answer = Answer()
-    executor.compute_here(Job(CALL, ring_rows(1), "a", RequestClass.DECODE, time.monotonic() + 60, answer.take))
-    answer.get()
-    executor.close()
-    assert threads == [threading.current_thread().name]
-
-
-def test_small_work_joins_the_queue_behind_a_product(gate: Gate) -> None:
-    answers = []
-    for number in range(6):
-        answer = Answer()
-        job = Job(CALL, ring_rows(1, number), f"t{number}", RequestClass.DECODE, time.monotonic() + 60, answer.take)
-        gate.executor.compute_here(job)
-        answers.append(answer)
+def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
+    answers = [gate.submit(ring_rows(1, n), tenant=f"t{n}", kind=RequestClass.DECODE) for n in range(6)]
     assert all(not answer.outcomes for answer in answers)
     gate.open()
     for answer in answers:
         assert isinstance(answer.get(), torch.Tensor)
     assert [count for call, count in gate.batches if call == CALL] == [6]
+
+
+def test_only_products_are_measured(core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a tenant that cancels, or sends what is refused, would teach the scheduler that rows cost nothing."""
+    gate = Gate(core, Policy(max_wait_s=0.0))
+    measured: list[int] = []
+    computed = gate.executor._scheduler.computed
+
+    def note(batch: Batch, seconds: float) -> None:
+        measured.append(batch.num_rows)
+        computed(batch, seconds)
+
+    monkeypatch.setattr(gate.executor._scheduler, "computed", note)
+    call = Call(0, Direction.FORWARD, FLOAT)
+    bad = gate.submit(torch.full((2000, COLS), float("nan")), call, "a")
+    late = gate.submit(ring_rows(2001), tenant="b", seconds=-1)
+    dropped = gate.submit(ring_rows(2002), Call(0, Direction.BACKWARD, RING), "c")
+    dropped.job.drop()  # as if cancelled after it was chosen
+    good = gate.submit(ring_rows(7), Call(2, Direction.FORWARD, RING), "d")
+    gate.open()
+    assert isinstance(bad.get(), InvalidTensor)
+    assert isinstance(late.get(), DeadlineExceeded)
+    assert isinstance(good.get(), torch.Tensor)
+    assert isinstance(gate.submit(ring_rows(5)).get(), torch.Tensor)
+    gate.executor.close()
+    assert sorted(measured) == [1, 5, 7]  # 1: what held the thread
+
+
+def test_a_scheduler_that_breaks_answers_everybody_and_goes_on(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = gate.executor._scheduler
+    next_batch, left = scheduler.next_batch, [1]
+
+    def broken(now_s: float) -> Batch | None:
+        if left:
+            left.pop()
+            raise KeyError("secret")
+        return next_batch(now_s)
+
+    answers = [gate.submit(ring_rows(2), tenant=name) for name in "ab"]
+    monkeypatch.setattr(scheduler, "next_batch", broken)
+    gate.open()
+    assert all(isinstance(answer.get(), RemoteFault) for answer in answers)
+    assert isinstance(gate.submit(ring_rows(3)).get(), torch.Tensor)
+    assert "secret" not in caplog.text
 
 
 def test_rows_of_nothing(gate: Gate) -> None:

@@ -135,6 +135,33 @@ def test_nothing_starves() -> None:
     assert longest <= 0.2 + 2 * policy.slo_s
 
 
+def test_a_flood_of_decode_leaves_others_a_share() -> None:
+    """Small requests without end, which count as decode, against one tenant's fine-tuning, with settings as shipped."""
+    queue = scheduler()
+    now, spent = 0.0, {"flood": 0.0, "tuner": 0.0}
+    while now < 20.0:
+        while len(queue) < 200:
+            queue.add(ticket("flood", 16, DECODE, OTHER, now), now)
+            queue.add(ticket("tuner", 512, FINETUNE, FORWARD, now), now)
+        batch = queue.next_batch(now)
+        seconds = 5e-4 + batch.num_rows * ROW_S
+        spent[batch.pieces[0].ticket.tenant] += seconds
+        now += seconds
+    assert spent["tuner"] > 0.2 * now
+
+
+def test_abandoned_requests_are_handed_back() -> None:
+    queue = scheduler()
+    tickets = [ticket("a", 1, DECODE), ticket("b", 100, FINETUNE, OTHER), ticket("a", 5000, call=BACKWARD)]
+    for one in tickets:
+        queue.add(one, 0.0)
+    assert set(queue.abandon()) == set(tickets)
+    assert not queue
+    assert queue.next_batch(100.0) is None
+    queue.add(ticket("a", 3), 100.0)
+    assert queue.next_batch(100.0).num_rows == 3
+
+
 def test_the_latency_target_cuts_large_requests() -> None:
     queue = scheduler(Policy(slo_s=0.005))
     queue.add(ticket("a", 1000, FINETUNE), 0.0)
@@ -286,7 +313,7 @@ def test_a_decision_takes_less_than_fifty_microseconds() -> None:
     while requests < 3000:
         began = time.perf_counter()
         batch = queue.next_batch(now)
-        queue.finished(batch, 1e-3)
+        queue.computed(batch, 1e-3)
         spent += time.perf_counter() - began
         done = [piece.ticket for piece in batch.pieces if piece.is_last]
         fresh = [ticket(next(names), one.num_rows, next(kinds), one.call, now) for one in done]
