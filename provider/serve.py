@@ -7,7 +7,6 @@ import logging
 import signal
 import socket
 import sys
-import threading
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
@@ -48,7 +47,7 @@ def serve(settings: ProviderSettings) -> None:
         core = _make_core(settings)
         server.start(core, _make_scheduler(settings, core))
         _announce(settings, server.port, state)
-        threading.Event().wait()
+        _wait_for_a_signal()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # one is enough; a second must not cut the stop short
@@ -59,6 +58,23 @@ def serve(settings: ProviderSettings) -> None:
 
 def _stop(number: int, _frame: object) -> None:
     sys.exit(0)
+
+
+def _wait_for_a_signal() -> None:
+    """Waits where a signal cannot be missed; `_stop` ends the wait.
+
+    A thread that is about to wait for a lock, but does not yet, is not woken by a signal that arrives just then: the
+    interpreter notes it and runs its handler only when the lock comes, which is never. What the interpreter writes to
+    a socket for each signal stays there until it is read.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    with reader, writer:
+        signal.set_wakeup_fd(writer.fileno())
+        try:
+            reader.recv(1)
+        finally:
+            signal.set_wakeup_fd(-1)
 
 
 def _share_one_heap() -> None:

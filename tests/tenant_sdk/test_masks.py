@@ -496,9 +496,11 @@ def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_pat
         for _ in range(5):
             assert relative(model(batch()).logits, want(batch()).logits) < MODEL_NOISE
     seeds = client._open().scheme._ledger.audit()  # type: ignore[attr-defined]
-    assert len(seeds) >= 2
     assert all(seed.used <= 50 for seed in seeds)
-    assert len({rows.seed for rows in watched.hints()}) == len(seeds)
+    # The pool reserves ahead: the hints of the newest seed may not have been asked for yet.
+    num_fetched = len({rows.seed for rows in watched.hints()})
+    assert num_fetched >= 2
+    assert num_fetched in (len(seeds) - 1, len(seeds))
     client.close()
     assert len(list((tmp_path / "cache" / "hints").iterdir())) == 1
 
