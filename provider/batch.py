@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from provider.executor import all_finite
+from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
+from provider.schedule.ticket import Batch, Piece, Ticket
 from provider.threads import use_one_core
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, VeilbaseError
 from wire.expand import Rows, SeededRows

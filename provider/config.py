@@ -11,10 +11,12 @@ import yaml
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
+from provider.schedule.quota import TenantLimits
 from wire.errors import ConfigurationError
 
 ENV_PREFIX = "VEILBASE_PROVIDER_"
 DEFAULT_STATE = Path("~/.veilbase/provider")
+_TENANT_OR_ALL = r"^(\*|[a-z0-9][a-z0-9._-]{0,62})$"
 _UserPath = Annotated[Path, BeforeValidator(lambda path: Path(path).expanduser())]
 
 
@@ -29,6 +31,7 @@ class ProviderSettings(BaseSettings):
         batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
         slo_ms: latency target of a decode request inside the provider.
         max_wait_ms: the longest that a request is held for company.
+        tenant_limits: by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -47,6 +50,7 @@ class ProviderSettings(BaseSettings):
     batching: Literal["opportunistic", "none", "lockstep"] = "opportunistic"
     slo_ms: float | None = Field(default=None, gt=0, le=60_000)
     max_wait_ms: float = Field(default=20.0, ge=0, le=60_000)
+    tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
 
     @classmethod
     def settings_customise_sources(

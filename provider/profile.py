@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -18,12 +19,18 @@ _MAX_PRODUCTS = 1 << 31
 """Multiplications in one measurement: an output head is profiled with fewer rows."""
 
 
-def make_scheduler(served: ServedModel, policy: Policy, profiled: bool = True) -> Scheduler:
-    """A scheduler for the products of one model; arguments as of `latency_model`."""
+def make_scheduler(
+    served: ServedModel,
+    policy: Policy,
+    profiled: bool = True,
+    weight_of: Callable[[str], float] = lambda tenant: 1.0,
+) -> Scheduler:
+    """A scheduler for the products of one model; other arguments as of `latency_model` and `Scheduler`."""
     groups = served.manifest.groups
     return Scheduler(
         policy,
         latency_model(served, profiled),
+        weight_of,
         width_of=lambda call: max(groups[call.group].in_features, groups[call.group].out_features),
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from provider.config import ProviderSettings
 
 if TYPE_CHECKING:
+    from provider.admission import Admission
     from provider.core import ProviderCore
     from provider.identity import StateDir
     from provider.schedule.scheduler import Scheduler
@@ -38,14 +39,16 @@ def serve(settings: ProviderSettings) -> None:
     _share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
-    from provider.service import Server  # here, not above: torch takes seconds to import
+    from provider.admission import Admission  # here, not above: torch takes seconds to import
+    from provider.service import Server
 
     state = _open_state(settings)
     server = Server(settings.host, settings.port, state)
     core = None
     try:
         core = _make_core(settings)
-        server.start(core, _make_scheduler(settings, core))
+        admission = Admission(settings.tenant_limits)
+        server.start(core, _make_scheduler(settings, core, admission), admission)
         _announce(settings, server.port, state)
         _wait_for_a_signal()
     finally:
@@ -128,7 +131,7 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
     return ProviderCore(served, recorder)
 
 
-def _make_scheduler(settings: ProviderSettings, core: ProviderCore) -> Scheduler:
+def _make_scheduler(settings: ProviderSettings, core: ProviderCore, admission: Admission) -> Scheduler:
     from provider.profile import make_scheduler
     from provider.schedule.scheduler import Policy
 
@@ -137,7 +140,7 @@ def _make_scheduler(settings: ProviderSettings, core: ProviderCore) -> Scheduler
         max_wait_s=settings.max_wait_ms / 1000,
         slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
     )
-    return make_scheduler(core.served, policy)
+    return make_scheduler(core.served, policy, weight_of=admission.weight_of)
 
 
 def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> None:

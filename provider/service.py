@@ -7,6 +7,7 @@ limit are refused by gRPC before they reach Python; the tensor path uses no prot
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from provider.admission import Admission
 from provider.batch import Executor
 from provider.core import LOCAL_TENANT, ProviderCore
 from provider.identity import StateDir, issue_server_certificate, peer_identity
@@ -27,13 +29,15 @@ from provider.session import SWEEP_S, Session
 from provider.stream import carry
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, WireCode
-from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
+from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES, Limits
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_CALLS_PER_TENANT = 8
 """Streams and downloads of one tenant at a time. Each holds a thread, and threads are for everybody."""
 _MAX_THREADS = 256
 _STOP_GRACE_S = 2.0
+_MOST_MANIFESTS = 16
+"""Kept ready, one for each set of limits."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -96,16 +100,19 @@ class _Gate:
 class ProviderService:
     """The three methods; thin, since `ProviderCore` and `Session` do the work."""
 
-    def __init__(self, core: ProviderCore, revocations: RevocationList | None, scheduler: Scheduler) -> None:
+    def __init__(
+        self, core: ProviderCore, revocations: RevocationList | None, scheduler: Scheduler, admission: Admission
+    ) -> None:
         """Args.
 
         revocations: None serves everybody as the local tenant.
         scheduler: new, and this service's alone.
+        admission: as `scheduler`.
         """
-        self._core = core
+        self._core, self._admission = core, admission
         self._gate = _Gate(revocations)
         self._executor = Executor(core.compute, scheduler, core.record)
-        self._manifest = core.manifest().to_bytes()
+        self._manifest_of = functools.lru_cache(_MOST_MANIFESTS)(self._make_manifest)
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._sessions: set[Session] = set()
@@ -124,9 +131,13 @@ class ProviderService:
         )
 
     def _send_manifest(self, request: bytes, context: Any) -> Iterator[bytes]:
-        self._enter(context)
-        for start in range(0, len(self._manifest), CHUNK_BYTES):
-            yield self._manifest[start : start + CHUNK_BYTES]
+        admission = self._admission.of(self._enter(context))
+        manifest = self._manifest_of(admission.announced(self._core.manifest().limits))
+        for start in range(0, len(manifest), CHUNK_BYTES):
+            yield manifest[start : start + CHUNK_BYTES]
+
+    def _make_manifest(self, limits: Limits) -> bytes:
+        return self._core.manifest().model_copy(update={"limits": limits}).to_bytes()
 
     def _send_file(self, request: bytes, context: Any) -> Iterator[bytes]:
         self._enter(context)
@@ -141,8 +152,11 @@ class ProviderService:
         if not self._occupy(access.tenant, context):
             # A status, not a frame: a tenant that never reads could hold this thread with a frame it does not take.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
-        limits = self._core.manifest().limits
-        session = Session(access.tenant, limits, self._core.check, self._executor, access.refusal, context.cancel)
+        admission = self._admission.of(access.tenant)
+        limits = admission.announced(self._core.manifest().limits)
+        session = Session(
+            access.tenant, limits, admission, self._core.check, self._executor, access.refusal, context.cancel
+        )
         with self._lock:
             self._sessions.add(session)
         if not context.add_callback(lambda: self._drop(session)):
@@ -152,10 +166,12 @@ class ProviderService:
         finally:
             self._drop(session)
 
-    def _enter(self, context: Any) -> None:
+    def _enter(self, context: Any) -> str:
+        """The tenant that calls; ends the RPC where it may not."""
         access = self._gate.admit(context)
         if not self._occupy(access.tenant, context):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
+        return access.tenant
 
     def _occupy(self, tenant: str, context: Any) -> bool:
         """Counts the call until it ends, whoever ends it."""
@@ -230,16 +246,17 @@ class Server:
             raise ConfigurationError(f"cannot listen on {address}: is it in use, or not an address of this machine?")
         return bound
 
-    def start(self, core: ProviderCore, scheduler: Scheduler | None = None) -> None:
+    def start(self, core: ProviderCore, scheduler: Scheduler | None = None, admission: Admission | None = None) -> None:
         """Begins to answer.
 
         Args:
             core: what is served.
             scheduler: None makes one of the default policy, without a profile.
+            admission: None limits no tenant.
         """
         scheduler = scheduler or make_scheduler(core.served, Policy(), profiled=False)
         revocations = None if self._state is None else RevocationList(self._state)
-        self._service = ProviderService(core, revocations, scheduler)
+        self._service = ProviderService(core, revocations, scheduler, admission or Admission())
         self._server.add_generic_rpc_handlers((self._service.handler(),))
         self._server.start()
 

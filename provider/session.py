@@ -12,6 +12,7 @@ small requests are computed where they are handed in, the rest by the executor's
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -20,8 +21,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from provider.admission import TenantAdmission
 from provider.batch import Executor, Job, Outcome
-from provider.schedule.ticket import RequestClass
+from provider.schedule.request_class import RequestClass
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -51,6 +53,8 @@ MAX_REQUESTS = 1 << 14
 """Requests in flight, and answers that wait to be sent: without it, empty requests would cost nothing and add up."""
 SWEEP_S = 2.0
 HANDSHAKE_S = 20.0
+_FULL_RETRY_S = 0.05
+"""Where room comes with the stream's own answers, whenever they do."""
 _END = object()
 _LOGGER = logging.getLogger(__name__)
 
@@ -65,9 +69,11 @@ class _Refused(Exception):
 class _Request:
     """A request that was admitted and not yet answered."""
 
-    def __init__(self, header: Header, reply_cols: int, held_bytes: int, expires_at: float) -> None:
+    def __init__(
+        self, header: Header, reply_cols: int, held_bytes: int, request_class: RequestClass, expires_at: float
+    ) -> None:
         self.header, self.reply_cols, self.held_bytes = header, reply_cols, held_bytes
-        self.expires_at = expires_at
+        self.request_class, self.expires_at = request_class, expires_at
         self.assembler: Assembler | None = Assembler(header)
         self.job: Job | None = None
         self.reply: torch.Tensor | None = None
@@ -80,6 +86,7 @@ class Session:
         self,
         tenant: str,
         limits: Limits,
+        admission: TenantAdmission,
         check: Callable[[Call, int], int],
         executor: Executor,
         refusal: Callable[[], WireCode | None],
@@ -88,7 +95,8 @@ class Session:
         """Args.
 
         tenant: name for the log and the recorder.
-        limits: enforced here.
+        limits: of this stream.
+        admission: the tenant's, shared by its streams.
         check: call and columns to the columns of the reply; raises `wire.errors`.
         executor: computes.
         refusal: why this tenant may not go on, or None; asked on every request.
@@ -97,7 +105,8 @@ class Session:
         `notify` may be set before the first message: it is called, in any thread, when there may be a frame to send.
         """
         self.tenant = tenant
-        self._limits, self._check, self._executor, self._refusal = limits, check, executor, refusal
+        self._limits, self._admission = limits, admission
+        self._check, self._executor, self._refusal = check, executor, refusal
         self._hang_up = hang_up
         self.notify: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
@@ -183,7 +192,7 @@ class Session:
         try:
             return self._admit(header, now)
         except VeilbaseError as exc:
-            self._put_error(header.request_id, code_of(exc))
+            self._put_error(header.request_id, exc)
             return None
 
     def _admit(self, header: Header, now: float) -> _Request:
@@ -200,10 +209,11 @@ class Session:
             raise LimitExceeded(f"expected a reply of at most {self._limits.max_tensor_bytes} bytes, got {reply_bytes}")
         held = header.total_bytes + reply_bytes
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
+        request = _Request(header, reply_cols, held, self._class_of(header, now), expires_at)
         with self._lock:
             if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
-                raise QuotaExceeded("too much in flight")
-            request = _Request(header, reply_cols, held, expires_at)
+                raise QuotaExceeded("too much in flight", _FULL_RETRY_S)
+            self._admission.admit(request.request_class, header.rows, held, now)
             self._requests[header.request_id] = request
             self._held_bytes += held
         return request
@@ -227,9 +237,8 @@ class Session:
             self._answer(request, exc)
             return
 
-        request_class = self._class_of(header)
         if (
-            request_class is RequestClass.DECODE
+            request.request_class is RequestClass.DECODE
             and 0 < header.rows <= INLINE_ROWS
             and header.rows * header.cols * request.reply_cols <= INLINE_PRODUCTS
         ):
@@ -241,20 +250,20 @@ class Session:
         def done(outcome: Outcome) -> None:
             self._answer(request, outcome)
 
-        job = request.job = Job(call, rows, self.tenant, request_class, request.expires_at, done)
+        job = request.job = Job(call, rows, self.tenant, request.request_class, request.expires_at, done)
         if self._requests.get(header.request_id) is request:  # else the tenant went away since the last chunk
             self._executor.submit(job)
 
-    def _class_of(self, header: Header) -> RequestClass:
+    def _class_of(self, header: Header, now: float) -> RequestClass:
         """By what a stream does: the provider is not told, and need not believe."""
         call = header.call
         if call.direction is Direction.BACKWARD:
-            self._trained_at = time.monotonic()
+            self._trained_at = now
         if call.direction is Direction.BACKWARD or call.purpose is Purpose.HINT:
             return RequestClass.FINETUNE
         if header.rows <= DECODE_ROWS:
             return RequestClass.DECODE
-        return RequestClass.FINETUNE if time.monotonic() - self._trained_at < TRAINING_S else RequestClass.PREFILL
+        return RequestClass.FINETUNE if now - self._trained_at < TRAINING_S else RequestClass.PREFILL
 
     def _answer(self, request: _Request, outcome: Outcome) -> None:
         number = request.header.request_id
@@ -262,7 +271,7 @@ class Session:
             return  # cancelled in the meantime
         if isinstance(outcome, VeilbaseError):
             self._forget(number)
-            self._put_error(number, code_of(outcome))
+            self._put_error(number, outcome)
         elif self._output.qsize() > MAX_REQUESTS:
             self._give_up()
         else:
@@ -275,6 +284,7 @@ class Session:
             if request is None:
                 return False
             self._held_bytes -= request.held_bytes
+        self._admission.release(request.header.rows, request.held_bytes)
         request.reply = None
         if request.job is not None:
             self._executor.cancel(request.job)
@@ -290,7 +300,7 @@ class Session:
             expired = [number for number, request in self._requests.items() if now >= request.expires_at]
         for number in expired:
             if self._forget(number):
-                self._put_error(number, WireCode.DEADLINE)
+                self._put_error(number, DeadlineExceeded("not answered in time"))
         code = self._refusal()
         if code is None and not self._greeted and now >= self._greet_by:
             code = WireCode.MALFORMED
@@ -358,11 +368,13 @@ class Session:
                 self._forget(asked.request_id)
             yield message
 
-    def _put_error(self, request_id: int, code: WireCode) -> None:
+    def _put_error(self, request_id: int, error: VeilbaseError) -> None:
         if self._output.qsize() > MAX_REQUESTS:
             self._give_up()
             return
-        self._put(Header(FrameType.ERROR, request_id, code=code).pack())
+        retry_s = error.retry_s if isinstance(error, QuotaExceeded) else 0.0
+        retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
+        self._put(Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack())
 
     def _give_up(self) -> None:
         """Ends a stream whose tenant asks and does not read."""

@@ -8,7 +8,7 @@
     ├── AccessError             who is asking
     │   ├── Unauthenticated     no certificate, or one this provider cannot accept
     │   ├── NotPermitted        revoked, or not allowed to do this
-    │   └── QuotaExceeded       too much in flight
+    │   └── QuotaExceeded       too much at once: in flight, or in a second
     ├── TransportError          the road between the two
     │   ├── DeadlineExceeded    no complete answer in time
     │   ├── Unavailable         the provider cannot be reached or went away
@@ -69,7 +69,12 @@ class NotPermitted(AccessError):
 
 
 class QuotaExceeded(AccessError):
-    """Too much in flight for one tenant."""
+    """Too much at once for one tenant."""
+
+    def __init__(self, text: str, retry_s: float = 0.0) -> None:
+        """Args: retry_s: after so many seconds the same request may pass; 0 where nobody can say."""
+        super().__init__(text)
+        self.retry_s = retry_s
 
 
 class TransportError(VeilbaseError):
@@ -153,8 +158,14 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
     WireCode.UNKNOWN_LAYER: (UnknownLayer, "this provider serves no such layer, direction or arithmetic"),
     WireCode.LIMIT: (LimitExceeded, "the request is larger than the limits in the manifest"),
     WireCode.UNAUTHENTICATED: (Unauthenticated, "the provider does not accept this certificate: enrol again"),
-    WireCode.NOT_PERMITTED: (NotPermitted, "the provider has revoked this identity: ask its operator for a new one"),
-    WireCode.QUOTA: (QuotaExceeded, "too many bytes in flight for one tenant: wait for answers first"),
+    WireCode.NOT_PERMITTED: (
+        NotPermitted,
+        "the provider has revoked this identity, or does not allow it this kind of work: ask its operator",
+    ),
+    WireCode.QUOTA: (
+        QuotaExceeded,
+        "more at once than this tenant may send: send less, or later",
+    ),
     WireCode.DEADLINE: (DeadlineExceeded, "the provider dropped the request: its deadline had passed"),
     WireCode.UNAVAILABLE: (Unavailable, "the provider is shutting down"),
     WireCode.VERSION: (VersionMismatch, "the provider speaks another protocol version: install matching releases"),
@@ -163,19 +174,21 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
 }
 
 
-def error_from_code(code: int, request_id: int) -> VeilbaseError:
+def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseError:
     """The local exception for an error frame.
 
     Args:
         code: the peer's number; an unknown one becomes `RemoteFault`.
         request_id: shown to the user, so that an operator can find the request in the provider's log.
+        retry_ms: of a frame with QUOTA.
 
     Returns:
         An exception of the tree above with this side's own text; nothing of the text comes from the peer.
     """
     known = code in WireCode._value2member_map_
     kind, text = _TABLE[WireCode(code) if known else WireCode.INTERNAL]
-    return kind(f"{text} (request {request_id})")
+    shown = f"{text} (request {request_id})"
+    return QuotaExceeded(shown, retry_ms / 1000) if kind is QuotaExceeded else kind(shown)
 
 
 def code_of(exc: BaseException) -> WireCode:

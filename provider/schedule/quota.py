@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 
-from provider.schedule.ticket import RequestClass
+from provider.schedule.request_class import RequestClass
+
+
+def _by_name(given: object) -> object:
+    if isinstance(given, (frozenset, set, list, tuple)):
+        names = {one.name.lower(): one for one in RequestClass}
+        classes = {one if isinstance(one, RequestClass) else names.get(str(one)) for one in given}
+        if classes and None not in classes:
+            return frozenset(classes)
+    raise ValueError(f"expected a list of {', '.join(one.name.lower() for one in RequestClass)}")
 
 
 class TenantLimits(BaseModel):
@@ -14,20 +24,21 @@ class TenantLimits(BaseModel):
 
     Attributes:
         weight: share of the executor beside other tenants.
-        rows_per_s, bytes_per_s: sustained; a burst of one second's worth passes at once.
+        rows_per_s, bytes_per_s: sustained, bytes of requests and replies; a burst of one second's worth passes at once.
         max_request_rows: in one request.
-        max_rows_in_flight: of all its requests that are not answered.
-        classes: of work that it may send.
+        max_rows_in_flight, max_in_flight_bytes: of all its requests that are not answered, on all its streams.
+        classes: of work that it may send, by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    weight: float = Field(default=1.0, gt=0, le=1000)
-    rows_per_s: float | None = Field(default=None, gt=0)
-    bytes_per_s: float | None = Field(default=None, gt=0)
+    weight: float = Field(default=1.0, ge=0.01, le=100)
+    rows_per_s: float | None = Field(default=None, ge=1)
+    bytes_per_s: ByteSize | None = Field(default=None, ge=1)
     max_request_rows: int | None = Field(default=None, ge=1)
     max_rows_in_flight: int | None = Field(default=None, ge=1)
-    classes: frozenset[RequestClass] = frozenset(RequestClass)
+    max_in_flight_bytes: ByteSize | None = Field(default=None, ge=8192)
+    classes: Annotated[frozenset[RequestClass], BeforeValidator(_by_name)] = frozenset(RequestClass)
 
 
 class TokenBucket:
@@ -52,30 +63,44 @@ class TokenBucket:
 
 
 class Quota:
-    """One tenant's buckets and rows in flight; not safe under threads."""
+    """One tenant's buckets, and what it has in flight; not safe under threads."""
 
     def __init__(self, limits: TenantLimits, now_s: float) -> None:
         """Args: limits: the operator's."""
         self.limits = limits
         self._rows, self._bytes = TokenBucket(limits.rows_per_s, now_s), TokenBucket(limits.bytes_per_s, now_s)
-        self._in_flight = 0
+        self._rows_in_flight = self._bytes_in_flight = 0
 
     def admit(self, num_rows: int, num_bytes: int, now_s: float) -> float:
-        """Takes a request in and returns 0, or leaves all as it was and returns the seconds to wait first."""
-        room = self.limits.max_rows_in_flight
-        if room is not None and self._in_flight > 0 and self._in_flight + num_rows > room:
+        """Takes a request in and returns 0, or leaves all as it was and returns the seconds to wait first.
+
+        Args:
+            num_rows: of the request.
+            num_bytes: of request and reply.
+            now_s: on any clock that does not go back.
+        """
+        if self._is_full(num_rows, num_bytes):
             return _FULL_RETRY_S
         wait_s = max(self._rows.retry_s(num_rows, now_s), self._bytes.retry_s(num_bytes, now_s))
         if wait_s > 0:
             return wait_s
         self._rows.take(num_rows)
         self._bytes.take(num_bytes)
-        self._in_flight += num_rows
+        self._rows_in_flight += num_rows
+        self._bytes_in_flight += num_bytes
         return 0.0
 
-    def released(self, num_rows: int) -> None:
+    def _is_full(self, num_rows: int, num_bytes: int) -> bool:
+        """A request that is larger than the room passes alone, or it never would."""
+        rows, most_bytes = self.limits.max_rows_in_flight, self.limits.max_in_flight_bytes
+        if rows is not None and self._rows_in_flight > 0 and self._rows_in_flight + num_rows > rows:
+            return True
+        return most_bytes is not None and self._bytes_in_flight > 0 and self._bytes_in_flight + num_bytes > most_bytes
+
+    def released(self, num_rows: int, num_bytes: int) -> None:
         """The request is answered, cancelled or lost."""
-        self._in_flight -= num_rows
+        self._rows_in_flight -= num_rows
+        self._bytes_in_flight -= num_bytes
 
 
 _FULL_RETRY_S = 0.05

@@ -19,7 +19,8 @@ from typing import Literal
 
 from provider.schedule.fairness import TenantRing
 from provider.schedule.latency import LatencyModel
-from provider.schedule.ticket import Batch, Piece, RequestClass, Ticket
+from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
 PolicyName = Literal["opportunistic", "none", "lockstep"]

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 
+from provider.schedule.request_class import RequestClass
 from wire.frame import Call
-
-
-class RequestClass(IntEnum):
-    """Kinds of work, the most urgent first; the operator may forbid a tenant any of them."""
-
-    DECODE = 0
-    PREFILL = 1
-    FINETUNE = 2
 
 
 @dataclass(slots=True, eq=False)

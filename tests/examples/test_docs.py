@@ -19,6 +19,7 @@ from noise.params import PARAMETERS
 from noise.registry import MASKS
 from provider.cli import app as provider_app
 from provider.config import ProviderSettings, load_settings
+from provider.schedule.quota import TenantLimits
 from tenant_sdk.cli import app as tenant_app
 from tests.examples.conftest import ROOT
 from wire import frame, ring
@@ -133,7 +134,12 @@ def test_settings_of_operations_md(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     page = ROOT / "docs/operations.md"
     variables = set(re.findall(r"`VEILBASE_PROVIDER_([A-Z_]+)`", page.read_text()))
     assert {name.lower() for name in variables if name} == set(ProviderSettings.model_fields)
-    (text,) = blocks(page, "yaml")
+    text, limits = blocks(page, "yaml")
+    (tmp_path / "limits.yaml").write_text(limits)
+    assert load_settings({}, tmp_path / "limits.yaml").tenant_limits["acme"].weight == 2
+    named = {key for one in yaml.safe_load(limits)["tenant_limits"].values() for key in one}
+    assert named == set(TenantLimits.model_fields)
+    assert all(f"`{name}`" in page.read_text() for name in named)
     (tmp_path / "provider.yaml").write_text(text)
     settings = load_settings({"port": 1}, tmp_path / "provider.yaml")
     assert settings.model_dump(mode="json", include=set(yaml.safe_load(text))) == {**yaml.safe_load(text), "port": 1}

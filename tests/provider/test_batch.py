@@ -16,8 +16,9 @@ from provider.batch import Executor, Job, Outcome
 from provider.core import ProviderCore
 from provider.embedded import make_core
 from provider.profile import latency_model
+from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Policy, Scheduler
-from provider.schedule.ticket import Batch, RequestClass
+from provider.schedule.ticket import Batch
 from tests.conftest import make_tiny
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.expand import Rows, SeededRows

@@ -14,11 +14,14 @@ import torch
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
+from provider.admission import Admission
 from provider.config import is_loopback, load_settings
 from provider.core import ProviderCore
 from provider.embedded import make_core
 from provider.models import LoadedModel, resolve
 from provider.record import Recorder
+from provider.schedule.quota import TenantLimits
+from provider.schedule.request_class import RequestClass
 from provider.weights import serve_model
 from tests.conftest import make_tiny, tiny_config
 from wire.errors import ConfigurationError, UnknownLayer
@@ -214,6 +217,28 @@ def test_flags_win_over_environment_and_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("VEILBASE_PROVIDER_MODEL", "environment")
     settings = load_settings({"model": "flag", "port": None}, path)
     assert (settings.model, settings.port, settings.weights, settings.record_limit) == ("flag", 2, "native", 2 << 20)
+
+
+def test_tenants_limits_come_from_the_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "provider.yaml"
+    path.write_text("tenant_limits:\n  '*': {rows_per_s: 10, classes: [decode]}\n  acme: {max_in_flight_bytes: 1MiB}\n")
+    admission = Admission(load_settings({}, path).tenant_limits)
+    assert admission.of("acme").limits == TenantLimits.model_validate({"max_in_flight_bytes": 1 << 20})
+    assert admission.of("other").limits == TenantLimits(rows_per_s=10, classes=frozenset({RequestClass.DECODE}))
+    monkeypatch.setenv("VEILBASE_PROVIDER_TENANT_LIMITS", '{"acme": {"weight": 3}}')
+    assert Admission(load_settings({}).tenant_limits).weight_of("acme") == 3
+    assert Admission(load_settings({}).tenant_limits).weight_of("other") == 1
+
+
+@pytest.mark.parametrize(
+    "limits", ["{Acme: {weight: 1}}", "{acme: {weight: 0}}", "{acme: {classes: [all]}}", "{acme: {rows: 1}}", "3"]
+)
+def test_tenants_limits_that_are_none(tmp_path: Path, limits: str) -> None:
+    path = tmp_path / "provider.yaml"
+    path.write_text(f"tenant_limits: {limits}\n")
+    with pytest.raises(ConfigurationError, match="tenant_limits") as caught:
+        load_settings({}, path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["port: 70000\n", "no_such: 1\n", "weights: fp8\n", "- a\n", "a: [\n", "threads: 0\n"])

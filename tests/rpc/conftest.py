@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from provider.admission import Admission
 from provider.core import ProviderCore
 from provider.identity import StateDir
 from provider.models import load, resolve
@@ -58,13 +59,13 @@ def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[ProviderCore], Provider]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
     running: list[Provider] = []
 
-    def run(core: ProviderCore) -> Provider:
+    def run(core: ProviderCore, admission: Admission | None = None) -> Provider:
         state = StateDir(tmp_path / f"state{len(running)}")
         server = Server("127.0.0.1", 0, state)
-        server.start(core)
+        server.start(core, admission=admission)
         running.append(Provider(state, server, core, tmp_path / f"tenants{len(running)}"))
         return running[-1]
 

@@ -47,6 +47,9 @@ def assert_served(connection: Connection, core: ProviderCore) -> None:
     assert torch.equal(ask(connection, rows), core.compute(CALL, rows))
 
 
+_NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+
+
 class RawStream:
     """A client that sends whatever bytes it likes."""
 
@@ -72,9 +75,12 @@ class RawStream:
     def receive(self) -> Header:
         return frame.parse(next(self.call))[0]
 
-    def expect_error(self, request_id: int, code: WireCode) -> None:
+    def expect_error(self, request_id: int, code: WireCode) -> Header:
         header = self.receive()
         assert (header.kind, header.request_id, WireCode(header.code)) == (FrameType.ERROR, request_id, code)
+        assert (header.call, header.rows, header.cols, header.offset, header.total_bytes) == (_NO_CALL, 0, 0, 0, 0)
+        assert code is WireCode.QUOTA or header.deadline_ms == 0
+        return header
 
     def expect_end(self) -> None:
         with pytest.raises(StopIteration):

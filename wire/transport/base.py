@@ -76,7 +76,8 @@ class Connection(Protocol):
 
         Args:
             call: which product.
-            rows: shape (num_rows, features), the call's dtype, CPU; `SeededRows` where the purpose is HINT.
+            rows: shape (num_rows, features), the call's dtype, CPU; `SeededRows` where the purpose is HINT. They must
+                not change until `result` has returned: what is sent again after a refusal is the same bytes.
             reply_cols: features of the reply.
 
         Raises:

@@ -2,7 +2,8 @@
 
 Guarantees: replies are matched by request id in any order; every request ends by its own deadline; a reply is checked
 against what was asked before it is allocated; a forked child is refused. After a broken stream the next request opens
-a new one; what was pending fails with one error and is never re-sent by itself (a re-send could reuse a mask). Nothing
+a new one; what was pending fails with one error and is never re-sent by itself (a re-send could reuse a mask); what was
+refused because it came too early is sent again, later, as the same bytes (wire/transport/patience.py). Nothing
 is sent on a stream before the provider at its other end has been seen to serve the weights of the first manifest.
 """
 
@@ -45,6 +46,7 @@ from wire.manifest import Manifest, parse_manifest
 from wire.transport.base import Pending, Traffic
 from wire.transport.grpc_stream import open_stream
 from wire.transport.multiplex import Multiplexer
+from wire.transport.patience import PatientRequest
 
 STREAM_METHOD = "/veilbase.v1.Provider/Stream"
 MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
@@ -218,7 +220,7 @@ class GrpcConnection:
         stream = self._compared
         if stream is None or not stream.is_usable():
             stream = self._open_stream()
-        return stream.submit(call, rows, self._request_cols(call, rows), reply_cols)
+        return PatientRequest(stream, call, rows, self._request_cols(call, rows), reply_cols)
 
     def _request_cols(self, call: Call, rows: Rows) -> int:
         """A seed does not say how many numbers its rows have: the manifest does."""

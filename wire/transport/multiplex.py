@@ -297,7 +297,7 @@ class Multiplexer:
             raise MalformedFrame("the provider sent a frame that only tenants send")
 
     def _take_error(self, header: Header) -> None:
-        error = error_from_code(header.code, header.request_id)
+        error = error_from_code(header.code, header.request_id, header.deadline_ms)
         if header.request_id == 0:  # about the stream, not about one request
             raise error
         request = self._forget(header.request_id)

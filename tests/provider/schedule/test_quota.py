@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from provider.schedule.quota import Quota, TenantLimits
+from provider.schedule.request_class import RequestClass
 
 
 def test_no_limits_by_default() -> None:
@@ -37,7 +38,7 @@ def test_rows_in_flight() -> None:
     quota = Quota(TenantLimits(max_rows_in_flight=10), 0.0)
     assert quota.admit(50, 0, 0.0) == 0.0  # alone, else it never would
     assert quota.admit(1, 0, 0.0) > 0
-    quota.released(50)
+    quota.released(50, 0)
     assert quota.admit(10, 0, 0.0) == 0.0
     assert quota.admit(1, 0, 0.0) > 0
 
@@ -49,7 +50,30 @@ def test_a_refused_request_takes_nothing() -> None:
     assert quota.admit(1, 50, 0.01) == 0.0
 
 
-@pytest.mark.parametrize("wrong", [{"weight": 0}, {"rows_per_s": -1}, {"classes": [7]}, {"unknown": 1}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight": 0},
+        {"rows_per_s": -1},
+        {"classes": [7]},
+        {"classes": []},
+        {"classes": ["decode", "other"]},
+        {"unknown": 1},
+    ],
+)
 def test_settings_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         TenantLimits.model_validate(wrong)
+
+
+def test_bytes_in_flight() -> None:
+    quota = Quota(TenantLimits.model_validate({"max_in_flight_bytes": "1MiB"}), 0.0)
+    assert quota.admit(1, 1 << 20, 0.0) == 0.0
+    assert quota.admit(1, 1, 0.0) > 0
+    quota.released(1, 1 << 20)
+    assert quota.admit(1, 1 << 19, 0.0) == 0.0
+
+
+def test_classes_by_name() -> None:
+    limits = TenantLimits.model_validate({"classes": ["decode", "prefill"]})
+    assert limits.classes == {RequestClass.DECODE, RequestClass.PREFILL}

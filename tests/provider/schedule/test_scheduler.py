@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from provider.schedule.latency import LatencyModel
+from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Policy, Scheduler
-from provider.schedule.ticket import Batch, RequestClass, Ticket
+from provider.schedule.ticket import Batch, Ticket
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
 FORWARD = Call(0, Direction.FORWARD, Arithmetic.RING)

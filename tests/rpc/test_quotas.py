@@ -1,0 +1,234 @@
+"""What one tenant may have at once, over the wire: refusals with a time, and a client that comes back later."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from provider.admission import EVERYBODY, Admission
+from provider.core import ProviderCore
+from provider.schedule.quota import TenantLimits
+from tests.rpc.conftest import LIMITS, Provider
+from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from wire import frame
+from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
+from wire.expand import Rows
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
+from wire.transport import patience
+from wire.transport.patience import MAX_RETRY_S, MAX_WAIT_S, PatientRequest, with_jitter
+
+StartWith = Callable[..., Provider]
+
+
+def start_with(start: StartWith, core: ProviderCore, name: str = "acme", **limits: object) -> Provider:
+    return start(core, Admission({name: TenantLimits.model_validate(limits)}))
+
+
+@pytest.fixture
+def streams() -> Iterator[list[RawStream]]:
+    opened: list[RawStream] = []
+    yield opened
+    for stream in opened:
+        stream.close()
+
+
+# ---- the provider ---------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_says_when_to_come_again(start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]) -> None:
+    provider = start_with(start, tiny_core, rows_per_s=100)
+    streams.append(stream := RawStream(provider, "acme"))
+    stream.send(*stream.request(1, ring_rows(400)))  # on credit: 300 rows, three seconds
+    assert stream.receive().kind is FrameType.REPLY
+    stream.send(*stream.request(2, ring_rows(50)))
+    assert 3000 <= stream.expect_error(2, WireCode.QUOTA).deadline_ms <= 3500
+    assert_served(provider.connect("another"), tiny_core)
+
+
+def test_a_quota_is_one_for_all_streams_and_for_the_next_visit(
+    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]
+) -> None:
+    provider = start_with(start, tiny_core, rows_per_s=100)
+    for number in (1, 2):
+        streams.append(stream := RawStream(provider, "acme"))
+        stream.send(*stream.request(1, ring_rows(3000)))
+        if number == 1:
+            assert stream.receive().kind is FrameType.REPLY
+            stream.close()
+        else:
+            stream.expect_error(1, WireCode.QUOTA)
+
+
+@pytest.mark.parametrize("limit", [{"max_rows_in_flight": 5000}, {"max_in_flight_bytes": "2MiB"}])
+def test_what_is_in_flight_counts_over_all_streams(
+    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream], limit: dict[str, object]
+) -> None:
+    provider = start_with(start, tiny_core, **limit)
+    streams += [RawStream(provider, "acme") for _ in range(2)]
+    half = ring_rows(4096)  # 0.5 MiB in, 1 MiB out
+    incomplete = streams[0].request(1, half)[0][: frame.HEADER_BYTES + 4]  # holds its place until the rest comes
+    streams[0].send(incomplete, *streams[0].request(2, ring_rows(1)))
+    assert streams[0].receive().request_id == 2
+    streams[1].send(*streams[1].request(1, half))
+    assert 0 < streams[1].expect_error(1, WireCode.QUOTA).deadline_ms <= 1000
+    streams[0].send(Header(FrameType.CANCEL, 1).pack(), *streams[0].request(3, ring_rows(1)))
+    assert streams[0].receive().request_id == 3
+    streams[1].send(*streams[1].request(2, half))
+    assert streams[1].receive().request_id == 2
+
+
+def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, tiny_core: ProviderCore) -> None:
+    admission = Admission({"acme": TenantLimits(max_rows_in_flight=5000)})
+    provider = start(tiny_core, admission)
+    stream = RawStream(provider, "acme")
+    stream.send(stream.request(1, ring_rows(4096))[0][: frame.HEADER_BYTES + 4])
+    stream.send(*stream.request(2, ring_rows(1)))
+    assert stream.receive().request_id == 2
+    stream.close()
+    give_up_at = time.monotonic() + 20
+    while time.monotonic() < give_up_at:
+        quota = admission.of("acme")._quota
+        assert quota is not None
+        if quota._rows_in_flight == quota._bytes_in_flight == 0:
+            return
+        time.sleep(0.01)
+    pytest.fail("rows of a tenant that went away still count")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "num_rows", "direction"),
+    [
+        ("prefill,finetune", 1, Direction.FORWARD),
+        ("decode,finetune", 100, Direction.FORWARD),
+        ("decode,prefill", 1, Direction.BACKWARD),
+    ],
+)
+def test_classes_that_the_operator_does_not_allow(
+    start: StartWith, tiny_core: ProviderCore, allowed: str, num_rows: int, direction: Direction
+) -> None:
+    provider = start_with(start, tiny_core, EVERYBODY, classes=allowed.split(","))
+    connection = provider.connect()
+    call = Call(0, direction, Arithmetic.RING)
+    cols, reply_cols = (COLS, REPLY_COLS) if direction is Direction.FORWARD else (REPLY_COLS, COLS)
+    with pytest.raises(NotPermitted, match="does not allow it this kind of work"):
+        ask(connection, ring_rows(num_rows, cols), call, reply_cols)
+    other = 100 if num_rows == 1 else 1  # the stream goes on
+    if direction is Direction.FORWARD:
+        assert ask(connection, ring_rows(other)).shape == (other, REPLY_COLS)
+
+
+def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_core: ProviderCore) -> None:
+    provider = start_with(start, tiny_core, max_request_rows=100, max_in_flight_bytes="1MiB")
+    connection = provider.connect()
+    announced = connection.manifest().limits
+    assert (announced.max_rows, announced.max_in_flight_bytes) == (100, 1 << 20)
+    assert announced.max_tensor_bytes == LIMITS.max_tensor_bytes
+    assert provider.connect("another").manifest().limits == LIMITS
+    with pytest.raises(LimitExceeded):
+        ask(connection, ring_rows(101))
+    assert ask(connection, ring_rows(100)).shape == (100, REPLY_COLS)
+
+
+# ---- the client -----------------------------------------------------------------------------------------------------
+
+
+def test_the_client_waits_and_gets_every_answer(start: StartWith, tiny_core: ProviderCore) -> None:
+    provider = start_with(start, tiny_core, rows_per_s=400)
+    connection = provider.connect()
+    rows = [ring_rows(100) for _ in range(10)]  # 400 pass at once, 600 take a second and a half
+    began = time.monotonic()
+    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows]
+    for one, x in zip(pending, rows, strict=True):
+        assert torch.equal(one.result(), tiny_core.compute(CALL, x))
+    assert 1.4 <= time.monotonic() - began <= 15
+
+
+def test_threads_of_one_tenant_share_its_quota(start: StartWith, tiny_core: ProviderCore) -> None:
+    provider = start_with(start, tiny_core, rows_per_s=500)
+    connection = provider.connect()
+    right: list[bool] = []
+
+    def work() -> None:
+        for _ in range(4):
+            x = ring_rows(50)
+            right.append(torch.equal(ask(connection, x), tiny_core.compute(CALL, x)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(60)
+    assert right == [True] * 16
+
+
+class Refusing:
+    """A `Multiplexer` that refuses the first few tries, and keeps what it was given."""
+
+    def __init__(self, *errors: VeilbaseError) -> None:
+        self.errors, self.given = list(errors), []  # type: tuple[list[VeilbaseError], list[Any]]
+
+    def submit(self, call: Call, rows: Rows, cols: int, reply_cols: int) -> Refusing:
+        self.given.append((call, rows, cols, reply_cols))
+        return self
+
+    def result(self) -> torch.Tensor:
+        if self.errors:
+            raise self.errors.pop(0)
+        return torch.ones(1)
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    times: list[float] = []
+    monkeypatch.setattr(patience.time, "sleep", times.append)
+    return times
+
+
+def patient(stream: Refusing, rows: torch.Tensor) -> PatientRequest:
+    return PatientRequest(stream, CALL, rows, COLS, REPLY_COLS)  # type: ignore[arg-type]
+
+
+def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(slept: list[float]) -> None:
+    stream, rows = Refusing(QuotaExceeded("no", 0.5), QuotaExceeded("no", 2.0)), ring_rows(3)
+    assert torch.equal(patient(stream, rows).result(), torch.ones(1))
+    assert len(stream.given) == 3
+    assert all(given[1] is rows for given in stream.given)
+    assert [given for given in stream.given if given != stream.given[0]] == []
+    assert 0.5 <= slept[0] <= 0.625
+    assert 2.0 <= slept[1] <= 2.5
+
+
+@pytest.mark.parametrize("retry_s", [0.0, MAX_RETRY_S + 0.001, 3600.0])
+def test_a_refusal_without_a_time_or_with_a_long_one_is_final(slept: list[float], retry_s: float) -> None:
+    stream = Refusing(QuotaExceeded("no", retry_s))
+    with pytest.raises(QuotaExceeded):
+        patient(stream, ring_rows(3)).result()
+    assert slept == []
+    assert len(stream.given) == 1
+
+
+def test_other_errors_are_never_sent_again(slept: list[float]) -> None:
+    stream = Refusing(RemoteFault("broken"))
+    with pytest.raises(RemoteFault):
+        patient(stream, ring_rows(3)).result()
+    assert len(stream.given) == 1
+
+
+@pytest.mark.parametrize("retry_s", [0.000001, 1.0, MAX_RETRY_S])
+def test_a_provider_cannot_hold_a_tenant_for_ever(slept: list[float], retry_s: float) -> None:
+    stream = Refusing(*(QuotaExceeded("no", retry_s) for _ in range(100_000)))
+    with pytest.raises(QuotaExceeded):
+        patient(stream, ring_rows(3)).result()
+    assert MAX_WAIT_S - 1.25 * MAX_RETRY_S <= sum(slept) <= MAX_WAIT_S
+    assert len(slept) <= 350
+
+
+def test_jitter_spreads() -> None:
+    drawn = [with_jitter(1.0) for _ in range(200)]
+    assert min(drawn) >= 1.0
+    assert max(drawn) <= 1.25
+    assert max(drawn) - min(drawn) > 0.1
