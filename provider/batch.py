@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from provider.executor import all_finite
+from provider.operations.meter import Meter
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece, Ticket
@@ -59,14 +60,24 @@ class Job:
 class Executor:
     """One thread that computes; requests small enough may be computed by who brings them, while nothing waits."""
 
-    def __init__(self, product: Product, scheduler: Scheduler, completed: Completed | None = None) -> None:
+    def __init__(
+        self,
+        product: Product,
+        scheduler: Scheduler,
+        completed: Completed | None = None,
+        meter: Meter | None = None,
+        charge: Callable[[str, float], None] = lambda tenant, seconds: None,
+    ) -> None:
         """Args.
 
         product: makes one.
         scheduler: says which; used under this object's lock alone.
         completed: told of every request that was answered with a tensor.
+        meter: told of every product.
+        charge: told a tenant's share of every product's seconds.
         """
         self._product, self._scheduler, self._completed = product, scheduler, completed
+        self._meter, self._charge = meter or Meter(), charge
         self._changed = threading.Condition()
         self._inline = threading.Lock()
         """Held by the one thread that computes a small request itself."""
@@ -92,6 +103,7 @@ class Executor:
         """
         if self._is_busy or self._scheduler or not self._inline.acquire(blocking=False):
             return None  # looked at without the lock: what is chosen wrongly now and then is answered all the same
+        began = time.perf_counter()
         try:
             use_one_core()
             reply = self._product(call, rows)
@@ -99,6 +111,8 @@ class Executor:
             return exc
         finally:
             self._inline.release()
+        self._meter.inline()
+        self._charge(tenant, time.perf_counter() - began)
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
         return reply
@@ -108,6 +122,11 @@ class Executor:
         with self._changed:
             self._scheduler.cancel(job.ticket)
         job.drop()
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        with self._changed:
+            return len(self._scheduler)
 
     def close(self) -> None:
         """Ends the thread after the batch that it is on."""
@@ -132,7 +151,7 @@ class Executor:
             batch = None  # or the last reply's memory would be held until the next request
 
     def _run_batch(self, batch: Batch) -> None:
-        began, is_whole = time.perf_counter(), False
+        began_s, began, is_whole = time.monotonic(), time.perf_counter(), False
         try:
             is_whole = self._compute(batch)
         except Exception as exc:  # noqa: BLE001 - as above
@@ -143,6 +162,9 @@ class Executor:
             self._is_busy = False
             if is_whole:
                 self._scheduler.computed(batch, seconds)
+        self._meter.batch(batch, began_s, seconds)
+        for piece in batch.pieces:
+            self._charge(piece.ticket.tenant, seconds * piece.num_rows / batch.num_rows)
 
     def _next_batch(self) -> Batch | None:
         with self._changed:

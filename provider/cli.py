@@ -1,8 +1,9 @@
-"""The `provider` command: serve, enroll, revoke, tenants."""
+"""The `provider` command: serve, enroll, revoke, tenants, status, usage."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import json
 import os
 import sys
 from datetime import UTC, datetime
@@ -57,17 +58,27 @@ def serve(
     max_wait_ms: Annotated[
         float | None, typer.Option(help="The longest that a request waits for company.", show_default="20")
     ] = None,
+    drain_s: Annotated[
+        float | None, typer.Option(help="At the end: time for what is in flight.", show_default="10")
+    ] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Loopback port of Prometheus' metrics; 0 picks.")] = None,
+    health_port: Annotated[int | None, typer.Option(help="Loopback port of gRPC's health service; 0 picks.")] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None, typer.Option(help="Of the log on stderr.", show_default="text")
+    ] = None,
 ) -> None:
     """Serve a model; prints `ready URL` when it answers."""
     flags = {name: value for name, value in locals().items() if name != "config"}
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs
     # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     from provider.config import load_settings
+    from provider.operations.logs import configure
     from provider.serve import serve as run
 
-    run(load_settings(flags, config))
+    settings = load_settings(flags, config)
+    configure(settings.log_format)
+    run(settings)
 
 
 @app.command()
@@ -113,6 +124,32 @@ def tenants(state: _State = None) -> None:
     for record in registered(StateDir(_state_path(state), create=False)):
         status = "revoked" if record.revoked_at else "active" if record.is_live(now) else "expired"
         typer.echo(f"{record.name:<24} {status:<8} {record.not_after:%Y-%m-%d} {record.serial}")
+
+
+@app.command()
+def status(
+    state: _State = None,
+    watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.1)] = None,
+    check: Annotated[bool, typer.Option("--check", help="Print nothing; exit 0 where a provider answers.")] = False,
+) -> None:
+    """Show what the provider that runs with this state directory is doing."""
+    from provider.operations import status as table
+
+    path = _state_path(state)
+    if check:
+        table.look(path)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            table.show(path, watch)
+
+
+@app.command()
+def usage(state: _State = None) -> None:
+    """Print each tenant's totals as JSON: requests and rows by class, bytes, seconds of the executor, errors."""
+    from provider.operations.usage import FILE_NAME, read_usage
+
+    totals = read_usage(_state_path(state) / FILE_NAME)
+    typer.echo(json.dumps({name: total.model_dump() for name, total in sorted(totals.items())}, indent=1))
 
 
 def _state_path(state: Path | None) -> Path:

@@ -31,6 +31,10 @@ class ProviderSettings(BaseSettings):
         batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
         slo_ms: latency target of a decode request inside the provider.
         max_wait_ms: the longest that a request is held for company.
+        drain_s: at the end, so long, what is in flight is answered while new work is refused.
+        metrics_port: loopback port of Prometheus' metrics; 0 picks one, None opens none.
+        health_port: the same for gRPC's health service.
+        log_format: `json` writes an object a line.
         tenant_limits: by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
     """
 
@@ -50,6 +54,10 @@ class ProviderSettings(BaseSettings):
     batching: Literal["opportunistic", "none", "lockstep"] = "opportunistic"
     slo_ms: float | None = Field(default=None, gt=0, le=60_000)
     max_wait_ms: float = Field(default=20.0, ge=0, le=60_000)
+    drain_s: float = Field(default=10.0, ge=0, le=3600)
+    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
+    health_port: int | None = Field(default=None, ge=0, le=65_535)
+    log_format: Literal["text", "json"] = "text"
     tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
 
     @classmethod

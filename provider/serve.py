@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from provider.admission import Admission
     from provider.core import ProviderCore
     from provider.identity import StateDir
+    from provider.operations.monitor import Monitor
     from provider.schedule.scheduler import Scheduler
+    from provider.service import ProviderService, Server
 
 ENDPOINT_FILE = "endpoint"
 """In the state directory: where the last `serve` could be reached, for `enroll`."""
@@ -30,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def serve(settings: ProviderSettings) -> None:
-    """Serves until SIGTERM or SIGINT.
+    """Serves until SIGTERM or SIGINT, then drains; SIGHUP renews the server's certificate.
 
     Raises:
         ConfigurationError, AccessError: what the operator has to change.
@@ -39,22 +41,32 @@ def serve(settings: ProviderSettings) -> None:
     _share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees it
     from provider.admission import Admission  # here, not above: torch takes seconds to import
+    from provider.operations.usage import FILE_NAME, UsageBook
     from provider.service import Server
 
     state = _open_state(settings)
+    usage = UsageBook(None if state is None else state.path / FILE_NAME)
     server = Server(settings.host, settings.port, state)
-    core = None
+    core = monitor = None
     try:
         core = _make_core(settings)
         admission = Admission(settings.tenant_limits)
-        server.start(core, _make_scheduler(settings, core, admission), admission)
+        service = server.start(core, _make_scheduler(settings, core, admission), admission, usage)
+        monitor = _make_monitor(settings, service, state)
+        usage.keep_saving()
         _announce(settings, server.port, state)
-        _wait_for_a_signal()
+        _wait_for_the_end(server)
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # one is enough; a second must not cut the stop short
-        server.stop()
+        if monitor is not None:
+            monitor.not_serving()
+        server.stop(settings.drain_s)
+        usage.close()
+        if monitor is not None:
+            monitor.close()
         if core is not None:
             core.close()
 
@@ -63,19 +75,22 @@ def _stop(number: int, _frame: object) -> None:
     sys.exit(0)
 
 
-def _wait_for_a_signal() -> None:
+def _wait_for_the_end(server: Server) -> None:
     """Waits where a signal cannot be missed; `_stop` ends the wait.
 
     A thread that is about to wait for a lock, but does not yet, is not woken by a signal that arrives just then: the
     interpreter notes it and runs its handler only when the lock comes, which is never. What the interpreter writes to
-    a socket for each signal stays there until it is read.
+    a socket for each signal, its number, stays there until it is read.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     with reader, writer:
         signal.set_wakeup_fd(writer.fileno())
         try:
-            reader.recv(1)
+            while True:
+                if signal.SIGHUP in reader.recv(64):
+                    server.renew_certificate()
+                    _LOGGER.info("SIGHUP: the next connection gets a new certificate")
         finally:
             signal.set_wakeup_fd(-1)
 
@@ -141,6 +156,23 @@ def _make_scheduler(settings: ProviderSettings, core: ProviderCore, admission: A
         slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
     )
     return make_scheduler(core.served, policy, weight_of=admission.weight_of)
+
+
+def _make_monitor(settings: ProviderSettings, service: ProviderService, state: StateDir | None) -> Monitor:
+    from provider.operations.metrics import ProviderCollector, registry
+    from provider.operations.monitor import Monitor
+
+    collector = ProviderCollector(
+        service.meter, service.usage, lambda: service.queue_depth, lambda: service.num_streams
+    )
+    monitor = Monitor(registry(collector))
+    if state is not None and monitor.serve_socket(state.path) is None:
+        _LOGGER.warning("`provider status` cannot reach this provider: its state directory has another, or a long path")
+    if settings.metrics_port is not None:
+        _LOGGER.info("metrics at http://127.0.0.1:%d/metrics", monitor.serve_metrics(settings.metrics_port))
+    if settings.health_port is not None:
+        _LOGGER.info("health at 127.0.0.1:%d", monitor.serve_health(settings.health_port))
+    return monitor
 
 
 def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> None:

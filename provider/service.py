@@ -23,12 +23,14 @@ from provider.admission import Admission
 from provider.batch import Executor
 from provider.core import LOCAL_TENANT, ProviderCore
 from provider.identity import StateDir, issue_server_certificate, peer_identity
+from provider.operations.meter import Meter
+from provider.operations.usage import UsageBook
 from provider.profile import make_scheduler
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.session import SWEEP_S, Session
 from provider.stream import carry
 from provider.tenants import RevocationList
-from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, WireCode
+from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, VeilbaseError, WireCode
 from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES, Limits
 
 SERVICE_NAME = "veilbase.v1.Provider"
@@ -36,6 +38,9 @@ MAX_CALLS_PER_TENANT = 8
 """Streams and downloads of one tenant at a time. Each holds a thread, and threads are for everybody."""
 _MAX_THREADS = 256
 _STOP_GRACE_S = 2.0
+_DRAIN_LOOK_S = 0.02
+_RENEW_S = 30 * 86_400.0
+"""Age of the server's certificate at which the next handshake gets a new one; it would live for 397 days."""
 _MOST_MANIFESTS = 16
 """Kept ready, one for each set of limits."""
 _LOGGER = logging.getLogger(__name__)
@@ -101,23 +106,43 @@ class ProviderService:
     """The three methods; thin, since `ProviderCore` and `Session` do the work."""
 
     def __init__(
-        self, core: ProviderCore, revocations: RevocationList | None, scheduler: Scheduler, admission: Admission
+        self,
+        core: ProviderCore,
+        revocations: RevocationList | None,
+        scheduler: Scheduler,
+        admission: Admission,
+        usage: UsageBook,
     ) -> None:
         """Args.
 
         revocations: None serves everybody as the local tenant.
         scheduler: new, and this service's alone.
-        admission: as `scheduler`.
+        admission, usage: this service's, too.
         """
-        self._core, self._admission = core, admission
+        self._core, self._admission, self.usage = core, admission, usage
+        self.meter = Meter()
         self._gate = _Gate(revocations)
-        self._executor = Executor(core.compute, scheduler, core.record)
+        self._executor = Executor(
+            core.compute, scheduler, core.record, self.meter, lambda tenant, seconds: usage.of(tenant).computed(seconds)
+        )
+        self._is_draining = False
         self._manifest_of = functools.lru_cache(_MOST_MANIFESTS)(self._make_manifest)
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._sessions: set[Session] = set()
         self._stopped = threading.Event()
         threading.Thread(target=self._sweep, name="veilbase-sweep", daemon=True).start()
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for the executor."""
+        return len(self._executor)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that are open."""
+        with self._lock:
+            return len(self._sessions)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Raw bytes in, raw bytes out."""
@@ -148,15 +173,16 @@ class ProviderService:
         yield from chunks
 
     def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        access = self._gate.admit(context)
+        access = self._admit(context)
         if not self._occupy(access.tenant, context):
             # A status, not a frame: a tenant that never reads could hold this thread with a frame it does not take.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         admission = self._admission.of(access.tenant)
         limits = admission.announced(self._core.manifest().limits)
         session = Session(
-            access.tenant, limits, admission, self._core.check, self._executor, access.refusal, context.cancel
-        )
+            access.tenant, limits, admission, self.usage.of(access.tenant), self._core.check, self._executor,
+            access.refusal, context.cancel,
+        )  # fmt: skip
         with self._lock:
             self._sessions.add(session)
         if not context.add_callback(lambda: self._drop(session)):
@@ -168,10 +194,16 @@ class ProviderService:
 
     def _enter(self, context: Any) -> str:
         """The tenant that calls; ends the RPC where it may not."""
-        access = self._gate.admit(context)
+        access = self._admit(context)
         if not self._occupy(access.tenant, context):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         return access.tenant
+
+    def _admit(self, context: Any) -> Access:
+        access = self._gate.admit(context)
+        if self._is_draining:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "shutting down")
+        return access
 
     def _occupy(self, tenant: str, context: Any) -> bool:
         """Counts the call until it ends, whoever ends it."""
@@ -205,6 +237,24 @@ class ProviderService:
         with self._lock:
             self._sessions.discard(session)
 
+    def drain(self, seconds: float) -> bool:
+        """Refuses new work, and waits for what is in flight.
+
+        Returns:
+            Whether all of it was answered in time.
+        """
+        self._is_draining = True
+        give_up_at = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                sessions = list(self._sessions)  # anew each time: one may have come in just before
+            for session in sessions:
+                session.drain()
+            busy = [session for session in sessions if not session.is_idle]
+            if not busy or time.monotonic() >= give_up_at:
+                return not busy
+            time.sleep(_DRAIN_LOOK_S)
+
     def close(self) -> None:
         """Tells every open stream, then ends the compute thread."""
         self._stopped.set()
@@ -231,6 +281,7 @@ class Server:
         """
         self._state = state
         self._service: ProviderService | None = None
+        self._certificates: _Certificates | None = None
         threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="veilbase-rpc")
         self._server = grpc.server(threads, options=server_options(), maximum_concurrent_rpcs=_MAX_THREADS)
         self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host)
@@ -241,32 +292,83 @@ class Server:
             if self._state is None:
                 bound = self._server.add_insecure_port(address)
             else:
-                bound = self._server.add_secure_port(address, _credentials(self._state, host))
+                self._certificates = _Certificates(self._state, host)
+                bound = self._server.add_secure_port(address, self._certificates.credentials())
         if not bound:
             raise ConfigurationError(f"cannot listen on {address}: is it in use, or not an address of this machine?")
         return bound
 
-    def start(self, core: ProviderCore, scheduler: Scheduler | None = None, admission: Admission | None = None) -> None:
+    def start(
+        self,
+        core: ProviderCore,
+        scheduler: Scheduler | None = None,
+        admission: Admission | None = None,
+        usage: UsageBook | None = None,
+    ) -> ProviderService:
         """Begins to answer.
 
         Args:
             core: what is served.
             scheduler: None makes one of the default policy, without a profile.
             admission: None limits no tenant.
+            usage: None keeps no account.
+
+        Returns:
+            What answers, for who wants to watch it.
         """
         scheduler = scheduler or make_scheduler(core.served, Policy(), profiled=False)
         revocations = None if self._state is None else RevocationList(self._state)
-        self._service = ProviderService(core, revocations, scheduler, admission or Admission())
-        self._server.add_generic_rpc_handlers((self._service.handler(),))
+        service = ProviderService(core, revocations, scheduler, admission or Admission(), usage or UsageBook())
+        self._service = service
+        self._server.add_generic_rpc_handlers((service.handler(),))
         self._server.start()
+        return service
 
-    def stop(self) -> None:
-        """Tells open streams, and waits until every call has ended."""
+    def renew_certificate(self) -> None:
+        """The next handshake gets a certificate made then; open connections keep theirs."""
+        if self._certificates is not None:
+            self._certificates.renew()
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Ends every call and waits until they have.
+
+        Args:
+            drain_s: before that, so long, new work is refused while what is in flight is answered.
+        """
         if self._service is not None:
+            if drain_s > 0 and not self._service.drain(drain_s):
+                _LOGGER.warning("some requests were not answered within the %.0f s of the drain", drain_s)
             self._service.close()
         self._server.stop(_STOP_GRACE_S).wait()
 
 
-def _credentials(state: StateDir, host: str) -> grpc.ServerCredentials:
-    key, chain, ca = issue_server_certificate(state, host)
-    return grpc.ssl_server_credentials([(key, chain)], root_certificates=ca, require_client_auth=True)
+class _Certificates:
+    """The server's own certificate, made anew before it runs out and when it is asked for."""
+
+    def __init__(self, state: StateDir, host: str) -> None:
+        self._state, self._host = state, host
+        self._lock = threading.Lock()
+        self._is_stale = False
+        self._made_at = time.monotonic()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        return grpc.dynamic_ssl_server_credentials(self._make(), self._fetch, require_client_authentication=True)
+
+    def renew(self) -> None:
+        self._is_stale = True
+
+    def _make(self) -> Any:
+        key, chain, ca = issue_server_certificate(self._state, self._host)
+        self._made_at, self._is_stale = time.monotonic(), False
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
+
+    def _fetch(self) -> Any:
+        """Asked at every handshake; None keeps what there is."""
+        with self._lock:
+            if not self._is_stale and time.monotonic() - self._made_at < _RENEW_S:
+                return None
+            try:
+                return self._make()
+            except (VeilbaseError, OSError) as exc:
+                _LOGGER.error("the certificate could not be renewed: %s", type(exc).__name__)
+                return None

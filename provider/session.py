@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import secrets
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ import torch
 
 from provider.admission import TenantAdmission
 from provider.batch import Executor, Job, Outcome
+from provider.operations.usage import TenantUsage
 from provider.schedule.request_class import RequestClass
 from wire import frame
 from wire.errors import (
@@ -31,6 +33,7 @@ from wire.errors import (
     LimitExceeded,
     MalformedFrame,
     QuotaExceeded,
+    Unavailable,
     VeilbaseError,
     VersionMismatch,
     WireCode,
@@ -87,6 +90,7 @@ class Session:
         tenant: str,
         limits: Limits,
         admission: TenantAdmission,
+        usage: TenantUsage,
         check: Callable[[Call, int], int],
         executor: Executor,
         refusal: Callable[[], WireCode | None],
@@ -96,7 +100,7 @@ class Session:
 
         tenant: name for the log and the recorder.
         limits: of this stream.
-        admission: the tenant's, shared by its streams.
+        admission, usage: the tenant's, shared by its streams.
         check: call and columns to the columns of the reply; raises `wire.errors`.
         executor: computes.
         refusal: why this tenant may not go on, or None; asked on every request.
@@ -105,7 +109,8 @@ class Session:
         `notify` may be set before the first message: it is called, in any thread, when there may be a frame to send.
         """
         self.tenant = tenant
-        self._limits, self._admission = limits, admission
+        self._limits, self._admission, self._usage = limits, admission, usage
+        self.stream_id = secrets.token_hex(4)
         self._check, self._executor, self._refusal = check, executor, refusal
         self._hang_up = hang_up
         self.notify: Callable[[], None] = lambda: None
@@ -116,6 +121,7 @@ class Session:
         self._output: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._replies: deque[Iterator[bytes]] = deque()  # only who takes frames looks at it
         self._greeted = self._input_ended = self._closed = self._over = False
+        self._draining = False
         self._trained_at = float("-inf")
         now = time.monotonic()
         self._greet_by, self._sweep_at = now + HANDSHAKE_S, now + SWEEP_S
@@ -132,7 +138,7 @@ class Session:
         except VeilbaseError as exc:
             self.end(code_of(exc))
         except Exception as exc:  # noqa: BLE001 - a stream that nobody reads must not leave the tenant waiting
-            _LOGGER.error("a stream of %s failed: %s", self.tenant, type(exc).__name__)
+            _LOGGER.error("a stream failed: %s", type(exc).__name__, extra=self._named(0))
             self.end(WireCode.INTERNAL)
         return False
 
@@ -190,6 +196,8 @@ class Session:
         if code is not None:
             raise _Refused(code)
         try:
+            if self._draining:
+                raise Unavailable("the provider is shutting down")
             return self._admit(header, now)
         except VeilbaseError as exc:
             self._put_error(header.request_id, exc)
@@ -364,25 +372,44 @@ class Session:
             if self._requests.get(asked.request_id) is not request:
                 return
             if left == 0:
+                self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
                 # Released before the last chunk leaves: the tenant may use the room as soon as it has that chunk.
                 self._forget(asked.request_id)
             yield message
 
     def _put_error(self, request_id: int, error: VeilbaseError) -> None:
+        code = code_of(error)
+        self._usage.failed(code)
+        if code is WireCode.INTERNAL:  # the tenant is told to ask for this line
+            _LOGGER.error("a request failed", extra=self._named(request_id))
         if self._output.qsize() > MAX_REQUESTS:
             self._give_up()
             return
         retry_s = error.retry_s if isinstance(error, QuotaExceeded) else 0.0
         retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
-        self._put(Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack())
+        self._put(Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code).pack())
+
+    def _named(self, request_id: int) -> dict[str, object]:
+        """For the log: which request of which stream."""
+        return {"tenant": self.tenant, "stream": self.stream_id, "request": request_id}
 
     def _give_up(self) -> None:
         """Ends a stream whose tenant asks and does not read."""
         self.end(WireCode.QUOTA)
         self._hang_up()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request has been answered."""
+        return not self._requests
+
+    def drain(self) -> None:
+        """From now on new requests are refused; those that are here are answered."""
+        self._draining = True
+
     def end(self, code: WireCode) -> None:
         """Ends the stream with one error about all of it."""
+        self._usage.failed(code)
         self._output.put(Header(FrameType.ERROR, 0, code=code).pack())
         self.close()
 

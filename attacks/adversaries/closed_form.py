@@ -30,7 +30,10 @@ _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
 """The same for rows that were rounded to the ring's integers, and for an MLP or attention between two such: SmolLM2's
 are at 3e-4."""
 _MAX_DESCENT_S = 120.0
-"""After it q and k are taken for unchanged: a descent takes a minute a block on SmolLM2, where rounding asks for it."""
+"""After it q, k, gate and up are taken for unchanged: a descent takes minutes a block on SmolLM2, where rounding that
+has added up asks for one."""
+_THROUGH_MLP = 10.0
+"""What an MLP may miss by with public weights, in terms of what the stream before it misses by."""
 _MEMBERS = 3
 """q, k and v."""
 _EXPLAINED = 1e-4
@@ -107,7 +110,8 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
         if scaled and after_down is not None:
             seen = _put(seen, block.down.group, _rows(seen, block.down.group) * after_down.scales[:, None])
         if not scaled or after_down is not None:
-            yield from _steal_mlp(model, block, seen, sound, _ROUNDED_TWICE if scaled else _UNCHANGED)
+            rounded = max(_ROUNDED_TWICE, _THROUGH_MLP * after_o.error)
+            yield from _steal_mlp(model, block, seen, sound, rounded if scaled else _UNCHANGED, deadline)
         if after_down is None:
             return
         norm, _ = _next(model, index)
@@ -275,7 +279,7 @@ def _steal_attention(
 
 
 def _steal_mlp(
-    model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor, tolerance: float
+    model: PublicModel, block: Block, seen: list[Prompt], sound: torch.Tensor, tolerance: float, deadline: float
 ) -> Iterator[Claim]:
     given, outputs = _rows(seen, block.up[0].group)[sound], _rows(seen, block.down.group)[sound]
     if not mlp.has_enough_rows(block.up, given.shape[0]):
@@ -284,7 +288,7 @@ def _steal_mlp(
         for layer in block.up:
             yield StolenDelta(layer.name, torch.zeros_like(layer.weight))
         return
-    found = mlp.fit_mlp(block.up, model.activation, given, outputs)
+    found = mlp.fit_mlp(block.up, model.activation, given, outputs, deadline)
     if found is None:
         return
     for layer, weight in zip(block.up, found[0], strict=True):

@@ -6,6 +6,7 @@ a gate), one equation per token, and the adapter is a small change of known weig
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -40,15 +41,20 @@ def has_enough_rows(layers: tuple[Layer, ...], num_rows: int) -> bool:
 
 
 def fit_mlp(
-    layers: tuple[Layer, ...], activation: str, given: torch.Tensor, outputs: torch.Tensor
+    layers: tuple[Layer, ...],
+    activation: str,
+    given: torch.Tensor,
+    outputs: torch.Tensor,
+    deadline: float = float("inf"),
 ) -> tuple[tuple[torch.Tensor, ...], float] | None:
-    """W + ΔW of every layer and ‖predicted − seen‖ / ‖seen‖; None for an activation that is not known, or
-    for rows that no MLP made.
+    """W + ΔW of every layer and ‖predicted − seen‖ / ‖seen‖; None for an activation that is not known, for
+    rows that no MLP made, or where the time is over.
 
     Args:
         layers: (gate, up) or (c_fc,), in the order of the product.
         given: float64, shape (num_tokens, hidden); num_tokens as `has_enough_rows` asks.
         outputs: what the last layer was given, shape (num_tokens, intermediate).
+        deadline: on the clock of `time.monotonic`; columns that never settle would take hours on a real model.
     """
     act = _ACTIVATIONS.get(activation)
     if act is None:
@@ -57,12 +63,14 @@ def fit_mlp(
     errors = torch.empty(outputs.shape[1], dtype=outputs.dtype)
     for start in range(0, outputs.shape[1], _COLUMNS):
         columns = torch.arange(start, min(start + _COLUMNS, outputs.shape[1]))
-        found, errors[columns] = _Columns(layers, columns, act, given, outputs[:, columns]).solve()
+        found, errors[columns] = _Columns(layers, columns, act, given, outputs[:, columns]).solve(deadline=deadline)
+        if time.monotonic() >= deadline:
+            return None
         for weight, part in zip(weights, found, strict=True):
             weight[:, columns] = part
         if start == 0 and float((errors[columns] / outputs[:, columns].norm(dim=0)).quantile(0.1)) > _HOPELESS:
             return None
-    _retry(layers, act, given, outputs, weights, errors)
+    _retry(layers, act, given, outputs, weights, errors, deadline)
     return tuple(weights), float(errors.norm() / outputs.norm())
 
 
@@ -96,6 +104,7 @@ def _retry(
     outputs: torch.Tensor,
     weights: list[torch.Tensor],
     errors: torch.Tensor,
+    deadline: float,
 ) -> None:
     """Columns that stopped in a wrong valley start again elsewhere, some dozen times side by side; in place.
 
@@ -109,6 +118,8 @@ def _retry(
     good[stuck] = False
     spans = [(weight - layer.weight)[:, good] for weight, layer in zip(weights, layers, strict=True)]
     for column in stuck.tolist():
+        if time.monotonic() >= deadline:
+            return
         columns = torch.full((_RESTARTS,), column)
         problem = _Columns(layers, columns, act, given, outputs[:, columns])
         found, after = problem.solve([span @ _normal(span.shape[1], generator) for span in spans])
@@ -143,7 +154,9 @@ class _Columns:
         self._start = [layer.weight[:, columns] for layer in layers]
         self._biases = [None if layer.bias is None else layer.bias[columns] for layer in layers]
 
-    def solve(self, offsets: list[torch.Tensor] | None = None) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def solve(
+        self, offsets: list[torch.Tensor] | None = None, deadline: float = float("inf")
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Levenberg-Marquardt (Nocedal and Wright, Numerical Optimization, section 10.3), all columns side by side.
 
         Args:
@@ -160,7 +173,7 @@ class _Columns:
             if step == _FIRST_STEPS and float((errors > self._outputs.norm(dim=0) * _HOPELESS).double().mean()) > 0.9:
                 break
             at = is_open.nonzero()[:, 0]
-            if not len(at):
+            if not len(at) or time.monotonic() >= deadline:
                 break
             steps = self._steps(weights, damping, at)
             moved = [weight.index_add(1, at, step) for weight, step in zip(weights, steps, strict=True)]

@@ -12,7 +12,7 @@ from provider.admission import Admission
 from provider.core import ProviderCore
 from provider.identity import StateDir
 from provider.models import load, resolve
-from provider.service import Server
+from provider.service import ProviderService, Server
 from provider.tenants import enroll
 from provider.weights import serve_model
 from tests.conftest import make_tiny
@@ -33,6 +33,7 @@ class Provider:
     server: Server
     core: ProviderCore
     folder: Path
+    service: ProviderService
     connections: list[GrpcConnection] = field(default_factory=list)
 
     @property
@@ -65,8 +66,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
     def run(core: ProviderCore, admission: Admission | None = None) -> Provider:
         state = StateDir(tmp_path / f"state{len(running)}")
         server = Server("127.0.0.1", 0, state)
-        server.start(core, admission=admission)
-        running.append(Provider(state, server, core, tmp_path / f"tenants{len(running)}"))
+        service = server.start(core, admission=admission)
+        running.append(Provider(state, server, core, tmp_path / f"tenants{len(running)}", service))
         return running[-1]
 
     yield run

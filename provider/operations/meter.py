@@ -1,0 +1,88 @@
+"""What the executor did: batches, waits and times as histograms; numbers only."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+
+from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import Batch
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
+_REQUESTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
+_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+
+
+class Histogram:
+    """Counts by upper bound; not safe under threads."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """Args: bounds: rising."""
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """One observation."""
+        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus has them: upper bound, and how many were not above it."""
+        rising, total = [], 0
+        for bound, count in zip((*(str(float(one)) for one in self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            rising.append((bound, float(total)))
+        return rising
+
+    def copy(self) -> Histogram:
+        """One that does not change."""
+        other = Histogram(self.bounds)
+        other.counts, other.sum = list(self.counts), self.sum
+        return other
+
+
+class Meter:
+    """Safe under threads."""
+
+    def __init__(self) -> None:
+        """All zero."""
+        self._lock = threading.Lock()
+        self._inline = 0
+        self._histograms = {
+            "batch_rows": Histogram(_ROWS),
+            "batch_requests": Histogram(_REQUESTS),
+            "execution_seconds": Histogram(_SECONDS),
+        } | {wait_name(one): Histogram(_SECONDS) for one in RequestClass}
+
+    def batch(self, batch: Batch, began_s: float, seconds: float) -> None:
+        """A product was made.
+
+        Args:
+            began_s: on the clock of its tickets.
+            seconds: that it took.
+        """
+        with self._lock:
+            for piece in batch.pieces:
+                if piece.first_row == 0:
+                    ticket = piece.ticket
+                    self._histograms[wait_name(ticket.request_class)].add(max(0.0, began_s - ticket.arrived_s))
+            self._histograms["batch_rows"].add(batch.num_rows)
+            self._histograms["batch_requests"].add(len(batch.pieces))
+            self._histograms["execution_seconds"].add(seconds)
+
+    def inline(self) -> None:
+        """A small request was computed where it was read, without waiting."""
+        with self._lock:
+            self._inline += 1
+
+    def snapshot(self) -> tuple[int, dict[str, Histogram]]:
+        """Requests computed where they were read, and copies of the histograms by name."""
+        with self._lock:
+            return self._inline, {name: one.copy() for name, one in self._histograms.items()}
+
+
+def wait_name(request_class: RequestClass) -> str:
+    """The histogram of a class's waits."""
+    return f"wait_{request_class.name.lower()}"

@@ -1,0 +1,100 @@
+"""The provider's numbers in Prometheus' terms, collected when somebody asks.
+
+Guarantees: at most `MAX_TENANTS` tenants are named, whatever is enrolled, the others are added up as `other`; no value
+of a tensor and no text of a tenant's is among the labels. Costs the path of a request nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from provider.operations.meter import Meter, wait_name
+from provider.operations.usage import Usage, UsageBook
+from provider.schedule.request_class import RequestClass
+
+MAX_TENANTS = 50
+OTHER = "other tenants"
+"""No tenant can be called so."""
+_HISTOGRAMS = {
+    "batch_rows": "Rows of a product.",
+    "batch_requests": "Requests that shared a product.",
+    "execution_seconds": "Time of a product.",
+}
+
+
+class ProviderCollector(Collector):
+    """Reads meter and usage."""
+
+    def __init__(
+        self, meter: Meter, usage: UsageBook, queue_depth: Callable[[], int], num_streams: Callable[[], int]
+    ) -> None:
+        """Args: queue_depth, num_streams: of the service, asked each time."""
+        self._meter, self._usage = meter, usage
+        self._queue_depth, self._num_streams = queue_depth, num_streams
+        self._began_s = time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        """All of it."""
+        yield GaugeMetricFamily("veilbase_start_time_seconds", "When the provider began.", self._began_s)
+        yield GaugeMetricFamily("veilbase_queue_depth", "Requests that wait for the executor.", self._queue_depth())
+        yield GaugeMetricFamily("veilbase_streams", "Streams that are open.", self._num_streams())
+        yield CounterMetricFamily(
+            "veilbase_usage_save_failures", "Times that usage could not be written.", self._usage.failed_saves
+        )
+        yield from self._executor()
+        yield from _tenants(bounded(self._usage.totals()))
+
+    def _executor(self) -> Iterator[Metric]:
+        inline, histograms = self._meter.snapshot()
+        yield CounterMetricFamily("veilbase_inline_requests", "Small requests computed where they are read.", inline)
+        for name, text in _HISTOGRAMS.items():
+            one = histograms[name]
+            yield HistogramMetricFamily(f"veilbase_{name}", text, buckets=one.buckets(), sum_value=one.sum)
+        waits = HistogramMetricFamily("veilbase_wait_seconds", "From arrival to the first product.", labels=["kind"])
+        for request_class in RequestClass:
+            one = histograms[wait_name(request_class)]
+            waits.add_metric([request_class.name.lower()], buckets=one.buckets(), sum_value=one.sum)
+        yield waits
+
+
+def bounded(totals: dict[str, Usage]) -> dict[str, Usage]:
+    """Those tenants that sent most, and the sum of all others."""
+    ranked = sorted(totals, key=lambda name: (-sum(totals[name].rows.values()), name))
+    shown = {name: totals[name] for name in ranked[:MAX_TENANTS]}
+    if len(ranked) > MAX_TENANTS:
+        rest = Usage()
+        for name in ranked[MAX_TENANTS:]:
+            rest = rest.plus(totals[name])
+        shown[OTHER] = rest
+    return shown
+
+
+def _tenants(totals: dict[str, Usage]) -> Iterator[Metric]:
+    requests = CounterMetricFamily("veilbase_requests", "Requests answered.", labels=["tenant", "kind"])
+    rows = CounterMetricFamily("veilbase_rows", "Rows of requests answered.", labels=["tenant", "kind"])
+    moved = CounterMetricFamily("veilbase_bytes", "Payloads of requests and replies.", labels=["tenant", "direction"])
+    seconds = CounterMetricFamily("veilbase_compute_seconds", "Share of products' time.", labels=["tenant"])
+    errors = CounterMetricFamily("veilbase_errors", "Requests refused or failed.", labels=["tenant", "code"])
+    for name, total in totals.items():
+        for kind, count in total.requests.items():
+            requests.add_metric([name, kind], count)
+        for kind, count in total.rows.items():
+            rows.add_metric([name, kind], count)
+        moved.add_metric([name, "up"], total.bytes_up)
+        moved.add_metric([name, "down"], total.bytes_down)
+        seconds.add_metric([name], total.seconds)
+        for code, count in total.errors.items():
+            errors.add_metric([name, code], count)
+    yield from (requests, rows, moved, seconds, errors)
+
+
+def registry(collector: ProviderCollector) -> CollectorRegistry:
+    """One of its own: nothing of the process' global one, which names the machine's Python."""
+    made = CollectorRegistry()
+    made.register(collector)
+    return made

@@ -1,0 +1,167 @@
+"""Where an operator can look: metrics over HTTP, on a loopback port and on a socket in the state directory, and gRPC's
+health service.
+
+Guarantees: reachable from this machine alone; the socket by its owner alone, since the state directory has mode 0700.
+Answers GET and nothing else. A look never stops a tenant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import socket
+import socketserver
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from wire.errors import ConfigurationError
+
+SOCKET_NAME = "monitor.sock"
+SERVICE_NAME = "veilbase.v1.Provider"
+METRICS_PATH = "/metrics"
+_TIMEOUT_S = 10.0
+_MAX_SOCKET_PATH = 100
+"""Of the 107 bytes that Linux allows."""
+
+
+class Monitor:
+    """The servers; none of them is needed."""
+
+    def __init__(self, metrics: CollectorRegistry) -> None:
+        """Args: metrics: what GET /metrics shows."""
+        self._metrics = metrics
+        self._servers: list[socketserver.BaseServer] = []
+        self._health: grpc.Server | None = None
+        self._servicer: Any = None
+        self._socket: Path | None = None
+
+    def serve_metrics(self, port: int) -> int:
+        """Opens the loopback port.
+
+        Returns:
+            The port, picked where `port` is 0.
+
+        Raises:
+            ConfigurationError: it is taken.
+        """
+        try:
+            server = _TcpServer(("127.0.0.1", port), _handler(self._metrics))
+        except OSError:
+            raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for metrics: is it in use?") from None
+        self._start(server)
+        return int(server.server_address[1])
+
+    def serve_socket(self, folder: Path) -> Path | None:
+        """Opens the socket, for `provider status`; None where the folder's path is too long for one."""
+        path = folder / SOCKET_NAME
+        if len(str(path).encode()) > _MAX_SOCKET_PATH:
+            return None
+        if _answers(path):
+            return None  # another provider of the same state directory
+        path.unlink(missing_ok=True)
+        self._start(_UnixServer(str(path), _handler(self._metrics)))
+        self._socket = path
+        return path
+
+    def _start(self, server: socketserver.BaseServer) -> None:
+        self._servers.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.2,), name="veilbase-monitor", daemon=True).start()
+
+    def serve_health(self, port: int) -> int:
+        """Opens gRPC's health service on a loopback port; it says SERVING.
+
+        Raises:
+            ConfigurationError: the port is taken.
+        """
+        servicer = health.HealthServicer()
+        server = grpc.server(ThreadPoolExecutor(4, "veilbase-health"), options=[("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        bound = 0
+        with contextlib.suppress(RuntimeError):
+            bound = server.add_insecure_port(f"127.0.0.1:{port}")
+        if not bound:
+            raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for health: is it in use?")
+        for name in ("", SERVICE_NAME):
+            servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        server.start()
+        self._health, self._servicer = server, servicer
+        return bound
+
+    def not_serving(self) -> None:
+        """From now on the health service says so."""
+        if self._servicer is not None:
+            self._servicer.enter_graceful_shutdown()
+
+    def close(self) -> None:
+        """Ends all of them."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()
+        if self._socket is not None:
+            self._socket.unlink(missing_ok=True)
+        if self._health is not None:
+            self._health.stop(0).wait()
+
+
+def read_metrics(folder: Path) -> str:
+    """What the provider of a state directory shows.
+
+    Raises:
+        ConfigurationError: none is running there.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(_TIMEOUT_S)
+            client.connect(str(folder / SOCKET_NAME))
+            client.sendall(f"GET {METRICS_PATH} HTTP/1.0\r\n\r\n".encode())
+            parts = list(iter(lambda: client.recv(1 << 16), b""))
+    except OSError:
+        raise ConfigurationError(f"no provider is running with the state directory {str(folder)!r}") from None
+    return b"".join(parts).partition(b"\r\n\r\n")[2].decode()
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(_TIMEOUT_S)
+        return client.connect_ex(str(path)) == 0
+
+
+class _TcpServer(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+
+class _UnixServer(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+
+
+def _handler(metrics: CollectorRegistry) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = _TIMEOUT_S
+        server_version, sys_version = "veilbase", ""
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != METRICS_PATH:
+                self.send_error(404)
+                return
+            body = generate_latest(metrics)
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            """Nothing: what a client sends does not go into our log."""
+
+        def address_string(self) -> str:
+            return "local"  # a Unix socket's peer has no address
+
+    return Handler

@@ -1,0 +1,125 @@
+"""`provider status`: the metrics of a running provider as a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from provider.operations.monitor import read_metrics
+from provider.schedule.request_class import RequestClass
+
+
+@dataclass
+class Snapshot:
+    """What was read at one moment.
+
+    Attributes:
+        at_s: on the clock of `time.monotonic`.
+        values: by the sample's name and its labels.
+    """
+
+    at_s: float
+    values: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(default_factory=dict)
+
+    def get(self, name: str, **labels: str) -> float:
+        """0 where nothing was counted."""
+        return self.values.get((name, frozenset(labels.items())), 0.0)
+
+    def by_tenant(self, name: str) -> dict[str, float]:
+        """Sums over all other labels."""
+        sums: dict[str, float] = {}
+        for (sample, labels), value in self.values.items():
+            tenant = dict(labels).get("tenant")
+            if sample == name and tenant is not None:
+                sums[tenant] = sums.get(tenant, 0.0) + value
+        return sums
+
+    def tenants(self) -> list[str]:
+        """Those that have rows, most first."""
+        rows = self.by_tenant("veilbase_rows_total")
+        return sorted(rows, key=lambda name: (-rows[name], name))
+
+
+def parse(text: str, at_s: float) -> Snapshot:
+    """Of the metrics' text form."""
+    snapshot = Snapshot(at_s)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            snapshot.values[(sample.name, frozenset(sample.labels.items()))] = sample.value
+    return snapshot
+
+
+def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
+    """The table.
+
+    Args:
+        before: an earlier look: rates are over the time since; None shows averages since the start.
+    """
+    span = uptime_s if before is None else now.at_s - before.at_s
+
+    def rate(name: str, **labels: str) -> float:
+        return (now.get(name, **labels) - (before.get(name, **labels) if before else 0.0)) / max(span, 1e-9)
+
+    batches = rate("veilbase_batch_rows_count")
+    head = Text(
+        f"up {uptime_s:.0f} s, {now.get('veilbase_streams'):.0f} streams, "
+        f"{now.get('veilbase_queue_depth'):.0f} requests wait, {batches:.1f} products/s of "
+        f"{_mean(rate, 'veilbase_batch_rows'):.0f} rows and {_mean(rate, 'veilbase_batch_requests'):.1f} requests, "
+        f"{rate('veilbase_inline_requests_total'):.1f} small requests/s beside"
+    )
+    table = Table(
+        "tenant", *(f"{one.name.lower()} rows/s" for one in RequestClass), "MB/s up", "MB/s down", "busy", "errors"
+    )
+    errors = now.by_tenant("veilbase_errors_total")
+    for name in now.tenants():
+        table.add_row(
+            name,
+            *(f"{rate('veilbase_rows_total', tenant=name, kind=one.name.lower()):.1f}" for one in RequestClass),
+            f"{rate('veilbase_bytes_total', tenant=name, direction='up') / 1e6:.2f}",
+            f"{rate('veilbase_bytes_total', tenant=name, direction='down') / 1e6:.2f}",
+            f"{100 * rate('veilbase_compute_seconds_total', tenant=name):.0f}%",
+            f"{errors.get(name, 0):.0f}",
+        )
+    return Group(head, table)
+
+
+def _mean(rate: Callable[..., float], name: str) -> float:
+    count = rate(f"{name}_count")
+    return rate(f"{name}_sum") / count if count > 0 else 0.0
+
+
+def look(folder: Path) -> Snapshot:
+    """Asks the provider of a state directory; see `read_metrics` for errors."""
+    return parse(read_metrics(folder), time.monotonic())
+
+
+def show(folder: Path, watch_s: float | None) -> None:
+    """Prints the table once, or again and again until interrupted; see `read_metrics` for errors."""
+    console = Console()
+    now = look(folder)
+    first = render(now, None, _uptime_s(now))
+    if watch_s is None:
+        console.print(first)
+        return
+    with Live(first, console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while True:
+            time.sleep(watch_s)
+            before, now = now, look(folder)
+            shown = render(now, before, _uptime_s(now))
+            if live is None:
+                console.print(shown)  # into a pipe or a file: one table after the other
+            else:
+                live.update(shown, refresh=True)
+
+
+def _uptime_s(now: Snapshot) -> float:
+    return max(0.0, time.time() - now.get("veilbase_start_time_seconds"))

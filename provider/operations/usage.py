@@ -1,0 +1,218 @@
+"""What each tenant has used: counted in memory, added to a file now and then and at the end.
+
+Guarantees: what was counted by the last save survives a crash, since the file is replaced whole and synced; providers
+that share a state directory add to one account; a file that cannot be read is an error and not an empty account; where
+the disk is full the log says so, tenants are served all the same, and the next save brings what this one could not.
+Holds numbers and tenants' names only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from provider.identity import TENANT_NAME_PATTERN, create_file, sync_directory
+from provider.schedule.request_class import RequestClass
+from wire.errors import ConfigurationError, WireCode
+
+SAVE_S = 60.0
+FILE_NAME = "usage.json"
+_Count = Annotated[int, Field(ge=0)]
+_LOGGER = logging.getLogger(__name__)
+
+
+class Usage(BaseModel):
+    """One tenant's totals.
+
+    Attributes:
+        requests, rows: that were answered, by class of work.
+        bytes_up, bytes_down: payloads of those requests and of their replies.
+        seconds: of the executor, products shared with others by rows.
+        errors: requests that were refused or failed, by the name of their code.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    requests: dict[str, _Count] = Field(default_factory=dict)
+    rows: dict[str, _Count] = Field(default_factory=dict)
+    bytes_up: _Count = 0
+    bytes_down: _Count = 0
+    seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    errors: dict[str, _Count] = Field(default_factory=dict)
+
+    def plus(self, more: Usage, sign: int = 1) -> Usage:
+        """The sum, or with sign -1 the difference from an earlier total of the same counts."""
+        return Usage(
+            requests=_sum(self.requests, more.requests, sign),
+            rows=_sum(self.rows, more.rows, sign),
+            bytes_up=self.bytes_up + sign * more.bytes_up,
+            bytes_down=self.bytes_down + sign * more.bytes_down,
+            seconds=max(0.0, self.seconds + sign * more.seconds),
+            errors=_sum(self.errors, more.errors, sign),
+        )
+
+
+def _sum(one: dict[str, int], other: dict[str, int], sign: int) -> dict[str, int]:
+    return {name: one.get(name, 0) + sign * other.get(name, 0) for name in sorted({*one, *other})}
+
+
+class _UsageFile(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    version: Annotated[int, Field(ge=1, le=1)] = 1
+    tenants: dict[Annotated[str, Field(pattern=TENANT_NAME_PATTERN)], Usage] = Field(default_factory=dict)
+
+
+class TenantUsage:
+    """One tenant's counts since the provider began; safe under threads."""
+
+    def __init__(self) -> None:
+        """All zero."""
+        self._lock = threading.Lock()
+        self._requests, self._rows = [0] * len(RequestClass), [0] * len(RequestClass)
+        self._bytes_up = self._bytes_down = 0
+        self._seconds = 0.0
+        self._errors: Counter[str] = Counter()
+
+    def answered(self, request_class: RequestClass, num_rows: int, bytes_up: int, bytes_down: int) -> None:
+        """A request got its reply."""
+        with self._lock:
+            self._requests[request_class] += 1
+            self._rows[request_class] += num_rows
+            self._bytes_up += bytes_up
+            self._bytes_down += bytes_down
+
+    def computed(self, seconds: float) -> None:
+        """This tenant's share of a product."""
+        with self._lock:
+            self._seconds += seconds
+
+    def failed(self, code: WireCode) -> None:
+        """A request was refused or failed."""
+        with self._lock:
+            self._errors[code.name] += 1
+
+    def total(self) -> Usage:
+        """A copy."""
+        with self._lock:
+            return Usage(
+                requests={one.name.lower(): self._requests[one] for one in RequestClass},
+                rows={one.name.lower(): self._rows[one] for one in RequestClass},
+                bytes_up=self._bytes_up,
+                bytes_down=self._bytes_down,
+                seconds=self._seconds,
+                errors=dict(self._errors),
+            )
+
+
+class UsageBook:
+    """All tenants' counts since the provider began, and the file that they are added to."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Args: path: the file; None keeps nothing.
+
+        Raises:
+            ConfigurationError: a file that is none of ours.
+        """
+        self._path = path
+        self._lock, self._saving = threading.Lock(), threading.Lock()
+        self._closed = threading.Event()
+        self._tenants: dict[str, TenantUsage] = {}
+        self._saved: dict[str, Usage] = {}
+        self.failed_saves = 0
+        if path is not None:
+            read_usage(path)
+
+    def keep_saving(self) -> None:
+        """Saves every minute from now on, until `close`."""
+        threading.Thread(target=self._save_now_and_then, name="veilbase-usage", daemon=True).start()
+
+    def _save_now_and_then(self) -> None:
+        while not self._closed.wait(SAVE_S):
+            self.save()
+
+    def close(self) -> None:
+        """Saves a last time."""
+        self._closed.set()
+        self.save()
+
+    def of(self, tenant: str) -> TenantUsage:
+        """The tenant's own, made at first use."""
+        with self._lock:
+            known = self._tenants.get(tenant)
+            if known is None:
+                known = self._tenants[tenant] = TenantUsage()
+            return known
+
+    def totals(self) -> dict[str, Usage]:
+        """By tenant, since the provider began."""
+        with self._lock:
+            tenants = list(self._tenants.items())
+        return {name: usage.total() for name, usage in tenants}
+
+    def save(self) -> bool:
+        """Adds what is new to the file; False where it could not, which the log says and no tenant notices."""
+        if self._path is None:
+            return True
+        with self._saving:
+            now = self.totals()
+            try:
+                with _locked(self._path.with_suffix(".lock")):
+                    account = read_usage(self._path)
+                    for name, total in now.items():
+                        new = total.plus(self._saved.get(name, Usage()), -1)
+                        account[name] = account.get(name, Usage()).plus(new)
+                    _replace(self._path, _UsageFile(tenants=account).model_dump_json(indent=1).encode())
+            except OSError as exc:
+                self.failed_saves += 1
+                _LOGGER.error("usage could not be written to %s: %s", self._path, exc.strerror)
+                return False
+            except ConfigurationError as exc:
+                self.failed_saves += 1
+                _LOGGER.error("usage could not be added to: %s", exc)
+                return False
+            self._saved = now
+        return True
+
+
+def read_usage(path: Path) -> dict[str, Usage]:
+    """Totals by tenant; empty where nothing was written yet.
+
+    Raises:
+        ConfigurationError: a file that is none of ours.
+    """
+    try:
+        return _UsageFile.model_validate_json(path.read_bytes()).tenants
+    except FileNotFoundError:
+        return {}
+    except (ValidationError, OSError):
+        raise ConfigurationError(
+            f"{str(path)!r} cannot be read as usage: restore it, or move it away to begin at zero"
+        ) from None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    new = path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)
+    create_file(new, data)
+    new.replace(path)
+    sync_directory(path.parent)

@@ -1,0 +1,91 @@
+"""docs/deploy: manifests that pass Kubernetes' schemas, settings and commands that exist, metrics that are exported."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from prometheus_client.exposition import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from provider.cli import app
+from provider.config import load_settings
+from provider.operations.meter import Meter
+from provider.operations.metrics import ProviderCollector, registry
+from provider.operations.usage import UsageBook
+from provider.schedule.request_class import RequestClass
+from wire.errors import WireCode
+
+DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
+MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+VERSIONS = ("1.28", "1.37")
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda one: one["kind"])
+def test_manifests_pass_the_schema(manifest: dict[str, object], version: str) -> None:
+    kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def test_the_schema_check_can_fail() -> None:
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**MANIFESTS[2], "spec": {"replicas": "one"}}, VERSIONS[-1], strict=True)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate({**MANIFESTS[1], "unknown": 1}, VERSIONS[-1], strict=True)
+
+
+def test_what_belongs_together_has_the_same_names(tmp_path: Path) -> None:
+    config, service, workload, policy = MANIFESTS
+    (tmp_path / "provider.yaml").write_text(config["data"]["provider.yaml"])
+    settings = load_settings({}, tmp_path / "provider.yaml")
+    pod = workload["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    assert settings.port == container["ports"][0]["containerPort"] == service["spec"]["ports"][0]["port"]
+    assert policy["spec"]["ingress"][0]["ports"][0]["port"] == settings.port
+    assert settings.drain_s < pod["spec"]["terminationGracePeriodSeconds"]
+    labels = pod["metadata"]["labels"]
+    for selector in (service["spec"]["selector"], workload["spec"]["selector"]["matchLabels"]):
+        assert selector == labels
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert mounted == volumes | {claim["metadata"]["name"] for claim in workload["spec"]["volumeClaimTemplates"]}
+    for probe in ("startupProbe", "livenessProbe"):
+        _, name, *arguments = container[probe]["exec"]["command"]
+        typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+
+
+def exported() -> set[str]:
+    usage = UsageBook()
+    usage.of("acme").answered(RequestClass.DECODE, 1, 1, 1)
+    usage.of("acme").failed(WireCode.QUOTA)
+    text = generate_latest(registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0))).decode()
+    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for one in expressions for name in re.findall(r"veilbase_\w+", one)}
+    assert len(expressions) >= 12
+    assert asked <= exported()
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_metrics_md_names_every_metric() -> None:
+    named = set(re.findall(r"`(veilbase_\w+)`", (DEPLOY / "metrics.md").read_text()))
+    families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported()}
+    assert named == families
+
+
+def test_the_containers_command_is_one() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    (command,) = re.findall(r"^CMD (.*)$", text, re.MULTILINE)
+    name, *arguments = json.loads(command)
+    typer.main.get_command(app).commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
+    assert 'ENTRYPOINT ["provider"]' in text

@@ -1,0 +1,169 @@
+"""Metrics as Prometheus reads them, on a port and on a socket; health; status; log lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import socket
+import stat
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.exposition import generate_latest
+from rich.console import Console
+
+from provider.operations.logs import JsonFormatter, TextFormatter
+from provider.operations.meter import Histogram, Meter
+from provider.operations.metrics import MAX_TENANTS, OTHER, ProviderCollector, registry
+from provider.operations.monitor import SERVICE_NAME, Monitor, read_metrics
+from provider.operations.status import look, parse, render
+from provider.operations.usage import UsageBook
+from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import Batch, Piece, Ticket
+from wire.errors import ConfigurationError, WireCode
+from wire.frame import Arithmetic, Call, Direction
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+
+
+def busy() -> tuple[Meter, UsageBook]:
+    meter, usage = Meter(), UsageBook()
+    tickets = [
+        Ticket("acme", CALL, 4, RequestClass.DECODE, 10.0),
+        Ticket("globex", CALL, 300, RequestClass.PREFILL, 9.98),
+    ]
+    meter.batch(Batch(CALL, (Piece(tickets[0], 0, 4), Piece(tickets[1], 0, 200))), 10.0002, 0.003)
+    meter.batch(Batch(CALL, (Piece(tickets[1], 200, 100),)), 10.01, 0.002)
+    meter.inline()
+    usage.of("acme").answered(RequestClass.DECODE, 4, 64, 128)
+    usage.of("globex").answered(RequestClass.PREFILL, 300, 4800, 9600)
+    usage.of("globex").failed(WireCode.QUOTA)
+    usage.of("acme").computed(0.25)
+    return meter, usage
+
+
+@pytest.fixture
+def monitor() -> Iterator[Monitor]:
+    meter, usage = busy()
+    opened = Monitor(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2)))
+    yield opened
+    opened.close()
+
+
+def test_every_number_is_where_it_belongs() -> None:
+    meter, usage = busy()
+    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2))).decode()
+    seen = parse(text, 0.0)
+    assert seen.get("veilbase_queue_depth") == 3
+    assert seen.get("veilbase_streams") == 2
+    assert seen.get("veilbase_inline_requests_total") == 1
+    assert seen.get("veilbase_batch_rows_count") == 2
+    assert seen.get("veilbase_batch_rows_sum") == 304
+    assert seen.get("veilbase_batch_rows_bucket", le="128.0") == 1
+    assert seen.get("veilbase_batch_requests_sum") == 3
+    assert seen.get("veilbase_execution_seconds_sum") == pytest.approx(0.005)
+    assert seen.get("veilbase_wait_seconds_count", kind="prefill") == 1  # a request in two pieces waits once
+    assert seen.get("veilbase_wait_seconds_sum", kind="prefill") == pytest.approx(0.0202)
+    assert seen.get("veilbase_wait_seconds_bucket", kind="decode", le="0.00025") == 1
+    assert seen.get("veilbase_rows_total", tenant="globex", kind="prefill") == 300
+    assert seen.get("veilbase_bytes_total", tenant="acme", direction="down") == 128
+    assert seen.get("veilbase_compute_seconds_total", tenant="acme") == 0.25
+    assert seen.get("veilbase_errors_total", tenant="globex", code="QUOTA") == 1
+
+
+def test_tenants_are_bounded_and_none_is_lost() -> None:
+    usage = UsageBook()
+    for number in range(3 * MAX_TENANTS):
+        usage.of(f"t{number}").answered(RequestClass.DECODE, number + 1, 1, 1)
+    text = generate_latest(registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0))).decode()
+    rows = parse(text, 0.0).by_tenant("veilbase_rows_total")
+    assert len(rows) == MAX_TENANTS + 1
+    assert sum(rows.values()) == sum(range(1, 3 * MAX_TENANTS + 1))
+    assert rows[OTHER] == sum(range(1, 2 * MAX_TENANTS + 1))
+
+
+def test_a_histogram_counts_a_value_at_its_bound_below_it() -> None:
+    one = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 2, 3):
+        one.add(value)
+    assert one.buckets() == [("1.0", 2.0), ("2.0", 4.0), ("+Inf", 5.0)]
+
+
+def test_metrics_on_a_loopback_port(monitor: Monitor) -> None:
+    port = monitor.serve_metrics(0)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        assert reply.status == 200
+        assert b"veilbase_queue_depth 3.0" in reply.read()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        opener.open(f"http://127.0.0.1:{port}/other", timeout=10)
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", data=b"x", method="POST")
+    with pytest.raises(urllib.error.HTTPError, match="501"):
+        opener.open(request, timeout=10)
+    with pytest.raises(ConfigurationError, match="in use"):
+        monitor.serve_metrics(port)
+
+
+def test_a_socket_for_status(monitor: Monitor, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no provider is running"):
+        read_metrics(tmp_path)
+    path = monitor.serve_socket(tmp_path)
+    assert path is not None
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    assert look(tmp_path).get("veilbase_streams") == 2
+    assert monitor.serve_socket(tmp_path) is None  # another one answers there
+    monitor.close()
+    assert not path.exists()
+    with socket.socket(socket.AF_UNIX) as left:  # of a provider that was killed
+        left.bind(str(path))
+    assert monitor.serve_socket(tmp_path) == path
+    assert look(tmp_path).get("veilbase_streams") == 2
+    assert monitor.serve_socket(tmp_path / ("long" * 40)) is None
+
+
+def test_health_follows_the_provider(monitor: Monitor) -> None:
+    port = monitor.serve_health(0)
+    with grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.enable_http_proxy", 0)]) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", SERVICE_NAME):
+            asked = health_pb2.HealthCheckRequest(service=name)
+            assert stub.Check(asked, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+        monitor.not_serving()
+        assert stub.Check(asked, timeout=10).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with pytest.raises(ConfigurationError, match="in use"):
+        monitor.serve_health(port)
+
+
+def test_the_table_of_status() -> None:
+    meter, usage = busy()
+    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2))).decode()
+    before = parse(text, 100.0)
+    usage.of("acme").answered(RequestClass.DECODE, 40, 1_000_000, 2_000_000)
+    now = parse(generate_latest(registry(ProviderCollector(meter, usage, lambda: 0, lambda: 2))).decode(), 102.0)
+    out = io.StringIO()
+    Console(file=out, width=140).print(render(now, before, 60.0), render(before, None, 10.0))
+    shown = out.getvalue()
+    acme = [line for line in shown.splitlines() if "acme" in line]
+    assert "20.0" in acme[0]  # 40 rows in two seconds
+    assert "0.50" in acme[0]
+    assert "0.4" in acme[1]  # four rows in the ten seconds since the start
+    assert "3 requests wait" in shown
+
+
+def test_log_lines_name_tenant_stream_and_request() -> None:
+    record = logging.LogRecord("provider.session", logging.ERROR, "x.py", 1, "a request %s", ("failed",), None)
+    record.__dict__.update({"tenant": "acme", "stream": "0a1b", "request": 7, "rows": "never shown"})
+    assert TextFormatter().format(record).endswith("a request failed tenant=acme stream=0a1b request=7")
+    written = json.loads(JsonFormatter().format(record))
+    assert {"tenant": "acme", "stream": "0a1b", "request": 7, "message": "a request failed"}.items() <= written.items()
+    assert "never shown" not in str(written)
+    try:
+        raise ValueError("inside")
+    except ValueError:
+        record.exc_info = __import__("sys").exc_info()
+    assert "\n" not in JsonFormatter().format(record)

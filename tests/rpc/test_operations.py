@@ -1,0 +1,282 @@
+"""What an operator does to a provider that runs: drain, renew its certificate, look at it, read its accounts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from cryptography import x509
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from provider import service as service_module
+from provider.core import ProviderCore
+from provider.operations.usage import FILE_NAME, UsageBook, read_usage
+from tests.rpc.conftest import Provider, read_identity
+from tests.rpc.test_cli import CALL as CLI_CALL
+from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
+from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
+from wire.frame import FrameType
+from wire.transport.grpc_client import GrpcConnection
+
+TIMEOUT_S = 60.0
+
+
+# ---- drain ----------------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """Products that wait until they are let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.free = threading.Event(), threading.Event()
+        compute = service_module.ProviderCore.compute
+
+        def held(core: ProviderCore, call: object, rows: object) -> torch.Tensor:
+            self.begun.set()
+            assert self.free.wait(TIMEOUT_S)
+            return compute(core, call, rows)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(ProviderCore, "compute", held)
+
+
+def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
+    start: Callable[..., Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    provider = start(tiny_core)
+    stream, other = RawStream(provider), RawStream(provider)
+    stream.send(*stream.request(1, ring_rows(100)), *stream.request(2, ring_rows(200)))
+    assert held.begun.wait(TIMEOUT_S)
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while provider.service.queue_depth < 1 and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    stopping = threading.Thread(target=provider.server.stop, args=(TIMEOUT_S,))
+    stopping.start()
+    number, code = 0, None
+    while code is None and time.monotonic() < give_up_at:  # until the drain has begun, requests are let in
+        number += 1
+        other.send(*other.request(number, ring_rows(100), deadline_ms=1))
+        code = other.receive().code
+        code = None if WireCode(code) is WireCode.DEADLINE else code
+    assert code == WireCode.UNAVAILABLE
+    with pytest.raises(Unavailable):
+        provider.connect("new").manifest()
+    assert stopping.is_alive()
+    held.free.set()
+    assert sorted((header.kind, header.request_id) for header in (stream.receive(), stream.receive())) == [
+        (FrameType.REPLY, 1),
+        (FrameType.REPLY, 2),
+    ]
+    stopping.join(TIMEOUT_S)
+    assert not stopping.is_alive()
+    stream.expect_error(0, WireCode.UNAVAILABLE)
+    for one in (stream, other):
+        one.close()
+
+
+def test_a_drain_ends_when_its_time_is_over(
+    start: Callable[..., Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    held = Held(monkeypatch)
+    provider = start(tiny_core)
+    stream = RawStream(provider)
+    stream.send(*stream.request(1, ring_rows(100)))
+    assert held.begun.wait(TIMEOUT_S)
+    threading.Timer(2.0, held.free.set).start()
+    provider.server.stop(0.3)
+    stream.expect_error(0, WireCode.UNAVAILABLE)
+    assert "not answered within" in caplog.text
+    stream.close()
+
+
+# ---- accounts and log ------------------------------------------------------------------------------------------------
+
+
+def test_usage_counts_what_was_answered(provider: Provider) -> None:
+    usage = provider.service.usage
+    connection = provider.connect()
+    ask(connection, ring_rows(3))
+    ask(connection, ring_rows(100))
+    with pytest.raises(InvalidTensor):
+        ask(connection, ring_rows(1, COLS - 1))
+    connection.close()
+    total = usage.of("acme").total()
+    assert (total.requests["decode"], total.requests["prefill"]) == (1, 1)
+    assert (total.rows["decode"], total.rows["prefill"]) == (3, 100)
+    assert (total.bytes_up, total.bytes_down) == (103 * COLS * 4, 103 * REPLY_COLS * 4)
+    assert 0 < total.seconds < 60
+    assert total.errors == {"INVALID_TENSOR": 1}
+
+
+def test_the_log_names_a_request_that_failed_inside(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object) -> torch.Tensor:
+        raise RuntimeError("a secret value")
+
+    monkeypatch.setattr("provider.core.executor.compute", broken)
+    stream = RawStream(provider, "acme")
+    stream.send(*stream.request(17, ring_rows(100)))
+    stream.expect_error(17, WireCode.INTERNAL)
+    (named,) = [record for record in caplog.records if getattr(record, "request", None) == 17]
+    assert (named.tenant, len(named.stream)) == ("acme", 8)  # type: ignore[attr-defined]
+    assert "a secret value" not in caplog.text
+    stream.close()
+    with pytest.raises(RemoteFault, match="its log names this request"):
+        ask(provider.connect(), ring_rows(100))
+
+
+# ---- certificates ----------------------------------------------------------------------------------------------------
+
+
+def served_certificate(port: int, folder: Path) -> x509.Certificate:
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    with (
+        socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as plain,
+        context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
+    ):
+        der = secured.getpeercert(binary_form=True)
+    assert der is not None
+    return x509.load_der_x509_certificate(der)
+
+
+def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.identity("acme")
+    folder = provider.folder / "acme"
+    before = provider.connect()
+    assert_served(before, provider.core)
+    first = served_certificate(provider.server.port, folder)
+    assert served_certificate(provider.server.port, folder) == first
+    provider.server.renew_certificate()
+    second = served_certificate(provider.server.port, folder)
+    assert second.serial_number != first.serial_number
+    assert served_certificate(provider.server.port, folder) == second
+    monkeypatch.setattr(service_module, "_RENEW_S", 0.0)
+    assert served_certificate(provider.server.port, folder) != second
+    assert_served(before, provider.core)  # an open connection goes on
+    assert_served(provider.connect(), provider.core)
+
+
+def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.identity("acme")
+    first = served_certificate(provider.server.port, provider.folder / "acme")
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(service_module, "issue_server_certificate", full)
+    provider.server.renew_certificate()
+    assert served_certificate(provider.server.port, provider.folder / "acme") == first
+    assert_served(provider.connect(), provider.core)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+    state = tmp_path / "state"
+    serving = Serving(
+        "--tls", "--model", model, "--port", 0, "--state", state,
+        "--metrics-port", 0, "--health-port", 0, "--log-format", "json",
+    )  # fmt: skip
+    try:
+        assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
+        connection = GrpcConnection(serving.url, read_identity(tmp_path / "acme"))
+        for _ in range(3):
+            connection.submit(CLI_CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+
+        assert run("status", "--check", "--state", state).stdout == ""
+        shown = run("status", "--state", state).stdout
+        assert "1 streams" in shown
+        assert "acme" in shown
+        watching = subprocess.Popen(
+            [sys.executable, "-m", "provider", "status", "--watch", "0.2", "--state", str(state)],
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "140"},
+        )  # fmt: skip
+        assert watching.stdout is not None
+        while "acme" not in watching.stdout.readline():
+            assert watching.poll() is None
+        watching.kill()
+        watching.communicate()
+
+        port = int(serving.url.rsplit(":", 1)[1])
+        first = served_certificate(port, tmp_path / "acme")
+        serving.process.send_signal(signal.SIGHUP)
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while served_certificate(port, tmp_path / "acme") == first:
+            assert time.monotonic() < give_up_at
+        serving.process.send_signal(signal.SIGTERM)
+        out, err = serving.process.communicate(timeout=TIMEOUT_S)
+        assert (serving.process.returncode, out) == (0, "")
+    finally:
+        serving.process.kill()
+        serving.process.communicate()
+    connection.close()
+    lines = [json.loads(line) for line in err.splitlines()]
+    messages = [line["message"] for line in lines]
+    assert any(message.startswith("SIGHUP") for message in messages)
+    assert {"time", "level", "logger", "message"} <= lines[0].keys()
+    assert any(message.startswith("metrics at http://127.0.0.1:") for message in messages)
+
+    total = json.loads(run("usage", "--state", state).stdout)["acme"]
+    assert total["rows"]["prefill"] == 60
+    assert total == read_usage(state / FILE_NAME)["acme"].model_dump()
+    assert "no provider is running" in one_line_error(run("status", "--state", state))
+    assert run("status", "--check", "--state", state).returncode == 1
+
+
+def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+    serving = Serving(
+        "--model", model, "--port", 0, "--state", tmp_path, "--metrics-port", 0, "--health-port", 0,
+        "--log-format", "json",
+    )  # fmt: skip
+    try:
+        assert serving.process.stderr is not None
+        ports = {}
+        while len(ports) < 2:
+            message = json.loads(serving.process.stderr.readline())["message"]
+            for name in ("metrics", "health"):
+                if message.startswith(f"{name} at "):
+                    ports[name] = int(message.rsplit(":", 1)[1].partition("/")[0])
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=10) as reply:
+            assert b"veilbase_streams 0.0" in reply.read()
+        with grpc.insecure_channel(f"127.0.0.1:{ports['health']}", [("grpc.enable_http_proxy", 0)]) as channel:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    finally:
+        assert serving.stop()[0] == 0
+
+
+def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: Path) -> None:  # noqa: F811
+    state = tmp_path / "state"
+    assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
+    (state / FILE_NAME).write_text("{")
+    line = one_line_error(run("serve", "--tls", "--model", model, "--port", 0, "--state", state))
+    assert "usage.json" in line
+    assert "usage.json" in one_line_error(run("usage", "--state", state))
+
+
+def test_an_account_of_nothing(tmp_path: Path) -> None:
+    assert UsageBook(tmp_path / FILE_NAME).totals() == {}
+    assert json.loads(run("usage", "--state", tmp_path).stdout) == {}
