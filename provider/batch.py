@@ -79,9 +79,7 @@ class Executor:
         self._product, self._scheduler, self._completed = product, scheduler, completed
         self._meter, self._charge = meter or Meter(), charge
         self._changed = threading.Condition()
-        self._inline = threading.Lock()
-        """Held by the one thread that computes a small request itself."""
-        self._is_closed = self._is_busy = False
+        self._is_closed = self._is_busy = False  # busy: with one product, in whichever thread
         self._thread = threading.Thread(target=self._run, name="veilbase-compute", daemon=True)
         self._thread.start()
 
@@ -101,21 +99,33 @@ class Executor:
 
         No job is made for it: a decode step is a hundred such calls, and each pays for every object.
         """
-        if self._is_busy or self._scheduler or not self._inline.acquire(blocking=False):
-            return None  # looked at without the lock: what is chosen wrongly now and then is answered all the same
-        began = time.perf_counter()
+        if self._is_busy:
+            return None  # looked at without the lock first: what is chosen wrongly is queued, and answered all the same
+        with self._changed:
+            if self._is_busy or self._scheduler.has_decode:
+                return None
+            self._is_busy = True
+        began_s = time.monotonic()
         try:
             use_one_core()
             reply = self._product(call, rows)
         except VeilbaseError as exc:
             return exc
         finally:
-            self._inline.release()
-        self._meter.inline()
-        self._charge(tenant, time.perf_counter() - began)
+            self._done_here(tenant, call, began_s)
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
         return reply
+
+    def _done_here(self, tenant: str, call: Call, began_s: float) -> None:
+        now_s = time.monotonic()
+        with self._changed:
+            self._is_busy = False
+            self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
+            if self._scheduler:
+                self._changed.notify()
+        self._meter.inline(now_s - began_s)
+        self._charge(tenant, now_s - began_s)
 
     def cancel(self, job: Job) -> None:
         """Takes a job out of the queue, and drops its rows."""
@@ -162,6 +172,7 @@ class Executor:
             self._is_busy = False
             if is_whole:
                 self._scheduler.computed(batch, seconds)
+            self._scheduler.finished(batch, time.monotonic())
         self._meter.batch(batch, began_s, seconds)
         for piece in batch.pieces:
             self._charge(piece.ticket.tenant, seconds * piece.num_rows / batch.num_rows)
@@ -170,11 +181,11 @@ class Executor:
         with self._changed:
             while not self._is_closed:
                 now = time.monotonic()
-                batch = self._scheduler.next_batch(now)
+                batch = None if self._is_busy else self._scheduler.next_batch(now)
                 if batch is not None:
                     self._is_busy = True
                     return batch
-                due = self._scheduler.next_due_s()
+                due = None if self._is_busy else self._scheduler.next_due_s()
                 self._changed.wait(None if due is None else max(0.0, due - now))
         return None
 

@@ -45,6 +45,9 @@ from wire.limits import MAX_DEADLINE_MS, Limits
 DECODE_ROWS = 16
 """Forward requests of at most so many rows count as decode; larger ones are prefill, or fine-tuning on a stream that
 sends gradients."""
+DECODE_IN_FLIGHT = 3
+"""A stream that decodes asks for one layer after the other; small requests beyond so many at a time are no decoding,
+and must not be in the way of who does."""
 TRAINING_S = 60.0
 """After a gradient a stream counts as training for so long."""
 INLINE_ROWS = 8
@@ -270,7 +273,7 @@ class Session:
         if call.direction is Direction.BACKWARD or call.purpose is Purpose.HINT:
             return RequestClass.FINETUNE
         if header.rows <= DECODE_ROWS:
-            return RequestClass.DECODE
+            return RequestClass.DECODE if len(self._requests) < DECODE_IN_FLIGHT else RequestClass.PREFILL
         return RequestClass.FINETUNE if now - self._trained_at < TRAINING_S else RequestClass.PREFILL
 
     def _answer(self, request: _Request, outcome: Outcome) -> None:

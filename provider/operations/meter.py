@@ -54,7 +54,10 @@ class Meter:
             "batch_rows": Histogram(_ROWS),
             "batch_requests": Histogram(_REQUESTS),
             "execution_seconds": Histogram(_SECONDS),
-        } | {wait_name(one): Histogram(_SECONDS) for one in RequestClass}
+        }
+        for one in RequestClass:
+            self._histograms[wait_name(one)] = Histogram(_SECONDS)
+            self._histograms[latency_name(one)] = Histogram(_SECONDS)
 
     def batch(self, batch: Batch, began_s: float, seconds: float) -> None:
         """A product was made.
@@ -65,17 +68,21 @@ class Meter:
         """
         with self._lock:
             for piece in batch.pieces:
+                ticket = piece.ticket
+                waited_s = max(0.0, began_s - ticket.arrived_s)
                 if piece.first_row == 0:
-                    ticket = piece.ticket
-                    self._histograms[wait_name(ticket.request_class)].add(max(0.0, began_s - ticket.arrived_s))
+                    self._histograms[wait_name(ticket.request_class)].add(waited_s)
+                if piece.is_last:
+                    self._histograms[latency_name(ticket.request_class)].add(waited_s + seconds)
             self._histograms["batch_rows"].add(batch.num_rows)
             self._histograms["batch_requests"].add(len(batch.pieces))
             self._histograms["execution_seconds"].add(seconds)
 
-    def inline(self) -> None:
-        """A small request was computed where it was read, without waiting."""
+    def inline(self, seconds: float) -> None:
+        """A small decode request was computed where it was read, without waiting."""
         with self._lock:
             self._inline += 1
+            self._histograms[latency_name(RequestClass.DECODE)].add(seconds)
 
     def snapshot(self) -> tuple[int, dict[str, Histogram]]:
         """Requests computed where they were read, and copies of the histograms by name."""
@@ -86,3 +93,8 @@ class Meter:
 def wait_name(request_class: RequestClass) -> str:
     """The histogram of a class's waits."""
     return f"wait_{request_class.name.lower()}"
+
+
+def latency_name(request_class: RequestClass) -> str:
+    """The histogram of the times from arrival to reply, inside the provider."""
+    return f"latency_{request_class.name.lower()}"

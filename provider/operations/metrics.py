@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from provider.operations.meter import Meter, wait_name
+from provider.operations.meter import Meter, latency_name, wait_name
 from provider.operations.usage import Usage, UsageBook
 from provider.schedule.request_class import RequestClass
 
@@ -56,10 +56,12 @@ class ProviderCollector(Collector):
             one = histograms[name]
             yield HistogramMetricFamily(f"veilbase_{name}", text, buckets=one.buckets(), sum_value=one.sum)
         waits = HistogramMetricFamily("veilbase_wait_seconds", "From arrival to the first product.", labels=["kind"])
+        whole = HistogramMetricFamily("veilbase_latency_seconds", "From arrival to the reply.", labels=["kind"])
         for request_class in RequestClass:
-            one = histograms[wait_name(request_class)]
-            waits.add_metric([request_class.name.lower()], buckets=one.buckets(), sum_value=one.sum)
-        yield waits
+            for family, name in ((waits, wait_name(request_class)), (whole, latency_name(request_class))):
+                one = histograms[name]
+                family.add_metric([request_class.name.lower()], buckets=one.buckets(), sum_value=one.sum)
+        yield from (waits, whole)
 
 
 def bounded(totals: dict[str, Usage]) -> dict[str, Usage]:

@@ -44,17 +44,22 @@ class TenantRing:
         self._in_order[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
-        """One that is there; a tenant that has nothing left keeps no credit, and no debt."""
+        """One that is there; a tenant that has nothing left keeps no credit, but its debt while others wait."""
         del self._in_order[ticket]
         queue = self._queues[ticket.tenant]
         del queue[ticket]
         if not queue:
             del self._queues[ticket.tenant]
-            self._deficits.pop(ticket.tenant, None)
+            if self._deficits.get(ticket.tenant, 0.0) >= 0:
+                self._deficits.pop(ticket.tenant, None)
             self._whose = None if self._whose == ticket.tenant else self._whose
+        if not self._queues:
+            self._deficits.clear()
 
     def charge(self, ticket: Ticket, num_rows: int) -> None:
         """Rows that were taken of a ticket, by its turn or in somebody else's batch; before `remove`."""
+        if len(self._queues) == 1:
+            return  # nobody else waits
         left = self._deficits.get(ticket.tenant, 0.0) - num_rows
         self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self._quantum_rows)
 
@@ -69,7 +74,7 @@ class TenantRing:
             ticket = next(iter(queue))
             needed = needed_rows(ticket)
             if len(self._queues) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
-                self._deficits[tenant] = needed
+                self._deficits.pop(tenant, None)
                 return ticket
             if tenant != self._whose:
                 self._whose = tenant

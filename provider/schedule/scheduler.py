@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from provider.schedule.arrivals import Arrivals
 from provider.schedule.fairness import TenantRing
 from provider.schedule.latency import LatencyModel
 from provider.schedule.request_class import RequestClass
@@ -31,6 +32,14 @@ _MAX_JOINED = 256
 """Pieces in one batch, and tickets looked at for it."""
 _DECODE_SHARE = 1.1
 """What others may add to a decode product's time where no latency target says how much."""
+_LEAST_ROWS = 16
+"""In a piece of a larger request: every piece reads all of its layer's weights again."""
+_STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
+"""Of the executor's time, for a class that others would keep waiting for ever; and in how many times one row's product
+it gets that at least."""
+_SOON_S, _NEARLY = 1e-4, 1 - 1e-9
+_CALM_S = 0.01
+"""A product of large work while others decode, without a latency target."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,8 @@ class Policy:
         max_wait_s: the longest that a request is held, under any policy.
         wait_share: of a request's own predicted time; what an opportunistic one is held at most. Decode is not held.
         slo_s: latency target of a decode request inside the provider; None: none.
-        starvation_s: by class, the longest that it waits for a piece to run while there is more urgent work.
+        starvation_s: by class, the longest that it waits for a piece to run while there is more urgent work, or while
+            such work is expected.
         max_batch_rows: of one product.
         max_batch_numbers: of the wider of its two sides: what a batch takes in memory.
     """
@@ -53,7 +63,7 @@ class Policy:
     wait_share: float = 0.25
     slo_s: float | None = None
     starvation_s: Mapping[RequestClass, float] = field(
-        default_factory=lambda: {RequestClass.PREFILL: 0.05, RequestClass.FINETUNE: 0.2}
+        default_factory=lambda: {RequestClass.PREFILL: 0.01, RequestClass.FINETUNE: 0.02}
     )
     max_batch_rows: int = 4096
     max_batch_numbers: int = 1 << 24
@@ -89,11 +99,20 @@ class Scheduler:
         """Those of `_held` that still are; its other entries are leftovers."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
-        self._served_s = dict.fromkeys(RequestClass, float("-inf"))
-        self._decode_s = float("-inf")
+        self._lane_users: dict[Call, OrderedDict[str, float]] = {}
+        self._expected = Arrivals()
+        self._decoding: OrderedDict[str, float] = OrderedDict()
+        self._limit_s: float | None = None
+        self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
+        self._wake_s: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
+
+    @property
+    def has_decode(self) -> bool:
+        """Whether a decode request waits, or any request under a policy without classes."""
+        return bool(self._rings[RequestClass.DECODE])
 
     def __len__(self) -> int:
         return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
@@ -102,7 +121,11 @@ class Scheduler:
 
     def add(self, ticket: Ticket, now_s: float) -> None:
         """Takes a request into the queue."""
-        self._note_active(ticket, now_s)
+        _note(self._active, ticket.tenant, now_s)
+        users = self._lane_users.setdefault(ticket.call, OrderedDict())
+        _note(users, ticket.tenant, now_s)
+        if ticket.request_class is RequestClass.DECODE:
+            self._note_decode(ticket.tenant, now_s)
         lane = self._lanes.setdefault(ticket.call, {})
         lane[ticket] = None
         tenants = self._lane_tenants.setdefault(ticket.call, Counter())
@@ -115,7 +138,7 @@ class Scheduler:
             self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
         held = self._lane_held.get(ticket.call)
-        if held and len(tenants) >= len(self._active):  # nobody else could come
+        if held and len(tenants) >= len(self._active if self._policy.name == "lockstep" else users):  # all are here
             for one in list(held):
                 self._release(one)
 
@@ -123,6 +146,19 @@ class Scheduler:
         """Drops what is left of a request; nothing happens where nothing is left."""
         if ticket in self._lanes.get(ticket.call, {}):
             self._drop(ticket)
+
+    def finished(self, batch: Batch, now_s: float) -> None:
+        """A batch is over, whatever came of it."""
+        for piece in batch.pieces:
+            ticket = piece.ticket
+            if piece.is_last and ticket.request_class is RequestClass.DECODE:
+                self._expected.replied(ticket.tenant, ticket.call, now_s)
+
+    def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
+        """A decode request that was never queued came and was answered."""
+        _note(self._active, tenant, began_s)
+        self._note_decode(tenant, began_s)
+        self._expected.replied(tenant, call, now_s)
 
     def computed(self, batch: Batch, seconds: float) -> None:
         """All rows of a batch were multiplied; batches that were not whole say nothing about how long rows take."""
@@ -138,23 +174,52 @@ class Scheduler:
 
     def next_batch(self, now_s: float) -> Batch | None:
         """What to compute now; None where nothing is due, and then `next_due_s` says when something will be."""
+        self._wake_s = None
         self._skip_leftovers()
         while self._held and self._held[0][0] <= now_s:
             self._release(heapq.heappop(self._held)[2])
             self._skip_leftovers()
-        request_class = self._choose_class(now_s)
+        if self._policy.name != "opportunistic":
+            ring = self._rings[RequestClass.DECODE]  # the only one: see `_ring_of`
+            return self._take(ring.oldest, now_s) if ring else None
+        request_class, is_starved = self._choose_class(now_s)
         if request_class is None:
             return None
         ring = self._rings[request_class]
-        head = (
-            ring.oldest if self._policy.name != "opportunistic" else ring.turn(lambda one: self._piece_rows(one, now_s))
-        )
-        return self._take(head, now_s)
+        self._limit_s = self._time_for(request_class, ring, is_starved, now_s)
+        if self._limit_s is None:
+            return None
+        return self._take(ring.turn(lambda one: self._piece_rows(one, now_s)), now_s)
+
+    def _time_for(self, request_class: RequestClass, ring: TenantRing, is_starved: bool, now_s: float) -> float | None:
+        """Seconds that the next product may take; None for nothing yet, and then `_wake_s` says when to ask again.
+
+        Under a latency target, large work has the time that the target leaves decode requests to wait, and besides the
+        time until the next of them is expected.
+        """
+        if request_class is RequestClass.DECODE or not self._is_decoding(now_s):
+            return float("inf")
+        one_s = self._latency.predict_s(ring.oldest.call, 1)
+        if self._policy.slo_s is None:
+            return max(_CALM_S, _STARVED_PRODUCTS * one_s)
+        slack_s = self._policy.slo_s - len(self._decoding) * one_s  # decode requests wait for each other as well
+        expected_s, late_s = self._expected.next_s(now_s)
+        limit_s = slack_s if expected_s == float("inf") else max(0.0, slack_s) + max(0.0, expected_s - now_s)
+        if limit_s >= self._latency.predict_s(ring.oldest.call, min(ring.oldest.rows_left, _LEAST_ROWS)):
+            return limit_s
+        if is_starved:
+            return max(self._owed_s[request_class], _STARVED_PRODUCTS * one_s)
+        missing_s = _STARVED_SHARE * self._policy.starvation_s.get(request_class, 0.0) - self._owed_s[request_class]
+        self._wake_s = min(late_s, now_s + max(missing_s / _STARVED_SHARE, _SOON_S))
+        return None
 
     def next_due_s(self) -> float | None:
-        """When the first held request is due; None where none is held."""
+        """When to ask again though nothing comes; None where there is no need to."""
         self._skip_leftovers()
-        return self._held[0][0] if self._held else None
+        due_s = self._held[0][0] if self._held else None
+        if self._wake_s is None or due_s is None:
+            return due_s if self._wake_s is None else self._wake_s
+        return min(due_s, self._wake_s)
 
     def _skip_leftovers(self) -> None:
         while self._held and not self._is_held(self._held[0][2]):
@@ -165,37 +230,47 @@ class Scheduler:
 
     # ---- which one ------------------------------------------------------------------------------------------------
 
-    def _note_active(self, ticket: Ticket, now_s: float) -> None:
-        self._active[ticket.tenant] = now_s
-        self._active.move_to_end(ticket.tenant)
-        while self._active and now_s - next(iter(self._active.values())) > _ACTIVE_S:
-            self._active.popitem(last=False)
-        if ticket.request_class is RequestClass.DECODE:
-            self._decode_s = now_s
+    def _note_decode(self, tenant: str, now_s: float) -> None:
+        _note(self._decoding, tenant, now_s)
+        self._expected.arrived(tenant, now_s)
 
     def _hold_s(self, ticket: Ticket) -> float:
         policy = self._policy
-        alone = len(self._active) == 1 or ticket.call.purpose is Purpose.HINT
-        if policy.name == "none" or alone:
+        if policy.name == "none" or ticket.call.purpose is Purpose.HINT:
             return 0.0
         if policy.name == "lockstep":
-            return policy.max_wait_s
-        if ticket.request_class is RequestClass.DECODE:
-            return 0.0
+            return policy.max_wait_s if len(self._active) > 1 else 0.0
+        if ticket.request_class is RequestClass.DECODE or len(self._lane_users[ticket.call]) == 1:
+            return 0.0  # where nobody else asks for this layer, nobody will join
         return min(policy.max_wait_s, policy.wait_share * self._latency.predict_s(ticket.call, ticket.num_rows))
 
     def _ring_of(self, ticket: Ticket) -> RequestClass:
         """Only opportunistic batching knows classes: the others run what came first."""
         return ticket.request_class if self._policy.name == "opportunistic" else RequestClass.DECODE
 
-    def _choose_class(self, now_s: float) -> RequestClass | None:
+    def _choose_class(self, now_s: float) -> tuple[RequestClass | None, bool]:
+        """A class that has something to run, and whether it is its turn because it has waited long enough."""
+        self._owe(now_s)
         ready = [one for one in RequestClass if self._rings[one]]
-        if len(ready) > 1:
-            for one in ready[1:]:
-                since_s = max(self._served_s[one], self._rings[one].oldest.arrived_s)
-                if now_s - since_s > self._policy.starvation_s.get(one, float("inf")):
-                    return one
-        return ready[0] if ready else None
+        for one in ready:
+            bound_s = self._policy.starvation_s.get(one)
+            if bound_s is not None and self._owed_s[one] >= _STARVED_SHARE * bound_s * _NEARLY:
+                return one, True
+        return (ready[0] if ready else None), False
+
+    def _owe(self, now_s: float) -> None:
+        """A class that waits is owed a share of the time that passes, up to a piece's worth."""
+        passed_s, self._owed_at_s = max(0.0, now_s - self._owed_at_s), now_s
+        for one, bound_s in self._policy.starvation_s.items():
+            if self._rings[one]:
+                waited_s = min(passed_s, max(0.0, now_s - self._rings[one].oldest.arrived_s))
+                self._owed_s[one] = min(self._owed_s[one] + _STARVED_SHARE * waited_s, _STARVED_SHARE * bound_s)
+            else:
+                self._owed_s[one] = 0.0
+
+    def _is_decoding(self, now_s: float) -> bool:
+        """Whether anybody has decoded lately."""
+        return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= _ACTIVE_S
 
     def _piece_rows(self, ticket: Ticket, now_s: float) -> int:
         """How many rows of a ticket one product may have."""
@@ -208,11 +283,9 @@ class Scheduler:
             return max(whole, self._most_rows(head.call))
         if head.request_class is RequestClass.DECODE:
             return whole
-        if policy.slo_s is None or now_s - self._decode_s > _ACTIVE_S:
+        if self._limit_s is None or self._limit_s == float("inf"):
             return self._most_rows(head.call)
-        # a decode request that comes just after the product has begun waits for all of it, and then for its own
-        left_s = policy.slo_s - self._latency.predict_s(head.call, 1)
-        return min(self._most_rows(head.call), self._latency.rows_within(head.call, left_s))
+        return min(self._most_rows(head.call), max(_LEAST_ROWS, self._latency.rows_within(head.call, self._limit_s)))
 
     def _most_rows(self, call: Call) -> int:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
@@ -246,11 +319,16 @@ class Scheduler:
     def _join(self, pieces: list[Piece], company: list[Ticket], room: int, now_s: float) -> None:
         room -= sum(piece.num_rows for piece in pieces)
         whole = self._policy.name != "opportunistic"
+        shares = Counter({piece.ticket.tenant: piece.num_rows for piece in pieces})
         for ticket in company:
             if room <= 0 or len(pieces) >= _MAX_JOINED:
                 return
-            if ticket.rows_left > room and (whole or ticket.request_class is RequestClass.DECODE):
+            is_decode = ticket.request_class is RequestClass.DECODE
+            if ticket.rows_left > room and (whole or is_decode):
                 continue
+            if is_decode and not whole and shares[ticket.tenant] >= _QUANTUM_ROWS[RequestClass.DECODE]:
+                continue  # one tenant's many small requests do not make everybody's product long
+            shares[ticket.tenant] += ticket.rows_left
             pieces.append(self._take_piece(ticket, min(ticket.rows_left, room), now_s))
             room -= pieces[-1].num_rows
 
@@ -260,7 +338,8 @@ class Scheduler:
         piece = Piece(ticket, ticket.rows_taken, num_rows)
         ticket.rows_taken += num_rows
         self._rings[self._ring_of(ticket)].charge(ticket, num_rows)
-        self._served_s[self._ring_of(ticket)] = now_s
+        owed_s = self._owed_s[ticket.request_class] - self._latency.predict_s(ticket.call, num_rows)
+        self._owed_s[ticket.request_class] = max(0.0, owed_s)
         if ticket.rows_left == 0:
             self._drop(ticket)
         return piece
@@ -288,6 +367,14 @@ class Scheduler:
             del tenants[ticket.tenant]
         if not lane:
             del self._lanes[ticket.call], self._lane_tenants[ticket.call]
+
+
+def _note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:
+    """The tenant was seen now; those that were not for long are dropped."""
+    seen[tenant] = now_s
+    seen.move_to_end(tenant)
+    while now_s - next(iter(seen.values())) > _ACTIVE_S:
+        seen.popitem(last=False)
 
 
 def _split_by_class(tickets: list[Ticket]) -> tuple[list[Ticket], list[Ticket]]:

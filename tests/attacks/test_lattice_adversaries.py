@@ -268,13 +268,27 @@ def test_slot_reuse_says_nothing_where_chance_would_do() -> None:
     assert traffic.attacked(slot_reuse.attack) == []
 
 
-def test_slot_reuse_is_bounded_where_nothing_is_masked(tmp_path: Path) -> None:
-    rows = [torch.randint(-9000, 9000, (100, 64), dtype=torch.int32) for _ in range(60)]
+@pytest.mark.parametrize("size", [9_000, 1 << 27])
+def test_slot_reuse_does_not_compare_what_is_not_masked(tmp_path: Path, size: int) -> None:
+    rows = [torch.randint(-size, size, (100, 64), dtype=torch.int32) for _ in range(60)]
+    view = write_recording(tmp_path / "recording", manifest(64), [Exchange(0, one, one.clone()) for one in rows])
+    start = time.process_time()
+    assert slot_reuse.attack(view, no_model()) == []
+    assert time.process_time() - start < MOST_S
+
+
+def test_slot_reuse_is_bounded_where_all_masks_are_one(tmp_path: Path) -> None:
+    mask = torch.randint(-(2**31), 2**31, (1, 64), dtype=torch.int64)
+    rows = [_wrapped(mask + torch.randint(-9000, 9000, (100, 64))) for _ in range(60)]
     view = write_recording(tmp_path / "recording", manifest(64), [Exchange(0, one, one.clone()) for one in rows])
     start = time.process_time()
     claims = slot_reuse.attack(view, no_model())
     assert time.process_time() - start < MOST_S
     assert 0 < len(claims) <= slot_reuse.MOST_CLAIMS
+
+
+def _wrapped(rows: torch.Tensor) -> torch.Tensor:
+    return ((rows + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
 def test_slot_reuse_across_other_rows_is_a_fact() -> None:

@@ -39,7 +39,7 @@ def busy() -> tuple[Meter, UsageBook]:
     ]
     meter.batch(Batch(CALL, (Piece(tickets[0], 0, 4), Piece(tickets[1], 0, 200))), 10.0002, 0.003)
     meter.batch(Batch(CALL, (Piece(tickets[1], 200, 100),)), 10.01, 0.002)
-    meter.inline()
+    meter.inline(0.0004)
     usage.of("acme").answered(RequestClass.DECODE, 4, 64, 128)
     usage.of("globex").answered(RequestClass.PREFILL, 300, 4800, 9600)
     usage.of("globex").failed(WireCode.QUOTA)
@@ -70,6 +70,9 @@ def test_every_number_is_where_it_belongs() -> None:
     assert seen.get("veilbase_wait_seconds_count", kind="prefill") == 1  # a request in two pieces waits once
     assert seen.get("veilbase_wait_seconds_sum", kind="prefill") == pytest.approx(0.0202)
     assert seen.get("veilbase_wait_seconds_bucket", kind="decode", le="0.00025") == 1
+    assert seen.get("veilbase_latency_seconds_count", kind="decode") == 2
+    assert seen.get("veilbase_latency_seconds_sum", kind="decode") == pytest.approx(0.0002 + 0.003 + 0.0004)
+    assert seen.get("veilbase_latency_seconds_sum", kind="prefill") == pytest.approx(0.032)
     assert seen.get("veilbase_rows_total", tenant="globex", kind="prefill") == 300
     assert seen.get("veilbase_bytes_total", tenant="acme", direction="down") == 128
     assert seen.get("veilbase_compute_seconds_total", tenant="acme") == 0.25

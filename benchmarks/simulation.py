@@ -1,0 +1,183 @@
+"""The provider's scheduler under load, on a clock of its own: no thread, no sleep, no product.
+
+Tenants send one request after the other, as their models would, and think in between; a product takes what a line says
+(seconds and seconds a row, by layer). The scheduler is the provider's own and is told the time; it begins without a
+profile and learns from what it sees. Same numbers on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from provider.schedule.latency import LatencyModel
+from provider.schedule.request_class import RequestClass
+from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.ticket import Batch, Ticket
+from wire.frame import Arithmetic, Call, Direction
+
+Cost = Callable[[Call, int], float]
+
+
+@dataclass(frozen=True)
+class Replayer:
+    """One tenant's traffic.
+
+    Attributes:
+        tenant: its name.
+        calls: what it asks for, in this order, again and again: a call and its rows.
+        request_class: of all of it.
+        think_s: from a reply to the next request.
+        in_flight: requests that it has out at a time.
+        begins_s: when it starts.
+        sends: whether it sends at a moment; one that does not looks again every `_LOOK_S`.
+    """
+
+    tenant: str
+    calls: Sequence[tuple[Call, int]]
+    request_class: RequestClass
+    think_s: float = 0.0
+    in_flight: int = 1
+    begins_s: float = 0.0
+    sends: Callable[[float], bool] = lambda now_s: True
+
+
+@dataclass
+class Outcome:
+    """What happened.
+
+    Attributes:
+        seconds: simulated, after the warm-up.
+        rows: answered, by tenant.
+        latencies_s: inside the provider, from arrival to reply, by tenant.
+        batch_requests: of each product.
+        busy_s: of the executor, by tenant; products that were shared are split by rows.
+    """
+
+    seconds: float
+    rows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    latencies_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    batch_requests: list[int] = field(default_factory=list)
+    busy_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def rows_per_s(self, *tenants: str) -> float:
+        """Of these tenants, or of all."""
+        return sum(self.rows[name] for name in tenants or tuple(self.rows)) / self.seconds
+
+    def mean_latency_s(self, *tenants: str) -> float:
+        """Over requests of these tenants, or of all."""
+        return statistics.fmean(one for name in tenants or tuple(self.latencies_s) for one in self.latencies_s[name])
+
+    def quantile_s(self, share: float, *tenants: str) -> float:
+        """The latency that this share of requests stays within."""
+        ordered = sorted(one for name in tenants or tuple(self.latencies_s) for one in self.latencies_s[name])
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+_LOOK_S = 0.01
+
+
+def forward_pass(groups: Sequence[int], rows: int) -> list[tuple[Call, int]]:
+    """A pass through the layers, a call a group."""
+    return [(Call(group, Direction.FORWARD, Arithmetic.RING), rows) for group in groups]
+
+
+def training_step(groups: Sequence[int], rows: int) -> list[tuple[Call, int]]:
+    """Forward, then backward."""
+    back = [(Call(group, Direction.BACKWARD, Arithmetic.RING), rows) for group in reversed(groups)]
+    return [*forward_pass(groups, rows), *back]
+
+
+class _Run:
+    def __init__(
+        self, policy: Policy, replayers: Sequence[Replayer], cost: Cost, weight_of: Callable[[str], float]
+    ) -> None:
+        self._cost = cost
+        self._scheduler = Scheduler(policy, LatencyModel(lambda call: 1 << 19), weight_of)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = itertools.count()
+        self._running: Batch | None = None
+        self._owner: dict[Ticket, tuple[Replayer, list[int]]] = {}
+        for one in replayers:
+            place = [0]
+            for _ in range(one.in_flight):
+                self._at(one.begins_s, self._sender(one, place))
+
+    def _at(self, when_s: float, what: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when_s, next(self._order), what))
+
+    def _sender(self, one: Replayer, place: list[int]) -> Callable[[float], None]:
+        def send(now_s: float) -> None:
+            if not one.sends(now_s):
+                self._at(now_s + _LOOK_S, send)
+                return
+            call, rows = one.calls[place[0] % len(one.calls)]
+            place[0] += 1
+            ticket = Ticket(one.tenant, call, rows, one.request_class, now_s)
+            self._owner[ticket] = one, place
+            self._scheduler.add(ticket, now_s)
+
+        return send
+
+    def go(self, warm_up_s: float, seconds: float) -> Outcome:
+        outcome, end_s = Outcome(seconds), warm_up_s + seconds
+        while self._events:
+            now_s = self._events[0][0]
+            if now_s >= end_s:
+                return outcome
+            while self._events and self._events[0][0] <= now_s:
+                heapq.heappop(self._events)[2](now_s)
+            if self._running is None:
+                self._begin(now_s, outcome if now_s >= warm_up_s else Outcome(1.0))
+        return outcome
+
+    def _begin(self, now_s: float, outcome: Outcome) -> None:
+        batch = self._scheduler.next_batch(now_s)
+        if batch is None:
+            due_s = self._scheduler.next_due_s()
+            if due_s is not None:
+                self._at(max(due_s, now_s), lambda later_s: None)  # only so that it is asked again
+            return
+        self._running = batch
+        took_s = self._cost(batch.call, batch.num_rows)
+        outcome.batch_requests.append(len(batch.pieces))
+        for piece in batch.pieces:
+            outcome.busy_s[piece.ticket.tenant] += took_s * piece.num_rows / batch.num_rows
+
+        def done(end_s: float) -> None:
+            self._running = None
+            self._scheduler.computed(batch, took_s)
+            self._scheduler.finished(batch, end_s)
+            for piece in batch.pieces:
+                if piece.is_last:
+                    self._reply(piece.ticket, end_s, outcome)
+
+        self._at(now_s + took_s, done)
+
+    def _reply(self, ticket: Ticket, now_s: float, outcome: Outcome) -> None:
+        one, place = self._owner.pop(ticket)
+        outcome.rows[ticket.tenant] += ticket.num_rows
+        outcome.latencies_s[ticket.tenant].append(now_s - ticket.arrived_s)
+        self._at(now_s + one.think_s, self._sender(one, place))
+
+
+def simulate(
+    policy: Policy,
+    replayers: Sequence[Replayer],
+    cost: Cost,
+    seconds: float,
+    warm_up_s: float = 1.0,
+    weight_of: Callable[[str], float] = lambda tenant: 1.0,
+) -> Outcome:
+    """Runs the load.
+
+    Args:
+        cost: seconds that one product takes.
+        seconds: simulated, after `warm_up_s`, which is not counted.
+        weight_of: a tenant's share.
+    """
+    return _Run(policy, replayers, cost, weight_of).go(warm_up_s, seconds)

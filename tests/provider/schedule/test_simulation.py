@@ -1,0 +1,167 @@
+"""The latency and throughput that tenants are promised, under load, on the simulation's own clock.
+
+A product takes 0.3 ms and 12 us a row, about what a layer of SmolLM2 takes on one core (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from benchmarks.simulation import Outcome, Replayer, forward_pass, simulate, training_step
+from provider.schedule.request_class import RequestClass
+from provider.schedule.scheduler import Policy
+from wire.frame import Arithmetic, Call, Direction
+
+DECODE, PREFILL, FINETUNE = RequestClass
+GROUPS = range(16)
+SECONDS = 5.0
+
+
+def cost(call: Call, rows: int) -> float:
+    return 3e-4 + 1.2e-5 * rows
+
+
+def policy(name: str = "opportunistic", slo_s: float | None = None) -> Policy:
+    return Policy(name, slo_s=slo_s, max_wait_s=60.0 if name == "lockstep" else 0.02)  # type: ignore[arg-type]
+
+
+def run(replayers: list[Replayer], name: str = "opportunistic", slo_s: float | None = None) -> Outcome:
+    return simulate(policy(name, slo_s), replayers, cost, SECONDS)
+
+
+def decoding(name: str = "decode", rows: int = 1, think_s: float = 1e-3) -> Replayer:
+    return Replayer(name, forward_pass(GROUPS, rows), DECODE, think_s)
+
+
+def thinking(seed: int, mean_s: float) -> list[float]:
+    """Times that spread by a fifth, the same every time."""
+    return [mean_s * (1 + 0.2 * math.sin(12.9898 * (seed + step))) for step in range(97)]
+
+
+# ---- batching: Symbiosis, table 5 (8 clients, batch sizes 2 to 256) --------------------------------------------------
+
+
+def eight_clients() -> list[Replayer]:
+    thoughts = (0.2e-3, 3e-3, 0.5e-3, 1.7e-3, 0.9e-3, 2.2e-3, 0.3e-3, 1.1e-3)
+    sizes = [2**number for number in range(1, 9)]
+    return [
+        Replayer(f"t{size}", forward_pass(GROUPS, size), DECODE if size <= 16 else PREFILL, think_s)
+        for size, think_s in zip(sizes, thoughts, strict=True)
+    ]
+
+
+def test_opportunistic_batching_has_the_best_throughput_and_the_lowest_mean_latency() -> None:
+    ours, none, lockstep = (run(eight_clients(), name) for name in ("opportunistic", "none", "lockstep"))
+    assert ours.rows_per_s() > none.rows_per_s() > lockstep.rows_per_s()
+    assert ours.mean_latency_s() < 0.8 * none.mean_latency_s()
+    assert none.mean_latency_s() < lockstep.mean_latency_s()
+    assert sum(ours.batch_requests) / len(ours.batch_requests) > 1.3
+    assert set(none.batch_requests) == {1}
+    assert sum(lockstep.batch_requests) / len(lockstep.batch_requests) > 7.9
+
+
+def test_lockstep_makes_a_small_request_as_slow_as_a_large_one() -> None:  # Symbiosis, table 4
+    small, large = decoding("small"), Replayer("large", forward_pass(GROUPS, 512), PREFILL, 1e-3)
+    alone, together = run([small], "lockstep"), run([small, large], "lockstep")
+    ours = run([small, large], slo_s=4e-4)
+    assert together.mean_latency_s("small") > 10 * alone.mean_latency_s("small")
+    assert ours.mean_latency_s("small") < 1.2 * alone.mean_latency_s("small")
+
+
+# ---- one tenant's flood and another's decode -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_class", [PREFILL, FINETUNE])
+@pytest.mark.parametrize(("rows", "in_flight"), [(512, 64), (65_536, 4), (1, 300)])
+def test_a_flood_leaves_decode_within_a_fifth(request_class: RequestClass, rows: int, in_flight: int) -> None:
+    flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), rows)], request_class, in_flight=in_flight)
+    alone, beside = run([decoding()], slo_s=4e-4), run([decoding(), flood], slo_s=4e-4)
+    assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
+    assert beside.rows["decode"] >= 0.95 * alone.rows["decode"]
+    assert beside.busy_s["flood"] >= 0.3 * SECONDS  # and the flood has what is left
+
+
+def test_decode_that_thinks_unevenly_still_stays_within_a_fifth() -> None:
+    thoughts = itertools.cycle(thinking(1, 1e-3))
+
+    class Uneven(Replayer):
+        @property
+        def think_s(self) -> float:  # type: ignore[override]
+            return next(thoughts)
+
+        @think_s.setter
+        def think_s(self, value: float) -> None:
+            pass
+
+    uneven = Uneven("decode", forward_pass(GROUPS, 1), DECODE)
+    flood = Replayer("flood", training_step(GROUPS, 512), FINETUNE, in_flight=16)
+    alone, beside = run([uneven], slo_s=4e-4), run([uneven, flood], slo_s=4e-4)
+    assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
+    assert beside.busy_s["flood"] >= 0.2 * SECONDS
+
+
+def test_without_a_target_decode_waits_for_one_product_of_a_hundredth_of_a_second() -> None:
+    flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), 65_536)], FINETUNE, in_flight=4)
+    beside = run([decoding(), flood])
+    assert beside.quantile_s(0.99, "decode") <= 0.0115
+    assert beside.rows_per_s("flood") > 0.9 * run([flood]).rows_per_s()
+
+
+# ---- fine-tuning beside inference ------------------------------------------------------------------------------------
+
+
+def test_fine_tuning_fills_what_inference_leaves() -> None:  # Symbiosis, figures 22 and 23
+    inference = [decoding(f"i{number}", 1 + number % 4, (0.5 + 0.3 * number) * 1e-3) for number in range(8)]
+    tuning = [Replayer(f"f{number}", training_step(GROUPS, 512), FINETUNE, 1e-3) for number in range(2)]
+    eight, mixed = run(inference, slo_s=4e-4), run(inference[:6] + tuning, slo_s=4e-4)
+    decode = [f"i{number}" for number in range(6)]
+    assert mixed.rows_per_s() > 1.5 * eight.rows_per_s()
+    assert mixed.mean_latency_s(*decode) <= 1.1 * eight.mean_latency_s()
+
+
+@pytest.mark.parametrize("num_clients", [1, 2, 4])
+def test_fine_tuning_keeps_its_share_while_the_target_is_met(num_clients: int) -> None:  # FlexLLM
+    slo_s = 6e-3
+    inference = [decoding(f"i{number}", 2, (2.0 + 0.7 * number) * 1e-3) for number in range(num_clients)]
+    names = [one.tenant for one in inference]
+    tuning = Replayer("tune", training_step(GROUPS, 2048), FINETUNE, in_flight=2)
+    solo = run([tuning], slo_s=slo_s)
+    beside = run([*inference, tuning], slo_s=slo_s)
+    assert beside.quantile_s(0.99, *names) <= slo_s
+    busy = sum(beside.busy_s[name] for name in names) / SECONDS
+    assert beside.rows_per_s("tune") >= 0.8 * solo.rows_per_s() * (1 - busy)
+
+
+def test_fine_tuning_follows_a_load_that_comes_and_goes() -> None:
+    slo_s = 6e-3
+    inference = [
+        Replayer(f"i{number}", forward_pass(GROUPS, 2), DECODE, 2e-3, sends=lambda now_s: int(now_s * 2) % 2 == 0)
+        for number in range(3)
+    ]
+    tuning = Replayer("tune", training_step(GROUPS, 2048), FINETUNE, in_flight=2)
+    solo, beside = run([tuning], slo_s=slo_s), run([*inference, tuning], slo_s=slo_s)
+    assert beside.quantile_s(0.99, "i0", "i1", "i2") <= slo_s
+    busy = sum(beside.busy_s[one.tenant] for one in inference) / SECONDS
+    assert beside.rows_per_s("tune") >= 0.8 * solo.rows_per_s() * (1 - busy)
+
+
+def test_fine_tuning_is_never_starved() -> None:
+    crowd = [decoding(f"i{number}", 8, 1e-4) for number in range(12)]  # more than the executor can do
+    tuning = Replayer("tune", training_step(GROUPS, 512), FINETUNE)
+    for slo_s in (None, 4e-4, 6e-3):
+        assert run([*crowd, tuning], slo_s=slo_s).busy_s["tune"] >= 0.04 * SECONDS
+
+
+def test_weights_divide_what_there_is() -> None:
+    def weight_of(tenant: str) -> float:
+        return 3.0 if tenant == "heavy" else 1.0
+
+    load = [
+        Replayer(name, [(Call(place, Direction.FORWARD, Arithmetic.RING), 256)], PREFILL, in_flight=8)
+        for place, name in enumerate(("heavy", "light"))
+    ]
+    shared = simulate(policy(), load, cost, SECONDS, weight_of=weight_of)
+    assert shared.rows["heavy"] / shared.rows["light"] == pytest.approx(3.0, rel=0.05)
