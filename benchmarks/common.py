@@ -18,12 +18,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @contextlib.contextmanager
-def provider(folder: Path, *options: str, tenants: tuple[str, ...] = ("bench",)) -> Iterator[tuple[str, int]]:
-    """`provider serve --tls` in its own process with enrolled tenants; yields its URL and process id."""
+def provider(
+    folder: Path, *options: str, tenants: tuple[str, ...] = ("bench",), core: int | None = None
+) -> Iterator[tuple[str, int]]:
+    """`provider serve --tls` in its own process with enrolled tenants; yields its URL and process id.
+
+    Args:
+        core: the only one it may use; None leaves it all.
+    """
     state = folder / "state"
     command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(state), *options]
     with (folder / "provider.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        before = os.sched_getaffinity(0)
+        try:
+            if core is not None:
+                os.sched_setaffinity(0, {core})  # what is started now inherits it, with all its threads
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        finally:
+            os.sched_setaffinity(0, before)
     try:
         line = process.stdout.readline() if process.stdout else ""
         if not line.startswith("ready "):

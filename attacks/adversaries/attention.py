@@ -104,12 +104,19 @@ def _error(
 def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
     """Each head's mixture of the input rows, shape (num_prompts, num_heads, num_tokens, hidden)."""
     num_prompts, num_tokens, hidden = rows.shape
+    q, k = _queries_and_keys(block, model, weights, rows)
+    everywhere = rows[:, None].expand(num_prompts, model.num_heads, num_tokens, hidden)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, everywhere, is_causal=True)
+
+
+def _queries_and_keys(
+    block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With their positions, each of shape (num_prompts, num_heads, num_tokens, head_dim). Args: weights: of q and k."""
     q, k = (_heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k), weights, strict=True))
     if model.rope_theta:
         q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
-    k = k.repeat_interleave(model.num_heads // model.num_kv_heads, dim=1)
-    everywhere = rows[:, None].expand(num_prompts, model.num_heads, num_tokens, hidden)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, everywhere, is_causal=True)
+    return q, k.repeat_interleave(model.num_heads // model.num_kv_heads, dim=1)
 
 
 def _heads(layer: Layer, weight: torch.Tensor, model: PublicModel, rows: torch.Tensor) -> torch.Tensor:
@@ -219,13 +226,8 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
         Shape (num_prompts, num_tokens, num_heads · head_dim).
     """
     num_prompts, num_tokens, _ = rows.shape
-    q, k, v = (
-        _heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k, block.v), weights, strict=True)
-    )
-    if model.rope_theta:
-        q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
-    repeats = model.num_heads // model.num_kv_heads
-    k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    q, k = _queries_and_keys(block, model, weights[:2], rows)
+    v = _heads(block.v, weights[2], model, rows).repeat_interleave(model.num_heads // model.num_kv_heads, dim=1)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     return out.transpose(1, 2).reshape(num_prompts, num_tokens, -1)
 

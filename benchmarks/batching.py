@@ -1,0 +1,313 @@
+"""What batching and scheduling do for many tenants: the papers' tables on this machine, and one tenant's flood.
+
+The provider has one core to itself. The load is replayed from the other: tenants that send rows as their models would,
+layer after layer, and think in between, but have no model. Rows are uniform int32, as masked rows are. Latency is what
+the provider itself measures, from a request's arrival to its reply (`veilbase_latency_seconds`); policies take turns,
+round after round, and medians are shown. `python -m benchmarks.batching [SCENARIO ...]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.common import provider
+
+BLOCKS = "model.layers.[0-5].*"
+"""Six of thirty blocks: a pass is 24 requests."""
+SECONDS, WARM_UP_S, ROUNDS = 6.0, 1.5, 3
+PROVIDER_CORE, LOAD_CORE = 0, 1
+TIGHT_MS = "0.2"
+"""A latency target below what a product takes: decode waits for nothing that can be helped."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One tenant.
+
+    Attributes:
+        tenant: its name.
+        rows: of each request.
+        is_training: forward and backward; else forward only.
+        think_ms: from a reply to the next request.
+        in_flight: passes at a time.
+        one_layer: always the first layer.
+    """
+
+    tenant: str
+    rows: int
+    is_training: bool = False
+    think_ms: float = 0.5
+    in_flight: int = 1
+    one_layer: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one run, or medians over several.
+
+    Attributes:
+        rows_per_s: answered, by tenant.
+        latency_ms, p99_ms: inside the provider, by class; p99 from a histogram's buckets.
+        batch: requests of a product, in the mean; small requests computed alone where they are read count as one.
+    """
+
+    rows_per_s: dict[str, float]
+    latency_ms: dict[str, float]
+    p99_ms: dict[str, float]
+    batch: float
+
+    @property
+    def total(self) -> float:
+        """Rows a second of all tenants."""
+        return sum(self.rows_per_s.values())
+
+
+# ---- the load's process ----------------------------------------------------------------------------------------------
+
+
+def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
+    """For every line on standard input, that many seconds of load; answers with rows by tenant as JSON."""
+    import torch
+
+    from wire.frame import Arithmetic, Call, Direction
+    from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+
+    os.sched_setaffinity(0, {LOAD_CORE})
+    torch.set_num_threads(1)
+    stop = threading.Event()
+    counted: dict[str, int] = {}
+
+    def work(load: Load) -> None:
+        files = (folder / load.tenant / name for name in ("ca.pem", "cert.pem", "key.pem"))
+        connection = GrpcConnection(url, TlsIdentity(*(file.read_bytes() for file in files)))
+        groups = connection.manifest().groups
+        widths = {width for group in groups for width in (group.in_features, group.out_features)}
+        rows = {w: torch.randint(-(2**31), 2**31, (load.rows, w), dtype=torch.int32) for w in widths}
+        calls = [(Call(g.id, Direction.FORWARD, Arithmetic.RING), g.in_features, g.out_features) for g in groups]
+        if load.is_training:
+            back = [
+                (Call(g.id, Direction.BACKWARD, Arithmetic.RING), g.out_features, g.in_features) for g in groups[::-1]
+            ]
+            calls += back
+        place = 0
+        while not stop.is_set():
+            call, given, replied = calls[0 if load.one_layer else place % len(calls)]
+            connection.submit(call, rows[given], replied).result()
+            place += 1
+            counted[load.tenant] = counted.get(load.tenant, 0) + load.rows
+            time.sleep(load.think_ms / 1000)
+        connection.close()
+
+    threads = [
+        threading.Thread(target=work, args=(load,), daemon=True) for load in loads for _ in range(load.in_flight)
+    ]
+    for thread in threads:
+        thread.start()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        before = dict(counted)
+        time.sleep(float(line))
+        print(json.dumps({name: counted[name] - before.get(name, 0) for name in counted}), flush=True)
+    stop.set()
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+def measure(loads: Sequence[Load], *options: str) -> Found:
+    """Starts a provider and its load, and looks at both for `SECONDS`."""
+    from provider.operations.status import look
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tenants = tuple(load.tenant for load in loads)
+        flags = ("--base-layers", BLOCKS, "--threads", "1", "--drain-s", "0", *options)
+        with provider(folder, *flags, tenants=tenants, core=PROVIDER_CORE) as (url, _):
+            arguments = [url, name, json.dumps([asdict(load) for load in loads])]
+            load = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", "benchmarks.batching", "replay", *arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            try:
+                if load.stdout is None or load.stdout.readline() != "ready\n":
+                    raise SystemExit("the load did not start")
+                _ask(load, WARM_UP_S)
+                before = look(folder / "state")
+                rows = _ask(load, SECONDS)
+                after = look(folder / "state")
+            finally:
+                load.kill()
+                load.wait()
+    span = after.at_s - before.at_s
+
+    def grown(sample: str, **labels: str) -> float:
+        return after.get(sample, **labels) - before.get(sample, **labels)
+
+    latency, p99 = {}, {}
+    for kind in ("decode", "prefill", "finetune"):
+        count = grown("veilbase_latency_seconds_count", kind=kind)
+        if count:
+            latency[kind] = 1000 * grown("veilbase_latency_seconds_sum", kind=kind) / count
+            p99[kind] = 1000 * _quantile(0.99, _buckets(before, after, kind))
+    inline = grown("veilbase_inline_requests_total")
+    products = grown("veilbase_batch_requests_count")
+    batch = (grown("veilbase_batch_requests_sum") + inline) / max(products + inline, 1)
+    return Found({name: count / span for name, count in rows.items()}, latency, p99, batch)
+
+
+def _ask(load: subprocess.Popen[str], seconds: float) -> dict[str, int]:
+    if load.stdin is None or load.stdout is None:
+        raise SystemExit("the load has no pipes")
+    load.stdin.write(f"{seconds}\n")
+    load.stdin.flush()
+    counted: dict[str, int] = json.loads(load.stdout.readline())
+    return counted
+
+
+def _buckets(before: object, after: object, kind: str) -> list[tuple[float, float]]:
+    name = "veilbase_latency_seconds_bucket"
+    found = []
+    for (sample, labels), value in after.values.items():  # type: ignore[attr-defined]
+        named = dict(labels)
+        if sample == name and named["kind"] == kind:
+            found.append((float(named["le"]), value - before.values.get((sample, labels), 0.0)))  # type: ignore[attr-defined]
+    return sorted(found)
+
+
+def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
+    """By straight lines inside buckets, as Prometheus does it."""
+    wanted, lower, below = share * buckets[-1][1], 0.0, 0.0
+    for bound, count in buckets:
+        if count >= wanted:
+            if bound == float("inf"):
+                return lower
+            return lower + (bound - lower) * (wanted - below) / max(count - below, 1e-9)
+        lower, below = bound, count
+    return lower
+
+
+def medians(runs: Sequence[Found]) -> Found:
+    """Of each number."""
+
+    def middle(dicts: list[dict[str, float]]) -> dict[str, float]:
+        return {name: statistics.median(one.get(name, 0.0) for one in dicts) for name in sorted(set().union(*dicts))}
+
+    return Found(
+        middle([one.rows_per_s for one in runs]),
+        middle([one.latency_ms for one in runs]),
+        middle([one.p99_ms for one in runs]),
+        statistics.median(one.batch for one in runs),
+    )
+
+
+def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]]) -> dict[str, Found]:
+    """Medians of `ROUNDS` runs of each case, taking turns."""
+    runs: dict[str, list[Found]] = {name: [] for name in cases}
+    for _ in range(ROUNDS):
+        for name, (loads, options) in cases.items():
+            runs[name].append(measure(loads, *options))
+    return {name: medians(found) for name, found in runs.items()}
+
+
+# ---- scenarios -------------------------------------------------------------------------------------------------------
+
+
+def table5() -> dict[str, Found]:
+    """Symbiosis, table 5: eight inference clients with batches of 2 to 256, different thinking times."""
+    thoughts = (0.2, 3.0, 0.5, 1.7, 0.9, 2.2, 0.3, 1.1)
+    loads = [Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=think) for n, think in enumerate(thoughts)]
+    return compare(
+        {
+            "opportunistic": (loads, ()),
+            "none": (loads, ("--batching", "none")),
+            "lockstep": (loads, ("--batching", "lockstep", "--max-wait-ms", "60000")),
+        }
+    )
+
+
+def table4() -> dict[str, Found]:
+    """Symbiosis, table 4: a small request beside a large one."""
+    small, large = Load("small", 1), Load("large", 512, think_ms=1.0)
+    lockstep = ("--batching", "lockstep", "--max-wait-ms", "60000")
+    return compare(
+        {
+            "small alone": ([small], ()),
+            "both, lockstep": ([small, large], lockstep),
+            "both, opportunistic": ([small, large], ()),
+            "both, tight target": ([small, large], ("--slo-ms", TIGHT_MS)),
+        }
+    )
+
+
+def flood() -> dict[str, Found]:
+    """One tenant decodes; another sends all that it can."""
+    decode = Load("decode", 1, think_ms=1.0)
+    target = ("--slo-ms", TIGHT_MS)
+    return compare(
+        {
+            "alone": ([decode], target),
+            "beside 512 rows, 8 at a time": ([decode, Load("flood", 512, think_ms=0, in_flight=8)], target),
+            "beside gradients": ([decode, Load("flood", 512, is_training=True, think_ms=0, in_flight=4)], target),
+            "beside gradients, no target": (
+                [decode, Load("flood", 512, is_training=True, think_ms=0, in_flight=4)],
+                (),
+            ),
+        }
+    )
+
+
+def figures22and23() -> dict[str, Found]:
+    """Symbiosis, figures 22 and 23: eight inference clients, then six and two that fine-tune."""
+    inference = [Load(f"i{number}", 1 + number % 4, think_ms=2.0 + 0.3 * number) for number in range(8)]
+    tuning = [Load(f"f{number}", 512, is_training=True, think_ms=1.0) for number in range(2)]
+    target = ("--slo-ms", TIGHT_MS)
+    return compare({"8 inference": (inference, target), "6 inference + 2": (inference[:6] + tuning, target)})
+
+
+def flexllm() -> dict[str, Found]:
+    """FlexLLM: what fine-tuning keeps beside inference that has a target of 10 ms a request."""
+    inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
+    tuning = [Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]
+    target = ("--slo-ms", "10")
+    return compare(
+        {
+            "fine-tuning alone": (tuning, target),
+            "inference alone": (inference, target),
+            "both": (inference + tuning, target),
+        }
+    )
+
+
+SCENARIOS = {
+    "table5": table5, "table4": table4, "flood": flood, "figures22and23": figures22and23, "flexllm": flexllm,
+}  # fmt: skip
+
+
+def main(names: Sequence[str]) -> None:
+    """Prints a table for each scenario."""
+    for name in names or tuple(SCENARIOS):
+        print(f"\n{(SCENARIOS[name].__doc__ or '').strip()}\n")
+        print("| case | rows/s | by tenant | requests a product | latency ms, mean (p99) |\n|---|---|---|---|---|")
+        for case, found in SCENARIOS[name]().items():
+            tenants = ", ".join(f"{tenant} {rate:.0f}" for tenant, rate in found.rows_per_s.items())
+            times = ", ".join(
+                f"{kind} {found.latency_ms[kind]:.2f} ({found.p99_ms[kind]:.1f})" for kind in found.latency_ms
+            )
+            print(f"| {case} | {found.total:.0f} | {tenants} | {found.batch:.2f} | {times} |", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["replay"]:
+        replay(sys.argv[2], Path(sys.argv[3]), [Load(**one) for one in json.loads(sys.argv[4])])
+    else:
+        main(sys.argv[1:])
