@@ -102,7 +102,7 @@ class Executor:
         if self._is_busy:
             return None  # looked at without the lock first: what is chosen wrongly is queued, and answered all the same
         with self._changed:
-            if self._is_busy or self._scheduler.has_decode:
+            if self._is_busy or not self._scheduler.would_take_decode:
                 return None
             self._is_busy = True
         began_s = time.monotonic()

@@ -110,9 +110,9 @@ class Scheduler:
         return bool(self._lanes)
 
     @property
-    def has_decode(self) -> bool:
-        """Whether a decode request waits, or any request under a policy without classes."""
-        return bool(self._rings[RequestClass.DECODE])
+    def would_take_decode(self) -> bool:
+        """Whether a decode request that came now would be the next to run."""
+        return self._policy.name != "lockstep" and not self._rings[RequestClass.DECODE]  # all of them, without classes
 
     def __len__(self) -> int:
         return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))

@@ -325,3 +325,14 @@ def test_a_decision_takes_less_than_fifty_microseconds() -> None:
         spent += time.perf_counter() - began
         requests, now = requests + len(done), now + 1e-3
     assert spent / requests < 50e-6, spent / requests
+
+
+def test_who_may_pass_the_queue() -> None:
+    for name, passes in (("opportunistic", True), ("none", False), ("lockstep", False)):
+        queue = scheduler(Policy(name))  # type: ignore[arg-type]
+        assert queue.would_take_decode is (name != "lockstep")
+        queue.add(ticket("a", 100), 0.0)
+        assert queue.would_take_decode is passes
+    queue = scheduler()
+    queue.add(ticket("a", 1, DECODE), 0.0)
+    assert not queue.would_take_decode

@@ -1,0 +1,271 @@
+"""Twenty tenants for as long as is asked, mixed work, sudden deaths: nothing lost, nothing wrong, nothing left behind.
+
+Processes with five tenants each send slices of known rows, of all classes, and compare every reply bit by bit with what
+the weights give. Now and then a tenant drops its connection with requests on the way, and now and then a whole process
+is killed. `python -m benchmarks.soak [SECONDS]`; exit status 1 where anything was wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.common import provider
+
+BLOCKS = "model.layers.[0-1].*"
+NUM_PROCESSES, TENANTS_EACH = 4, 5
+KILL_EVERY_S = 15.0
+ROWS = 640
+_SETTLE_S = 10.0
+
+
+@dataclass
+class Soak:
+    """What was seen.
+
+    Attributes:
+        answered, refused, wrong: replies that were right, requests refused for quota or time, replies that were not.
+        lost: requests without any outcome.
+        deaths: processes killed.
+        rss_mb, threads, files: of the provider, over time.
+        left: streams and waiting requests after the end.
+    """
+
+    answered: int = 0
+    refused: int = 0
+    wrong: int = 0
+    lost: int = 0
+    deaths: int = 0
+    rss_mb: list[float] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    left: tuple[int, int] = (0, 0)
+
+    @property
+    def growth_mb(self) -> float:
+        """Median of the last quarter less that of the second."""
+        quarter = max(1, len(self.rss_mb) // 4)
+        return statistics.median(self.rss_mb[-quarter:]) - statistics.median(self.rss_mb[quarter : 2 * quarter])
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing lost, wrong or left; memory, threads and files do not grow."""
+        quarter = max(1, len(self.threads) // 4)
+        steady = max(self.threads[-quarter:]) <= max(self.threads[: 2 * quarter]) + 8
+        steady &= max(self.files[-quarter:]) <= max(self.files[: 2 * quarter]) + 16
+        return not (self.wrong or self.lost or any(self.left)) and steady and self.growth_mb < 64 and self.answered > 0
+
+
+# ---- one process of tenants ------------------------------------------------------------------------------------------
+
+
+def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
+    """Works until its input ends; prints counts twice a second."""
+    import torch
+    from safetensors.torch import load_file
+
+    from wire.errors import DeadlineExceeded, QuotaExceeded, Unavailable
+    from wire.expand import Rows, SeededRows
+    from wire.frame import Arithmetic, Call, Direction, Purpose
+    from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+
+    torch.set_num_threads(1)
+    known = load_file(folder / "known.safetensors")
+    seed_bytes = bytes(range(32))
+    stop, lock, counts = threading.Event(), threading.Lock(), dict.fromkeys(("answered", "refused", "wrong", "lost"), 0)
+
+    def count(what: str) -> None:
+        with lock:
+            counts[what] += 1
+
+    def connect(name: str) -> GrpcConnection:
+        files = (folder / name / file for file in ("ca.pem", "cert.pem", "key.pem"))
+        return GrpcConnection(url, TlsIdentity(*(file.read_bytes() for file in files)))
+
+    def request(rng: random.Random, group: int) -> tuple[Call, Rows, torch.Tensor]:
+        direction = rng.choice(list(Direction))
+        size = rng.choice((1, 1, 1, 4, 16, 100, 512))
+        first = rng.randrange(ROWS - size + 1)
+        place = slice(first, first + size)
+        key = f"{group}.{int(direction)}"
+        if rng.random() < 0.1:
+            rows: Rows = SeededRows(seed_bytes, first, size)
+            return Call(group, direction, Arithmetic.RING, Purpose.HINT), rows, known[f"{key}.hint"][place]
+        return Call(group, direction, Arithmetic.RING), known[f"{key}.rows"][place], known[f"{key}.replies"][place]
+
+    def work(name: str, number: int) -> None:
+        rng = random.Random(seed * 1000 + number)
+        connection = connect(name)
+        num_groups = len(connection.manifest().groups)
+        while not stop.is_set():
+            asked = [request(rng, rng.randrange(num_groups)) for _ in range(rng.choice((1, 1, 1, 5)))]
+            sent = [(connection.submit(call, rows, want.shape[1]), want) for call, rows, want in asked]
+            if rng.random() < 0.01:
+                connection.close()  # with all of them on the way
+                connection = connect(name)
+                continue
+            for pending, want in sent:
+                try:
+                    count("answered" if torch.equal(pending.result(), want) else "wrong")
+                except (QuotaExceeded, DeadlineExceeded):
+                    count("refused")
+                except Unavailable:
+                    count("lost")
+            time.sleep(rng.random() * 0.01)
+        connection.close()
+
+    threads = [threading.Thread(target=work, args=(name, number)) for number, name in enumerate(names)]
+    for thread in threads:
+        thread.start()
+
+    def end_with_input() -> None:
+        sys.stdin.read()
+        stop.set()
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    while not stop.wait(0.5):
+        dead = [thread for thread in threads if not thread.is_alive()]
+        with lock:
+            print(json.dumps({**counts, "lost": counts["lost"] + len(dead)}), flush=True)
+    for thread in threads:
+        thread.join(60)
+    with lock:
+        stuck = sum(thread.is_alive() for thread in threads)
+        print(json.dumps({**counts, "lost": counts["lost"] + stuck}), flush=True)
+
+
+class Tenants:
+    """A process of `tenants`; its last words are kept."""
+
+    def __init__(self, url: str, folder: Path, names: list[str], seed: int) -> None:
+        """Args: as of `tenants`."""
+        self.names = names
+        self.said: dict[str, int] = {}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "benchmarks.soak", "tenants", url, str(folder), *names, str(seed)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            if line.endswith("}\n"):
+                self.said = json.loads(line)
+
+    def kill(self) -> None:
+        """Without warning."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+
+    def end(self) -> None:
+        """In order; one that does not end has lost something."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(120)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            self.said["lost"] = self.said.get("lost", 0) + 1
+        self._reader.join(10)
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def known_replies(folder: Path, model: str, blocks: str) -> None:
+    """Rows and what the weights make of them, for every group and direction."""
+    import torch
+    from safetensors.torch import save_file
+
+    from provider.core import ProviderCore
+    from provider.models import load, resolve
+    from provider.weights import serve_model
+    from wire.expand import SeededRows
+    from wire.frame import Arithmetic, Call, Direction, Purpose
+
+    served = serve_model(load(resolve(model)), base_layers=blocks)
+    core, tensors = ProviderCore(served), {}
+    for group in core.manifest().groups:
+        for direction in Direction:
+            width = group.in_features if direction is Direction.FORWARD else group.out_features
+            rows = torch.randint(-(2**31), 2**31, (ROWS, width), dtype=torch.int32)
+            key = f"{group.id}.{int(direction)}"
+            tensors[f"{key}.rows"] = rows
+            tensors[f"{key}.replies"] = core.compute(Call(group.id, direction, Arithmetic.RING), rows)
+            hint = Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
+            tensors[f"{key}.hint"] = core.compute(hint, SeededRows(bytes(range(32)), 0, ROWS))
+    save_file(tensors, folder / "known.safetensors")
+
+
+def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVERY_S) -> Soak:
+    """Runs it against a provider of its own."""
+    from provider.operations.status import look
+
+    found, rng = Soak(), random.Random(1)
+    names = [[f"t{process}-{number}" for number in range(TENANTS_EACH)] for process in range(NUM_PROCESSES)]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        known_replies(folder, model, blocks)
+        flags = ("--model", model, "--base-layers", blocks, "--slo-ms", "5")
+        everybody = tuple(name for group in names for name in group)
+        url, pid = stack.enter_context(provider(folder, *flags, tenants=everybody))
+        watched = psutil.Process(pid)
+        running = [Tenants(url, folder, group, seed) for seed, group in enumerate(names)]
+        ended: list[Tenants] = []
+        end_at, kill_at = time.monotonic() + seconds, time.monotonic() + kill_every_s
+        while time.monotonic() < end_at:
+            time.sleep(1.0)
+            found.rss_mb.append(watched.memory_info().rss / 1e6)
+            found.threads.append(watched.num_threads())
+            found.files.append(watched.num_fds())
+            if time.monotonic() >= kill_at:
+                place = rng.randrange(NUM_PROCESSES)
+                running[place].kill()
+                ended.append(running[place])
+                found.deaths += 1
+                running[place] = Tenants(url, folder, names[place], 100 + found.deaths)
+                kill_at = time.monotonic() + kill_every_s
+        for one in running:
+            one.end()
+        for one in (*ended, *running):
+            for what, number in one.said.items():
+                setattr(found, what, getattr(found, what) + number)
+        give_up_at = time.monotonic() + _SETTLE_S
+        while True:
+            now = look(folder / "state")
+            found.left = int(now.get("veilbase_streams")), int(now.get("veilbase_queue_depth"))
+            if not any(found.left) or time.monotonic() >= give_up_at:
+                return found
+            time.sleep(0.2)
+
+
+def main() -> int:
+    """Prints what was found."""
+    found = soak(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0, "smollm2-135m", BLOCKS)
+    print(
+        f"answered {found.answered}, refused {found.refused}, wrong {found.wrong}, lost {found.lost}, "
+        f"processes killed {found.deaths}; provider: {found.rss_mb[0]:.0f} MB at first, "
+        f"growth {found.growth_mb:+.1f} MB, threads at most {max(found.threads)}, files {max(found.files)}; "
+        f"left: {found.left[0]} streams, {found.left[1]} requests: {'good' if found.is_good else 'BAD'}"
+    )
+    return 0 if found.is_good else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["tenants"]:
+        tenants(sys.argv[2], Path(sys.argv[3]), sys.argv[4:-1], int(sys.argv[-1]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,81 @@
+"""Guesses about the next decode request: learnt from gaps, given up in time, bounded."""
+
+from __future__ import annotations
+
+import pytest
+
+from provider.schedule.arrivals import _MOST_TENANTS, Arrivals
+from wire.frame import Arithmetic, Call, Direction
+
+FIRST, SECOND = (Call(group, Direction.FORWARD, Arithmetic.RING) for group in (0, 1))
+NEVER = float("inf")
+
+
+def learnt(gap_s: float, tenant: str = "a", call: Call = FIRST, times: int = 20) -> tuple[Arrivals, float]:
+    arrivals, now_s = Arrivals(), 0.0
+    for _ in range(times):
+        arrivals.replied(tenant, call, now_s)
+        now_s += gap_s
+        arrivals.arrived(tenant, now_s)
+    return arrivals, now_s
+
+
+def test_nobody_is_expected_at_first_nor_after_an_unknown_layer() -> None:
+    arrivals = Arrivals()
+    assert arrivals.next_s(0.0) == (NEVER, NEVER)
+    arrivals.arrived("a", 0.0)
+    arrivals.replied("a", FIRST, 1.0)
+    assert arrivals.next_s(1.0) == (NEVER, NEVER)
+
+
+def test_a_gap_is_expected_again_and_given_up_when_late() -> None:
+    arrivals, now_s = learnt(0.01)
+    assert arrivals.next_s(now_s) == (NEVER, NEVER)  # it is here
+    arrivals.replied("a", FIRST, now_s)
+    expected_s, late_s = arrivals.next_s(now_s)
+    assert now_s + 0.005 < expected_s <= now_s + 0.01
+    assert now_s + 0.01 < late_s < now_s + 0.02
+    assert arrivals.next_s(now_s + 0.012)[0] == expected_s
+    assert arrivals.next_s(late_s + 1e-6) == (NEVER, NEVER)
+
+
+def test_gaps_are_kept_by_layer_and_follow_a_change() -> None:
+    arrivals, now_s = learnt(0.001)
+    arrivals.replied("a", SECOND, now_s)
+    arrivals.arrived("a", now_s + 0.05)
+    arrivals.replied("a", FIRST, 1.0)
+    assert arrivals.next_s(1.0)[0] < 1.002
+    arrivals.replied("a", SECOND, 2.0)
+    assert arrivals.next_s(2.0)[0] > 2.03
+    for _ in range(20):
+        arrivals.replied("a", FIRST, 3.0)
+        arrivals.arrived("a", 3.01)
+    arrivals.replied("a", FIRST, 4.0)
+    assert arrivals.next_s(4.0)[0] == pytest.approx(4.008, abs=1e-4)
+
+
+def test_the_first_of_all_tenants_counts() -> None:
+    arrivals, now_s = learnt(0.01)
+    for _ in range(20):
+        arrivals.replied("b", FIRST, now_s)
+        arrivals.arrived("b", now_s + 0.002)
+    arrivals.replied("a", FIRST, now_s)
+    arrivals.replied("b", FIRST, now_s)
+    assert arrivals.next_s(now_s)[0] < now_s + 0.0021
+
+
+def test_a_pause_is_no_gap_and_who_left_is_forgotten() -> None:
+    arrivals, now_s = learnt(0.01)
+    arrivals.replied("a", FIRST, now_s)
+    arrivals.arrived("a", now_s + 10)
+    arrivals.replied("a", FIRST, now_s + 10)
+    assert arrivals.next_s(now_s + 10)[0] < now_s + 10.011
+    assert arrivals.next_s(now_s + 20) == (NEVER, NEVER)
+    assert not arrivals._replied
+
+
+def test_memory_is_bounded() -> None:
+    arrivals = Arrivals()
+    for number in range(10 * _MOST_TENANTS):
+        arrivals.replied(f"t{number}", FIRST, 0.0)
+    assert len(arrivals._replied) == _MOST_TENANTS

@@ -1,0 +1,20 @@
+"""The soak of benchmarks/soak.py, short and on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak import soak
+from tests.conftest import make_tiny
+
+
+@pytest.mark.timeout(180)
+def test_nothing_is_lost_wrong_or_left_behind(tmp_path: Path) -> None:
+    make_tiny("llama", tmp_path / "tiny")
+    found = soak(20.0, str(tmp_path / "tiny"), "*", kill_every_s=7.0)
+    assert (found.wrong, found.lost, found.left) == (0, 0, (0, 0))
+    assert found.deaths >= 1
+    assert found.answered > 500
+    assert found.is_good, (found.rss_mb, found.threads, found.files)
