@@ -139,6 +139,8 @@ class _Run:
         batch = self._scheduler.next_batch(now_s)
         if batch is None:
             due_s = self._scheduler.next_due_s()
+            if due_s is None and len(self._scheduler):
+                raise RuntimeError("the scheduler would wait for ever with requests in its queue")
             if due_s is not None:
                 self._at(max(due_s, now_s), lambda later_s: None)  # only so that it is asked again
             return

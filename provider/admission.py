@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from provider.schedule.quota import Quota, TenantLimits
 from provider.schedule.request_class import RequestClass
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded
-from wire.limits import Limits
+from wire.limits import MAX_RETRY_S, Limits
 
 EVERYBODY = "*"
 """In place of a tenant's name: the limits of all that are not named. No tenant can be called so."""
@@ -47,7 +47,7 @@ class TenantAdmission:
             self._quota = self._quota or Quota(self.limits, now_s)
             wait_s = self._quota.admit(num_rows, num_bytes, now_s)
         if wait_s > 0:
-            raise QuotaExceeded("more at once than this tenant may send", wait_s)
+            raise QuotaExceeded("more at once than this tenant may send", min(wait_s, MAX_RETRY_S))
 
     def release(self, num_rows: int, num_bytes: int) -> None:
         """A request that was admitted is answered, cancelled or lost."""
@@ -80,6 +80,11 @@ class Admission:
         self._limits = dict(limits or {})
         self._lock = threading.Lock()
         self._tenants: dict[str, TenantAdmission] = {}
+
+    @property
+    def num_limits(self) -> int:
+        """How many different limits there can be."""
+        return len(self._limits) + 1
 
     def of(self, tenant: str) -> TenantAdmission:
         """The tenant's own, made at first use."""

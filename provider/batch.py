@@ -87,8 +87,10 @@ class Executor:
 
     def submit(self, job: Job) -> None:
         """Queues a job."""
-        if job.ticket.num_rows == 0 and job.rows is not None:
-            self._compute_piece(Piece(job.ticket, 0, 0), job.rows)
+        if job.ticket.num_rows == 0:
+            rows = job.rows  # once: whoever cancels the job takes them
+            if rows is not None:
+                self._compute_piece(Piece(job.ticket, 0, 0), rows)
             return
         with self._changed:
             self._scheduler.add(job.ticket, time.monotonic())
@@ -161,9 +163,11 @@ class Executor:
             batch = None  # or the last reply's memory would be held until the next request
 
     def _run_batch(self, batch: Batch) -> None:
-        began_s, began, is_whole = time.monotonic(), time.perf_counter(), False
+        began_s, began = time.monotonic(), time.perf_counter()
+        computed: list[Piece] = []
+        is_whole = False
         try:
-            is_whole = self._compute(batch)
+            is_whole = self._compute(batch, computed)
         except Exception as exc:  # noqa: BLE001 - as above
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
             self._fail_all([piece.ticket for piece in batch.pieces])
@@ -174,8 +178,9 @@ class Executor:
                 self._scheduler.computed(batch, seconds)
             self._scheduler.finished(batch, time.monotonic())
         self._meter.batch(batch, began_s, seconds)
-        for piece in batch.pieces:
-            self._charge(piece.ticket.tenant, seconds * piece.num_rows / batch.num_rows)
+        num_rows = sum(piece.num_rows for piece in computed)
+        for piece in computed:
+            self._charge(piece.ticket.tenant, seconds * piece.num_rows / num_rows)
 
     def _next_batch(self) -> Batch | None:
         with self._changed:
@@ -189,10 +194,15 @@ class Executor:
                 self._changed.wait(None if due is None else max(0.0, due - now))
         return None
 
-    def _compute(self, batch: Batch) -> bool:
-        """Whether every row was multiplied, once: only then is the time taken for a measurement."""
+    def _compute(self, batch: Batch, computed: list[Piece]) -> bool:
+        """Whether every row was multiplied, once: only then is the time taken for a measurement.
+
+        Args:
+            computed: takes the pieces that time was spent on.
+        """
         pieces = [piece for piece in batch.pieces if self._is_good(piece, alone=len(batch.pieces) == 1)]
         parts = [(piece, rows) for piece in pieces if (rows := _rows_of(piece)) is not None]
+        computed += [piece for piece, _ in parts]
         if not parts:
             return False
         if len(parts) == 1:

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
@@ -47,31 +48,28 @@ def serve(settings: ProviderSettings) -> None:
     from provider.service import Server
 
     state = _open_state(settings)
-    usage = UsageBook(None if state is None else state.path / FILE_NAME)
-    server = Server(settings.host, settings.port, state)
-    core = monitor = None
-    try:
+    with ExitStack() as ending:  # the last one first; each is done whatever came of the others
+        usage = UsageBook(None if state is None else state.path / FILE_NAME)
+        server = Server(settings.host, settings.port, state)
+        ending.callback(server.stop)  # where the start fails; otherwise it has been stopped by then
         core = _make_core(settings)
+        ending.callback(core.close)
         admission = Admission(settings.tenant_limits)
         service = server.start(core, _make_scheduler(settings, core, admission), admission, usage)
         monitor = _make_monitor(settings, service, state)
+        ending.callback(monitor.close)
+        ending.callback(usage.close)
+        ending.callback(server.stop, settings.drain_s)
+        ending.callback(usage.save)  # first, since what follows can take longer than whoever stops us waits
+        ending.callback(monitor.not_serving)
         usage.keep_saving()
         _announce(settings, server.port, state)
         _wait_for_the_end(server)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # one is enough; a second must not cut the stop short
-        if monitor is not None:
-            monitor.not_serving()
-        server.stop(settings.drain_s)
-        usage.close()
-        if monitor is not None:
-            monitor.close()
-        if core is not None:
-            core.close()
 
 
 def _stop(number: int, _frame: object) -> None:
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, signal.SIG_IGN)  # one is enough; a second must not cut the stop short
     sys.exit(0)
 
 
@@ -166,8 +164,8 @@ def _make_monitor(settings: ProviderSettings, service: ProviderService, state: S
         service.meter, service.usage, lambda: service.queue_depth, lambda: service.num_streams
     )
     monitor = Monitor(registry(collector))
-    if state is not None and monitor.serve_socket(state.path) is None:
-        _LOGGER.warning("`provider status` cannot reach this provider: its state directory has another, or a long path")
+    if state is not None and not monitor.serve_socket(state.path):
+        _LOGGER.warning("`provider status` cannot reach this provider: no socket can be made in its state directory")
     if settings.metrics_port is not None:
         _LOGGER.info("metrics at http://127.0.0.1:%d/metrics", monitor.serve_metrics(settings.metrics_port))
     if settings.health_port is not None:

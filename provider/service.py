@@ -39,10 +39,9 @@ MAX_CALLS_PER_TENANT = 8
 _MAX_THREADS = 256
 _STOP_GRACE_S = 2.0
 _DRAIN_LOOK_S = 0.02
+_TRY_AGAIN_S = 60.0
 _RENEW_S = 30 * 86_400.0
 """Age of the server's certificate at which the next handshake gets a new one; it would live for 397 days."""
-_MOST_MANIFESTS = 16
-"""Kept ready, one for each set of limits."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -126,7 +125,7 @@ class ProviderService:
             core.compute, scheduler, core.record, self.meter, lambda tenant, seconds: usage.of(tenant).computed(seconds)
         )
         self._is_draining = False
-        self._manifest_of = functools.lru_cache(_MOST_MANIFESTS)(self._make_manifest)
+        self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
         self._lock = threading.Lock()
         self._calls: Counter[str] = Counter()
         self._sessions: set[Session] = set()
@@ -178,11 +177,16 @@ class ProviderService:
             # A status, not a frame: a tenant that never reads could hold this thread with a frame it does not take.
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         admission = self._admission.of(access.tenant)
-        limits = admission.announced(self._core.manifest().limits)
         session = Session(
-            access.tenant, limits, admission, self.usage.of(access.tenant), self._core.check, self._executor,
-            access.refusal, context.cancel,
-        )  # fmt: skip
+            access.tenant,
+            self._core.manifest().limits,
+            admission,
+            self.usage.of(access.tenant),
+            self._core.check,
+            self._executor,
+            access.refusal,
+            context.cancel,
+        )
         with self._lock:
             self._sessions.add(session)
         if not context.add_callback(lambda: self._drop(session)):
@@ -348,8 +352,8 @@ class _Certificates:
     def __init__(self, state: StateDir, host: str) -> None:
         self._state, self._host = state, host
         self._lock = threading.Lock()
-        self._is_stale = False
-        self._made_at = time.monotonic()
+        self._is_stale = self._has_failed = False
+        self._made_at = self._tried_at = time.monotonic()
 
     def credentials(self) -> grpc.ServerCredentials:
         return grpc.dynamic_ssl_server_credentials(self._make(), self._fetch, require_client_authentication=True)
@@ -365,10 +369,15 @@ class _Certificates:
     def _fetch(self) -> Any:
         """Asked at every handshake; None keeps what there is."""
         with self._lock:
-            if not self._is_stale and time.monotonic() - self._made_at < _RENEW_S:
+            now = time.monotonic()
+            if not self._is_stale and now - self._made_at < _RENEW_S:
                 return None
+            if self._has_failed and now - self._tried_at < _TRY_AGAIN_S:
+                return None  # anybody can begin a handshake: that must not fill the log
+            self._tried_at, self._has_failed = now, False
             try:
                 return self._make()
             except (VeilbaseError, OSError) as exc:
                 _LOGGER.error("the certificate could not be renewed: %s", type(exc).__name__)
+                self._has_failed = True
                 return None

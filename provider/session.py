@@ -222,11 +222,15 @@ class Session:
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         request = _Request(header, reply_cols, held, self._class_of(header, now), expires_at)
         with self._lock:
+            if self._closed:  # a message that was taken just before: what it asked for would be held for ever
+                raise Unavailable("the stream has ended")
             if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
                 raise QuotaExceeded("too much in flight", _FULL_RETRY_S)
             self._admission.admit(request.request_class, header.rows, held, now)
             self._requests[header.request_id] = request
             self._held_bytes += held
+        if header.call.direction is Direction.BACKWARD:
+            self._trained_at = now
         return request
 
     def end_input(self) -> None:
@@ -268,8 +272,6 @@ class Session:
     def _class_of(self, header: Header, now: float) -> RequestClass:
         """By what a stream does: the provider is not told, and need not believe."""
         call = header.call
-        if call.direction is Direction.BACKWARD:
-            self._trained_at = now
         if call.direction is Direction.BACKWARD or call.purpose is Purpose.HINT:
             return RequestClass.FINETUNE
         if header.rows <= DECODE_ROWS:
@@ -369,13 +371,13 @@ class Session:
         size = asked.rows * request.reply_cols * frame.ITEM_BYTES
         header = Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, request.reply_cols, 0, size)
         left = size
+        self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
         request.reply = None  # from here on this generator holds it
         for message in frame.frames(header, frame.tensor_bytes(reply)):
             left -= len(message) - frame.HEADER_BYTES
             if self._requests.get(asked.request_id) is not request:
                 return
             if left == 0:
-                self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
                 # Released before the last chunk leaves: the tenant may use the room as soon as it has that chunk.
                 self._forget(asked.request_id)
             yield message
@@ -419,7 +421,7 @@ class Session:
     def close(self) -> None:
         """Drops everything; safe to call twice and from any thread."""
         with self._lock:
-            self._closed = True
+            self._closed = True  # under the lock: nothing is admitted after it
             numbers = list(self._requests)
         for number in numbers:
             self._forget(number)

@@ -20,6 +20,8 @@ MAX_TEXT_FILE_BYTES = 128 * MIB
 MAX_FEATURES = 1 << 22
 MAX_GROUPS = 1 << 16
 MAX_DEADLINE_MS = 3_600_000
+MAX_RETRY_S = 60.0
+"""Longest time that a refusal for quota names; one who names more is refusing (SPEC.md, section 6)."""
 
 KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000

@@ -26,7 +26,7 @@ from wire.errors import ConfigurationError
 SOCKET_NAME = "monitor.sock"
 SERVICE_NAME = "veilbase.v1.Provider"
 METRICS_PATH = "/metrics"
-_TIMEOUT_S = 10.0
+_TIMEOUT_S, _TAKE_AGAIN_S = 10.0, 2.0
 _MAX_SOCKET_PATH = 100
 """Of the 107 bytes that Linux allows."""
 
@@ -40,7 +40,8 @@ class Monitor:
         self._servers: list[socketserver.BaseServer] = []
         self._health: grpc.Server | None = None
         self._servicer: Any = None
-        self._socket: Path | None = None
+        self._socket: tuple[Path, int] | None = None
+        self._closed = threading.Event()
 
     def serve_metrics(self, port: int) -> int:
         """Opens the loopback port.
@@ -58,17 +59,34 @@ class Monitor:
         self._start(server)
         return int(server.server_address[1])
 
-    def serve_socket(self, folder: Path) -> Path | None:
-        """Opens the socket, for `provider status`; None where the folder's path is too long for one."""
+    def serve_socket(self, folder: Path) -> bool:
+        """Opens the socket, for `provider status`; goes on trying where another provider still answers there.
+
+        Returns:
+            Whether it is open, or will be when the other has ended; False where the folder cannot have one.
+        """
         path = folder / SOCKET_NAME
         if len(str(path).encode()) > _MAX_SOCKET_PATH:
-            return None
+            return False
+        try:
+            if not self._take(path):
+                threading.Thread(target=self._take_later, args=(path,), name="veilbase-monitor", daemon=True).start()
+        except OSError:
+            return False
+        return True
+
+    def _take(self, path: Path) -> bool:
         if _answers(path):
-            return None  # another provider of the same state directory
+            return False
         path.unlink(missing_ok=True)
         self._start(_UnixServer(str(path), _handler(self._metrics)))
-        self._socket = path
-        return path
+        self._socket = path, path.stat().st_ino
+        return True
+
+    def _take_later(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            while not self._closed.wait(_TAKE_AGAIN_S) and not self._take(path):
+                pass
 
     def _start(self, server: socketserver.BaseServer) -> None:
         self._servers.append(server)
@@ -101,11 +119,15 @@ class Monitor:
 
     def close(self) -> None:
         """Ends all of them."""
+        self._closed.set()
         for server in self._servers:
             server.shutdown()
             server.server_close()
         if self._socket is not None:
-            self._socket.unlink(missing_ok=True)
+            path, inode = self._socket
+            with contextlib.suppress(OSError):
+                if path.stat().st_ino == inode:  # else it is another provider's by now
+                    path.unlink()
         if self._health is not None:
             self._health.stop(0).wait()
 
@@ -133,12 +155,17 @@ def _answers(path: Path) -> bool:
         return client.connect_ex(str(path)) == 0
 
 
-class _TcpServer(socketserver.ThreadingTCPServer):
+class _Quiet(socketserver.BaseServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hung up is nothing to write down."""
+
+
+class _TcpServer(_Quiet, socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
 
 
-class _UnixServer(socketserver.ThreadingUnixStreamServer):
+class _UnixServer(_Quiet, socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
 
 

@@ -172,6 +172,8 @@ class UsageBook:
                         new = total.plus(self._saved.get(name, Usage()), -1)
                         account[name] = account.get(name, Usage()).plus(new)
                     _replace(self._path, _UsageFile(tenants=account).model_dump_json(indent=1).encode())
+                    self._saved = now  # before the directory is synced: what was added must not be added again
+                sync_directory(self._path.parent)
             except OSError as exc:
                 self.failed_saves += 1
                 _LOGGER.error("usage could not be written to %s: %s", self._path, exc.strerror)
@@ -180,7 +182,6 @@ class UsageBook:
                 self.failed_saves += 1
                 _LOGGER.error("usage could not be added to: %s", exc)
                 return False
-            self._saved = now
         return True
 
 
@@ -215,4 +216,3 @@ def _replace(path: Path, data: bytes) -> None:
     new.unlink(missing_ok=True)
     create_file(new, data)
     new.replace(path)
-    sync_directory(path.parent)

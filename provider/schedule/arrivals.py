@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from wire.frame import Call
 
-_SLOW_S = 0.25
+_SLOW_S = 0.05
 """A longer pause is no thinking between layers; the tenant counts as gone until it asks again."""
 _NEW = 0.25
 """Weight of the newest gap."""
@@ -54,17 +54,20 @@ class Arrivals:
         if len(self._gaps) > _MOST_GAPS:
             self._gaps.popitem(last=False)
 
-    def next_s(self, now_s: float) -> tuple[float, float]:
-        """When the next request is expected, and when it would be expected no longer; both infinite for none."""
-        first_s = late_s = float("inf")
+    def next_s(self, now_s: float) -> tuple[float, float, int]:
+        """When the next request is expected, when to look again if it has not come, and how many tenants are expected.
+
+        One that is late, or whose gap is not known yet, is expected at any moment until it counts as gone.
+        """
+        first_s = again_s = float("inf")
         for tenant, (call, replied_s) in list(self._replied.items()):
-            if now_s - replied_s > _SLOW_S:
+            gone_s = replied_s + _SLOW_S
+            if now_s >= gone_s:
                 del self._replied[tenant]
                 continue
             gap_s = self._gaps.get((tenant, call))
-            if gap_s is None:
-                continue
-            gone_s = replied_s + gap_s + max(_LATE * gap_s, _LATE_S)
-            if gone_s > now_s and replied_s + _EARLY * gap_s < first_s:
-                first_s, late_s = replied_s + _EARLY * gap_s, gone_s
-        return first_s, late_s
+            late_s = now_s if gap_s is None else replied_s + gap_s + max(_LATE * gap_s, _LATE_S)
+            expected_s = now_s if gap_s is None or late_s <= now_s else replied_s + _EARLY * gap_s
+            if expected_s < first_s:
+                first_s, again_s = expected_s, gone_s if late_s <= now_s else late_s
+        return first_s, again_s, len(self._replied)

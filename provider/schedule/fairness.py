@@ -3,6 +3,7 @@ round robin" (SIGCOMM 1995)."""
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -66,20 +67,34 @@ class TenantRing:
     def turn(self, needed_rows: Callable[[Ticket], int]) -> Ticket:
         """The first ticket of the tenant whose turn it is; the ring must not be empty.
 
+        As many rounds as pass until somebody has credit enough are made at once: one look at each tenant.
+
         Args:
             needed_rows: how many rows of a ticket would run at once.
         """
-        while True:
-            tenant, queue = next(iter(self._queues.items()))
-            ticket = next(iter(queue))
-            needed = needed_rows(ticket)
-            if len(self._queues) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
-                self._deficits.pop(tenant, None)
-                return ticket
-            if tenant != self._whose:
-                self._whose = tenant
-                self._deficits[tenant] = self._deficits.get(tenant, 0.0) + self._quantum_rows * self._weight_of(tenant)
-            if self._deficits[tenant] >= needed:
-                return ticket
+        heads = [(tenant, next(iter(queue))) for tenant, queue in self._queues.items()]
+        if len(heads) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
+            self._deficits.pop(heads[0][0], None)
+            return heads[0][1]
+        winner, rounds = 0, math.inf
+        for place, (tenant, ticket) in enumerate(heads):
+            missing = needed_rows(ticket) - self._deficits.get(tenant, 0.0)
+            if tenant == self._whose and missing <= 0:
+                return ticket  # it is first, and has had its credit for this round
+            needed = max(1, math.ceil(missing / self._credit(tenant)))
+            # whose turn it was comes after all others
+            if needed < rounds or (needed == rounds and heads[winner][0] == self._whose):
+                winner, rounds = place, needed
+        whose_is_last = heads[0][0] == self._whose
+        for place, (tenant, _) in enumerate(heads):
+            is_after = place > winner if not whose_is_last else (winner != 0 and (place > winner or place == 0))
+            credit = (rounds - 1 if is_after else rounds) * self._credit(tenant)
+            self._deficits[tenant] = self._deficits.get(tenant, 0.0) + credit
+        for tenant, _ in heads[:winner]:
             self._queues.move_to_end(tenant)
-            self._whose = None
+        self._whose = heads[winner][0]
+        return heads[winner][1]
+
+    def _credit(self, tenant: str) -> float:
+        """Rows that one round gives."""
+        return self._quantum_rows * self._weight_of(tenant)

@@ -37,7 +37,7 @@ class TenantLimits(BaseModel):
     bytes_per_s: ByteSize | None = Field(default=None, ge=1)
     max_request_rows: int | None = Field(default=None, ge=1)
     max_rows_in_flight: int | None = Field(default=None, ge=1)
-    max_in_flight_bytes: ByteSize | None = Field(default=None, ge=8192)
+    max_in_flight_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
     classes: Annotated[frozenset[RequestClass], BeforeValidator(_by_name)] = frozenset(RequestClass)
 
 

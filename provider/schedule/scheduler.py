@@ -37,7 +37,7 @@ _LEAST_ROWS = 16
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
 """Of the executor's time, for a class that others would keep waiting for ever; and in how many times one row's product
 it gets that at least."""
-_SOON_S, _NEARLY = 1e-4, 1 - 1e-9
+_SOON_S, _NEARLY, _UNLIMITED = 1e-4, 1 - 1e-9, float("inf")
 _CALM_S = 0.01
 """A product of large work while others decode, without a latency target."""
 
@@ -102,8 +102,10 @@ class Scheduler:
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
         self._expected = Arrivals()
         self._decoding: OrderedDict[str, float] = OrderedDict()
-        self._limit_s: float | None = None
+        self._limit_s: Callable[[float], float] | None = None
         self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
+        self._ran: set[RequestClass] = set()
+        """Classes in the batch that was handed out last, until somebody asks again."""
         self._wake_s: float | None = None
 
     def __bool__(self) -> bool:
@@ -152,12 +154,14 @@ class Scheduler:
         for piece in batch.pieces:
             ticket = piece.ticket
             if piece.is_last and ticket.request_class is RequestClass.DECODE:
+                _note(self._decoding, ticket.tenant, now_s)
                 self._expected.replied(ticket.tenant, ticket.call, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
         """A decode request that was never queued came and was answered."""
         _note(self._active, tenant, began_s)
         self._note_decode(tenant, began_s)
+        _note(self._decoding, tenant, now_s)
         self._expected.replied(tenant, call, now_s)
 
     def computed(self, batch: Batch, seconds: float) -> None:
@@ -181,37 +185,54 @@ class Scheduler:
             self._skip_leftovers()
         if self._policy.name != "opportunistic":
             ring = self._rings[RequestClass.DECODE]  # the only one: see `_ring_of`
-            return self._take(ring.oldest, now_s) if ring else None
-        request_class, is_starved = self._choose_class(now_s)
-        if request_class is None:
-            return None
-        ring = self._rings[request_class]
-        self._limit_s = self._time_for(request_class, ring, is_starved, now_s)
-        if self._limit_s is None:
-            return None
-        return self._take(ring.turn(lambda one: self._piece_rows(one, now_s)), now_s)
-
-    def _time_for(self, request_class: RequestClass, ring: TenantRing, is_starved: bool, now_s: float) -> float | None:
-        """Seconds that the next product may take; None for nothing yet, and then `_wake_s` says when to ask again.
-
-        Under a latency target, large work has the time that the target leaves decode requests to wait, and besides the
-        time until the next of them is expected.
-        """
-        if request_class is RequestClass.DECODE or not self._is_decoding(now_s):
-            return float("inf")
-        one_s = self._latency.predict_s(ring.oldest.call, 1)
-        if self._policy.slo_s is None:
-            return max(_CALM_S, _STARVED_PRODUCTS * one_s)
-        slack_s = self._policy.slo_s - len(self._decoding) * one_s  # decode requests wait for each other as well
-        expected_s, late_s = self._expected.next_s(now_s)
-        limit_s = slack_s if expected_s == float("inf") else max(0.0, slack_s) + max(0.0, expected_s - now_s)
-        if limit_s >= self._latency.predict_s(ring.oldest.call, min(ring.oldest.rows_left, _LEAST_ROWS)):
-            return limit_s
-        if is_starved:
-            return max(self._owed_s[request_class], _STARVED_PRODUCTS * one_s)
-        missing_s = _STARVED_SHARE * self._policy.starvation_s.get(request_class, 0.0) - self._owed_s[request_class]
-        self._wake_s = min(late_s, now_s + max(missing_s / _STARVED_SHARE, _SOON_S))
+            return self._take(ring.oldest, _UNLIMITED, now_s) if ring else None
+        self._owe(now_s)
+        self._limit_s = self._limits(now_s)
+        for request_class, is_starved in self._classes():
+            head = self._rings[request_class].turn(
+                lambda one, is_starved=is_starved: self._piece_rows(one, self._time_for(one, is_starved, now_s))  # type: ignore[misc]
+            )
+            time_s = self._time_for(head, is_starved, now_s)
+            if time_s > 0:
+                return self._take(head, time_s, now_s)
         return None
+
+    def _limits(self, now_s: float) -> Callable[[float], float] | None:
+        """From the time of one row's product to what a product of large work may take while decode is expected.
+
+        That is what the target leaves decode requests to wait, and besides the time until the next of them. None where
+        none is expected, or there is no target. Sets `_wake_s`, for where that is too short for anything.
+        """
+        slo_s = self._policy.slo_s
+        if slo_s is None or not self._is_decoding(now_s):
+            return None
+        expected_s, again_s, num_expected = self._expected.next_s(now_s)
+        if not num_expected:
+            return None
+        owed_soon_s = [
+            now_s + max((_STARVED_SHARE * bound_s - self._owed_s[one]) / _STARVED_SHARE, _SOON_S)
+            for one, bound_s in self._policy.starvation_s.items()
+            if self._rings[one]
+        ]
+        self._wake_s = min([again_s, *owed_soon_s])
+        # decode requests wait for each other as well
+        return lambda one_s: max(0.0, slo_s - num_expected * one_s) + max(0.0, expected_s - now_s)
+
+    def _time_for(self, ticket: Ticket, is_starved: bool, now_s: float) -> float:
+        """Seconds that a product may take that begins with this request; 0 for nothing yet."""
+        if ticket.request_class is RequestClass.DECODE or not self._is_decoding(now_s):
+            return _UNLIMITED
+        one_s = self._latency.predict_s(ticket.call, 1)
+        # of a piece that is worth while
+        least_s = self._latency.predict_s(ticket.call, min(ticket.rows_left, _LEAST_ROWS))
+        if self._limit_s is not None:
+            time_s = self._limit_s(one_s)
+            if time_s >= least_s:
+                return time_s
+            return max(self._owed_s[ticket.request_class], _STARVED_PRODUCTS * one_s, least_s) if is_starved else 0.0
+        if self._policy.slo_s is not None and self._policy.slo_s - one_s >= least_s:
+            return self._policy.slo_s - one_s  # all pause: who comes back finds one product within the target
+        return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
 
     def next_due_s(self) -> float | None:
         """When to ask again though nothing comes; None where there is no need to."""
@@ -248,44 +269,46 @@ class Scheduler:
         """Only opportunistic batching knows classes: the others run what came first."""
         return ticket.request_class if self._policy.name == "opportunistic" else RequestClass.DECODE
 
-    def _choose_class(self, now_s: float) -> tuple[RequestClass | None, bool]:
-        """A class that has something to run, and whether it is its turn because it has waited long enough."""
-        self._owe(now_s)
+    def _classes(self) -> list[tuple[RequestClass, bool]]:
+        """Those that have something to run, in order, and whether because they have waited long enough."""
         ready = [one for one in RequestClass if self._rings[one]]
-        for one in ready:
-            bound_s = self._policy.starvation_s.get(one)
-            if bound_s is not None and self._owed_s[one] >= _STARVED_SHARE * bound_s * _NEARLY:
-                return one, True
-        return (ready[0] if ready else None), False
+        bounds = self._policy.starvation_s
+        starved = [
+            one for one in ready if one in bounds and self._owed_s[one] >= _STARVED_SHARE * bounds[one] * _NEARLY
+        ]
+        return [(one, True) for one in starved] + [(one, False) for one in ready if one not in starved]
 
     def _owe(self, now_s: float) -> None:
-        """A class that waits is owed a share of the time that passes, up to a piece's worth."""
+        """A class that waits while others run is owed a share of the time that passes, up to a piece's worth."""
         passed_s, self._owed_at_s = max(0.0, now_s - self._owed_at_s), now_s
+        ran, self._ran = self._ran, set()
         for one, bound_s in self._policy.starvation_s.items():
-            if self._rings[one]:
+            if not self._rings[one]:
+                self._owed_s[one] = 0.0
+            elif one not in ran:
                 waited_s = min(passed_s, max(0.0, now_s - self._rings[one].oldest.arrived_s))
                 self._owed_s[one] = min(self._owed_s[one] + _STARVED_SHARE * waited_s, _STARVED_SHARE * bound_s)
-            else:
-                self._owed_s[one] = 0.0
 
     def _is_decoding(self, now_s: float) -> bool:
-        """Whether anybody has decoded lately."""
+        """Whether anybody decodes, or has lately."""
+        if self._rings[RequestClass.DECODE]:
+            return True
         return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= _ACTIVE_S
 
-    def _piece_rows(self, ticket: Ticket, now_s: float) -> int:
-        """How many rows of a ticket one product may have."""
-        return min(ticket.rows_left, self._room(ticket, now_s))
+    def _piece_rows(self, ticket: Ticket, time_s: float) -> int:
+        """How many rows of a ticket one product may have that takes so long at most."""
+        return min(ticket.rows_left, self._room(ticket, time_s))
 
-    def _room(self, head: Ticket, now_s: float) -> int:
+    def _room(self, head: Ticket, time_s: float) -> int:
         """Rows of a product that begins with `head`."""
-        policy, whole = self._policy, head.rows_left
-        if policy.name != "opportunistic":
+        whole = head.rows_left
+        if self._policy.name != "opportunistic":
             return max(whole, self._most_rows(head.call))
         if head.request_class is RequestClass.DECODE:
             return whole
-        if self._limit_s is None or self._limit_s == float("inf"):
+        if time_s == _UNLIMITED:
             return self._most_rows(head.call)
-        return min(self._most_rows(head.call), max(_LEAST_ROWS, self._latency.rows_within(head.call, self._limit_s)))
+        return min(self._most_rows(head.call), max(_LEAST_ROWS, self._latency.rows_within(head.call, time_s)))
 
     def _most_rows(self, call: Call) -> int:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
@@ -301,22 +324,23 @@ class Scheduler:
 
     # ---- take -----------------------------------------------------------------------------------------------------
 
-    def _take(self, head: Ticket, now_s: float) -> Batch:
-        pieces = [self._take_piece(head, self._piece_rows(head, now_s), now_s)]
+    def _take(self, head: Ticket, time_s: float, now_s: float) -> Batch:
+        room = self._room(head, time_s)
+        pieces = [self._take_piece(head, min(head.rows_left, room))]
         if self._policy.name != "none" and head.call.purpose is not Purpose.HINT:
             is_decode = head.request_class is RequestClass.DECODE and self._policy.name == "opportunistic"
             lane = self._lanes.get(head.call, {})
             company = [one for one in itertools.islice(lane, _MAX_JOINED) if one is not head]
             if is_decode:
                 company, large = _split_by_class(company)
-                self._join(pieces, company, self._most_rows(head.call), now_s)
+                self._join(pieces, company, self._most_rows(head.call))
                 num_rows = sum(piece.num_rows for piece in pieces)
-                self._join(pieces, large, self._room_for_company(head, num_rows, now_s), now_s)
+                self._join(pieces, large, self._room_for_company(head, num_rows, now_s))
             else:
-                self._join(pieces, company, self._room(head, now_s), now_s)
+                self._join(pieces, company, room)
         return Batch(head.call, tuple(pieces))
 
-    def _join(self, pieces: list[Piece], company: list[Ticket], room: int, now_s: float) -> None:
+    def _join(self, pieces: list[Piece], company: list[Ticket], room: int) -> None:
         room -= sum(piece.num_rows for piece in pieces)
         whole = self._policy.name != "opportunistic"
         shares = Counter({piece.ticket.tenant: piece.num_rows for piece in pieces})
@@ -329,15 +353,16 @@ class Scheduler:
             if is_decode and not whole and shares[ticket.tenant] >= _QUANTUM_ROWS[RequestClass.DECODE]:
                 continue  # one tenant's many small requests do not make everybody's product long
             shares[ticket.tenant] += ticket.rows_left
-            pieces.append(self._take_piece(ticket, min(ticket.rows_left, room), now_s))
+            pieces.append(self._take_piece(ticket, min(ticket.rows_left, room)))
             room -= pieces[-1].num_rows
 
-    def _take_piece(self, ticket: Ticket, num_rows: int, now_s: float) -> Piece:
+    def _take_piece(self, ticket: Ticket, num_rows: int) -> Piece:
         if self._is_held(ticket):
             self._release(ticket)
         piece = Piece(ticket, ticket.rows_taken, num_rows)
         ticket.rows_taken += num_rows
         self._rings[self._ring_of(ticket)].charge(ticket, num_rows)
+        self._ran.add(ticket.request_class)
         owed_s = self._owed_s[ticket.request_class] - self._latency.predict_s(ticket.call, num_rows)
         self._owed_s[ticket.request_class] = max(0.0, owed_s)
         if ticket.rows_left == 0:

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from provider.operations.meter import Meter
 from provider.profile import latency_model
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Policy, Scheduler
-from provider.schedule.ticket import Batch
+from provider.schedule.ticket import Batch, Piece
 from tests.conftest import make_tiny
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.expand import Rows, SeededRows
@@ -40,13 +40,18 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
 class Gate:
     """An executor whose thread stands still until `open`, so that what comes meanwhile meets in the queue."""
 
-    def __init__(self, core: ProviderCore, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        core: ProviderCore,
+        policy: Policy | None = None,
+        charge: Callable[[str, float], None] = lambda tenant, seconds: None,
+    ) -> None:
         self.batches: list[tuple[Call, int]] = []
         self.recorded: list[tuple[str, Call, Rows, torch.Tensor]] = []
         self.meter = Meter()
         self._core, self._may_go, self._stands = core, threading.Event(), threading.Event()
         scheduler = Scheduler(policy or Policy(max_wait_s=0.001), latency_model(core.served, profiled=False))
-        self.executor = Executor(self._product, scheduler, lambda *what: self.recorded.append(what), self.meter)
+        self.executor = Executor(self._product, scheduler, lambda *what: self.recorded.append(what), self.meter, charge)
         self.blocker = self.submit(torch.zeros(1, COLS, dtype=torch.int32), Call(1, Direction.FORWARD, RING))
         assert self._stands.wait(20)
         self.batches.clear()
@@ -303,10 +308,10 @@ def test_a_batch_that_breaks_the_thread_is_survived(
     gate = Gate(core)
     compute = gate.executor._compute
 
-    def broken(batch: Batch) -> None:
+    def broken(batch: Batch, computed: list[Piece]) -> bool:
         if batch.num_rows == 13:
             raise ValueError("secret 123.456")
-        compute(batch)
+        return compute(batch, computed)
 
     monkeypatch.setattr(gate.executor, "_compute", broken)
     broken_one = gate.submit(ring_rows(13), tenant="a")
@@ -323,3 +328,53 @@ def test_profiles_are_of_this_machine(core: ProviderCore) -> None:
         for direction in Direction:
             seconds = latency.predict_s(Call(group.id, direction, RING), 64)
             assert 0 < seconds < 1
+
+
+def test_a_request_of_no_rows_that_was_cancelled_harms_nobody(gate: Gate) -> None:
+    waiting = gate.submit(ring_rows(5))
+    job = Job(CALL, ring_rows(0), "evil", RequestClass.DECODE, time.monotonic() + 60, lambda outcome: None)
+    gate.executor.cancel(job)
+    gate.executor.submit(job)
+    gate.open()
+    assert isinstance(waiting.get(), torch.Tensor)
+
+
+def test_what_is_shared_is_charged_by_rows_and_what_was_not_computed_is_not(core: ProviderCore) -> None:
+    charged: dict[str, float] = {}
+    made = Gate(core, charge=lambda tenant, seconds: charged.__setitem__(tenant, charged.get(tenant, 0.0) + seconds))
+    answers = [made.submit(ring_rows(rows), tenant=name) for name, rows in (("large", 300), ("small", 100))]
+    gone = made.submit(ring_rows(500), tenant="gone")
+    late = made.submit(ring_rows(500), tenant="late", seconds=-1.0)
+    made.executor.cancel(gone.job)
+    made.open()
+    for answer in answers:
+        answer.get()
+    assert isinstance(late.get(), DeadlineExceeded)
+    made.executor.close()
+    assert charged["large"] / charged["small"] == pytest.approx(3.0)
+    assert "gone" not in charged
+    assert "late" not in charged
+
+
+def test_who_waits_is_woken_after_a_small_product_beside(core: ProviderCore) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def product(call: Call, rows: Rows) -> torch.Tensor:
+        if isinstance(rows, torch.Tensor) and rows.shape[0] == 1:
+            inside.set()
+            assert go_on.wait(20)
+        return core.compute(call, rows)
+
+    executor = Executor(product, Scheduler(Policy(), latency_model(core.served, profiled=False)))
+    small = threading.Thread(target=executor.compute_here, args=("a", CALL, ring_rows(1)))
+    small.start()
+    assert inside.wait(20)
+    assert executor.compute_here("b", CALL, ring_rows(2)) is None  # one product at a time
+    answer = Answer()
+    executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, answer.take))
+    time.sleep(0.1)
+    assert answer.outcomes == []
+    go_on.set()
+    assert isinstance(answer.get(), torch.Tensor)
+    small.join(20)
+    executor.close()

@@ -16,14 +16,13 @@ import torch
 from wire.errors import QuotaExceeded
 from wire.expand import Rows
 from wire.frame import Call
+from wire.limits import MAX_RETRY_S
 
 if TYPE_CHECKING:
     from wire.transport.multiplex import Multiplexer
 
-MAX_RETRY_S = 60.0
-"""A provider that names a longer time is refusing."""
 MAX_WAIT_S = 600.0
-"""That one request waits, over all its tries."""
+"""From a request's first refusal to its last try."""
 _FIRST_FLOOR_S, _LAST_FLOOR_S = 0.01, 2.0
 """Doubles with every try: a provider that names a moment again and again costs few sendings."""
 _JITTER = 0.25
@@ -42,16 +41,19 @@ class PatientRequest:
 
     def result(self) -> torch.Tensor:
         """See `Pending.result`; raises `QuotaExceeded` where waiting does not help."""
-        waited_s, floor_s = 0.0, _FIRST_FLOOR_S
+        give_up_at, floor_s = float("inf"), _FIRST_FLOOR_S
         while True:
             try:
                 return self._request.result()
             except QuotaExceeded as exc:
+                now = time.monotonic()
+                give_up_at = min(give_up_at, now + MAX_WAIT_S)
                 wait_s = with_jitter(max(floor_s, exc.retry_s))
-                if not 0 < exc.retry_s <= MAX_RETRY_S or waited_s + wait_s > MAX_WAIT_S:
+                is_over = self._stream.failure is not None or now + wait_s > give_up_at
+                if is_over or not 0 < exc.retry_s <= MAX_RETRY_S:
                     raise
             time.sleep(wait_s)
-            waited_s, floor_s = waited_s + wait_s, min(2 * floor_s, _LAST_FLOOR_S)
+            floor_s = min(2 * floor_s, _LAST_FLOOR_S)
             self._request = self._stream.submit(self._call, self._rows, self._cols, self._reply_cols)
 
 

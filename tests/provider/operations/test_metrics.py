@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
 import socket
 import stat
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.exposition import generate_latest
 from rich.console import Console
 
+from provider.operations import monitor as monitor_module
 from provider.operations.logs import JsonFormatter, TextFormatter
 from provider.operations.meter import Histogram, Meter
 from provider.operations.metrics import MAX_TENANTS, OTHER, ProviderCollector, registry
-from provider.operations.monitor import SERVICE_NAME, Monitor, read_metrics
+from provider.operations.monitor import SERVICE_NAME, SOCKET_NAME, Monitor, read_metrics
 from provider.operations.status import look, parse, render
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
@@ -115,18 +118,53 @@ def test_metrics_on_a_loopback_port(monitor: Monitor) -> None:
 def test_a_socket_for_status(monitor: Monitor, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no provider is running"):
         read_metrics(tmp_path)
-    path = monitor.serve_socket(tmp_path)
-    assert path is not None
-    assert stat.S_ISSOCK(path.stat().st_mode)
-    assert look(tmp_path).get("veilbase_streams") == 2
-    assert monitor.serve_socket(tmp_path) is None  # another one answers there
-    monitor.close()
-    assert not path.exists()
     with socket.socket(socket.AF_UNIX) as left:  # of a provider that was killed
-        left.bind(str(path))
-    assert monitor.serve_socket(tmp_path) == path
+        left.bind(str(tmp_path / SOCKET_NAME))
+    assert monitor.serve_socket(tmp_path)
+    assert stat.S_ISSOCK((tmp_path / SOCKET_NAME).stat().st_mode)
     assert look(tmp_path).get("veilbase_streams") == 2
-    assert monitor.serve_socket(tmp_path / ("long" * 40)) is None
+    monitor.close()
+    assert not (tmp_path / SOCKET_NAME).exists()
+
+
+def test_folders_that_cannot_have_a_socket(monitor: Monitor, tmp_path: Path) -> None:
+    assert not monitor.serve_socket(tmp_path / ("long" * 40))
+    (tmp_path / SOCKET_NAME).mkdir()
+    assert not monitor.serve_socket(tmp_path)
+    assert (tmp_path / SOCKET_NAME).is_dir()
+
+
+def test_the_next_provider_takes_the_socket_when_the_last_one_ends(
+    monitor: Monitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor_module, "_TAKE_AGAIN_S", 0.05)
+    meter, usage = busy()
+    following = Monitor(registry(ProviderCollector(meter, usage, lambda: 0, lambda: 7)))
+    assert monitor.serve_socket(tmp_path)
+    assert following.serve_socket(tmp_path)
+    assert look(tmp_path).get("veilbase_streams") == 2
+    monitor.close()
+    give_up_at = time.monotonic() + 20
+    while time.monotonic() < give_up_at:
+        with contextlib.suppress(ConfigurationError):
+            if look(tmp_path).get("veilbase_streams") == 7:
+                break
+        time.sleep(0.02)
+    assert look(tmp_path).get("veilbase_streams") == 7
+    (tmp_path / SOCKET_NAME).unlink()
+    (tmp_path / SOCKET_NAME).write_text("somebody else's")
+    following.close()
+    assert (tmp_path / SOCKET_NAME).read_text() == "somebody else's"
+
+
+def test_a_client_that_hangs_up_leaves_no_trace(monitor: Monitor, capfd: pytest.CaptureFixture[str]) -> None:
+    port = monitor.serve_metrics(0)
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    time.sleep(0.3)
+    assert capfd.readouterr().err == ""
 
 
 def test_health_follows_the_provider(monitor: Monitor) -> None:

@@ -336,3 +336,20 @@ def test_who_may_pass_the_queue() -> None:
     queue = scheduler()
     queue.add(ticket("a", 1, DECODE), 0.0)
     assert not queue.would_take_decode
+
+
+@pytest.mark.parametrize("weight", [0.01, 1.0, 100.0])
+def test_a_turn_among_many_tenants_is_found_at_once(weight: float) -> None:
+    queue = Scheduler(Policy(), LatencyModel(lambda call: 1), weight_of=lambda tenant: weight)
+    for number in range(200):
+        queue.add(ticket(f"t{number}", 4096, PREFILL, Call(number, Direction.FORWARD, Arithmetic.RING)), 0.0)
+    seen = []
+    slowest = 0.0
+    for _ in range(200):
+        began = time.perf_counter()
+        batch = queue.next_batch(0.005)
+        slowest = max(slowest, time.perf_counter() - began)
+        assert batch is not None
+        seen.append(batch.pieces[0].ticket.tenant)
+    assert len(set(seen)) == 200  # each has had its turn
+    assert slowest < 0.02

@@ -103,6 +103,33 @@ def test_decode_that_thinks_unevenly_still_stays_within_a_fifth() -> None:
     assert beside.busy_s["flood"] >= 0.2 * SECONDS
 
 
+@pytest.mark.parametrize("request_class", [PREFILL, FINETUNE])
+@pytest.mark.parametrize("slope", [1.2e-5, 2e-4])
+@pytest.mark.parametrize("slo_s", [None, 0.0004, 0.003, 0.012, 0.02, 0.05])
+def test_no_flood_keeps_decode_out(request_class: RequestClass, slope: float, slo_s: float | None) -> None:
+    """On fast machines and slow ones: at most the target, or the product that has begun, and one's own."""
+    flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), 4096)], request_class, in_flight=8)
+    beside = simulate(policy(slo_s=slo_s), [decoding(), flood], lambda call, rows: 3e-4 + slope * rows, 3.0)
+    least_s = 3e-4 + slope * 16
+    assert beside.quantile_s(0.5, "decode") <= max(slo_s or 0.0105, 1.5 * least_s) + 1e-3
+    assert beside.rows["decode"] >= 40
+    assert beside.busy_s["flood"] >= 0.05 * 3.0
+
+
+@pytest.mark.parametrize(("num_tenants", "slo_s"), [(1, 4e-4), (5, 2e-3), (20, 6e-3)])
+def test_who_decodes_now_and_then_does_not_make_the_executor_idle(num_tenants: int, slo_s: float) -> None:
+    tuning = Replayer("tune", training_step(GROUPS, 512), FINETUNE)
+    seldom = [decoding(f"i{number}", 1, 0.9 + 0.01 * number) for number in range(num_tenants)]
+    assert run([*seldom, tuning], slo_s=slo_s).rows["tune"] >= 0.75 * run([tuning], slo_s=slo_s).rows["tune"]
+
+
+def test_a_product_longer_than_a_second_does_not_lock_decode_out() -> None:
+    flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), 4096)], PREFILL, in_flight=8)
+    for slo_s in (None, 0.02):
+        slow = simulate(policy(slo_s=slo_s), [decoding(), flood], lambda call, rows: 4e-4 * rows, 10.0)
+        assert slow.rows["decode"] > 200
+
+
 def test_without_a_target_decode_waits_for_one_product_of_a_hundredth_of_a_second() -> None:
     flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), 65_536)], FINETUNE, in_flight=4)
     beside = run([decoding(), flood])
