@@ -145,7 +145,11 @@ def _attack_and_report(
     print(f"\nwritten: {', '.join(map(str, files))}")
     alarms = [
         *gate.weakened(results),
-        *(gate.standing(results) if is_whole and options.peft == "lora" and options.view is None else ()),
+        *(
+            gate.standing(results, model in quick_model.NAMES)
+            if is_whole and options.peft == "lora" and options.view is None
+            else ()
+        ),
         *(f"control of {check.adversary} does not win" for check in checks if not check.wins),
     ]
     for alarm in alarms:

@@ -29,7 +29,7 @@ _UNCHANGED = 1e-5
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
 """The same for rows that were rounded to the ring's integers, and for an MLP or attention between two such: SmolLM2's
 are at 3e-4."""
-_MAX_DESCENT_S = 120.0
+_MAX_DESCENT_S = 60.0
 """After it q, k, gate and up are taken for unchanged: a descent takes minutes a block on SmolLM2, where rounding that
 has added up asks for one."""
 _THROUGH_MLP = 10.0

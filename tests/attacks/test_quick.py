@@ -141,6 +141,19 @@ def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
     assert gate.standing([replace(tokens, adversary="closed-form"), batch])
 
 
+def test_the_gate_asks_less_of_rows_that_were_opened_on_a_real_model() -> None:
+    def asked(mask: str, error: float, is_tiny: bool) -> bool:
+        found = Finding("o_proj", "relative error", error, 1.0, (1.0, 1.0), "")
+        name = "known-mask + closed-form" if mask == "gaussian-pool" else "closed-form"
+        alarms = gate.standing([Result(mask, "float", name, found)], is_tiny)
+        return any("o_proj" in alarm for alarm in alarms)
+
+    assert asked("gaussian-pool", 4e-3, True)
+    assert not asked("gaussian-pool", 4e-3, False)
+    assert asked("gaussian-pool", 0.06, False)
+    assert asked("off", 4e-3, False)
+
+
 @pytest.mark.parametrize("arithmetic", ["float", "ring"])
 def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> None:
     found = Finding("training tokens", "recovery rate", 0.98, 0.1, (0.05, 0.15), "wins")
