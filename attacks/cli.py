@@ -125,6 +125,7 @@ def _attack_and_report(
 
     from attacks import gate, plots, report
     from attacks.evaluate import attack
+    from attacks.judge import kind_of
 
     model = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
     if model in quick_model.NAMES:
@@ -143,15 +144,11 @@ def _attack_and_report(
     files = [*report.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
     print("\n".join(report.lines(results, checks, notes)))
     print(f"\nwritten: {', '.join(map(str, files))}")
-    alarms = [
-        *gate.weakened(results),
-        *(
-            gate.standing(results, model in quick_model.NAMES)
-            if is_whole and options.peft == "lora" and options.view is None
-            else ()
-        ),
-        *(f"control of {check.adversary} does not win" for check in checks if not check.wins),
-    ]
+    alarms = [*gate.weakened(results), *(f"control of {one.adversary} does not win" for one in checks if not one.wins)]
+    if is_whole and options.peft == "lora" and options.view is None:
+        truths = [case.truth for case in cases if case.truth is not None]
+        kinds = {kind_of(name) for truth in truths for name, delta in truth.deltas.items() if bool(delta.any())}
+        alarms += gate.standing(results, model in quick_model.NAMES, kinds)
     for alarm in alarms:
         print(f"ALARM: {alarm}", file=sys.stderr)
     return 1 if alarms else 0

@@ -7,7 +7,7 @@ dozens), so the gate is at `_SLACK` half-widths, about 6.4 standard deviations. 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from attacks.report import Result
 
@@ -70,11 +70,14 @@ def _beats_chance(one: Result) -> bool:
     return distance > min(_SLACK * half, _MOST_SLACK)
 
 
-def standing(results: Sequence[Result], is_tiny: bool = True) -> list[str]:
+def standing(
+    results: Sequence[Result], is_tiny: bool = True, kinds: Collection[str] = ("o_proj", "v_proj", "down_proj")
+) -> list[str]:
     """Adversaries that should have won against what is not private, and did not; for a run of the whole catalogue.
 
     Args:
         is_tiny: whether the model is one of the tiny ones; see `_OPENED_ERROR`.
+        kinds: of layers that the adapter changes: of others there is nothing to steal.
     """
     lost = []
     for (mask, arithmetic), names in _FALLS.items():
@@ -84,6 +87,8 @@ def standing(results: Sequence[Result], is_tiny: bool = True) -> list[str]:
                 (one.finding.module, one.finding.metric): one.finding.value for one in here if one.adversary == name
             }
             for (module, metric), bound in needed.items():
+                if metric == "relative error" and module not in kinds:
+                    continue
                 value = values.get((module, metric))
                 if mask == "gaussian-pool" and metric == "relative error" and not is_tiny:
                     bound = _OPENED_ERROR

@@ -15,7 +15,7 @@ import torch
 
 from wire.errors import ConfigurationError
 from wire.manifest import Manifest
-from wire.quantise import quantise
+from wire.quantise import digest, quantise
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,10 @@ class _Reader:
         weight = module.weight.detach() if info.kind == "conv1d" else module.weight.detach().t()
         if tuple(weight.shape) != (info.in_features, info.out_features):
             raise ConfigurationError(f"the recording is of another model: {name} has another shape")
+        quantised, alpha = quantise(weight)
+        if digest(quantised, alpha) != info.digest:
+            raise ConfigurationError(f"the recording is of another model: {name} has other weights")
         if self._int8:
-            quantised, alpha = quantise(weight)
             weight = quantised.to(torch.float64) * alpha.to(torch.float64)
         bias = None if module.bias is None else module.bias.detach().to(torch.float64)
         return Layer(name, group, columns, weight.to(torch.float64), bias)

@@ -121,13 +121,18 @@ def adapted_copy(base: Any, adapter: Path) -> Any:
 
 def _adapt(base: Any, adapter: Path, copied: bool = False) -> Any:
     import copy
+    import warnings
 
     from peft import PeftModel
+    from safetensors import SafetensorError
 
     try:
-        adapted = PeftModel.from_pretrained(base if copied else copy.deepcopy(base), str(adapter))
-    except (ValueError, RuntimeError, OSError, KeyError, TypeError) as exc:
-        raise ConfigurationError(f"the adapter does not fit the model: {str(exc).splitlines()[0][:200]}") from None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would go on with a fresh one
+            adapted = PeftModel.from_pretrained(base if copied else copy.deepcopy(base), str(adapter))
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError, SafetensorError, UserWarning) as exc:
+        said = (str(exc).splitlines() or [type(exc).__name__])[0][:200]
+        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None
     return adapted.to(torch.float64).eval()
 
 

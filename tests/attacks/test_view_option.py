@@ -1,0 +1,99 @@
+"""`--view` on recordings as an operator makes them: whole, cut off, of some layers, empty, of another model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from attacks import extract_lora, quick_model
+from provider.core import ProviderCore
+from provider.models import load, resolve
+from provider.record import Recorder
+from provider.weights import serve_model
+from tenant_sdk import TenantClient
+from tests.tenant_sdk.tiny import serving
+
+PROMPTS = [list(range(20 + 7 * number, 26 + 7 * number)) for number in range(4)]
+Record = Callable[..., Path]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(quick_model.make("tiny-llama", tmp_path / "model"))
+
+
+@pytest.fixture
+def record(model: Path, tmp_path: Path) -> Record:
+    def run(name: str = "seen", prompts: list[list[int]] = PROMPTS, limit: int = 1 << 30, layers: str = "") -> Path:
+        served = serve_model(load(resolve(str(model))), recording=True)
+        core = ProviderCore(served, Recorder(tmp_path / name, served.manifest, limit, layers))
+        with serving(core) as server:
+            url = f"grpc://127.0.0.1:{server.port}"
+            with TenantClient(url, mask="off", arithmetic="float", cache=tmp_path / "cache") as client, torch.no_grad():
+                tenant = client.load_model()
+                for prompt in prompts:
+                    tenant(torch.tensor([prompt]))
+        core.close()
+        return tmp_path / name
+
+    return run
+
+
+def attack(view: Path, model: Path, *options: str) -> int:
+    out = view.parent / "out"
+    names = "layer-0 lookup,traffic-shape,closed-form"
+    return extract_lora.main(
+        ["--view", str(view), "--model", str(model), "--adversaries", names, "--out", str(out), *options]
+    )
+
+
+def findings(view: Path, adversary: str) -> dict[str, tuple[str, float | None]]:
+    results = json.loads((view.parent / "out" / "report.json").read_text())["results"]
+    return {one["module"]: (one["metric"], one["value"]) for one in results if one["adversary"] == adversary}
+
+
+def test_a_whole_recording_is_read(record: Record, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    view = record()
+    assert attack(view, model) == 0
+    assert "messages" in capsys.readouterr().out
+    (file,) = (view.parent / "out" / "stolen").rglob("prompts.json")
+    tokenizer = load(resolve(str(model))).tokenizer
+    assert [one["text"] for one in json.loads(file.read_text())] == [tokenizer.decode(prompt) for prompt in PROMPTS]
+
+
+def test_an_adapter_lets_it_be_judged(record: Record, model: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(tmp_path / "adapter")
+    view = record()
+    assert attack(view, model, "--adapter", str(tmp_path / "adapter")) == 0
+
+
+def test_one_that_was_cut_off_says_so(record: Record, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    view = record(limit=40_000)
+    assert attack(view, model) == 0
+    assert "ran into its size limit" in capsys.readouterr().out
+
+
+def test_some_layers(record: Record, model: Path) -> None:
+    view = record(layers="*layers.1.*")
+    assert attack(view, model) == 0
+    assert "tokens" not in findings(view, "layer-0 lookup")
+
+
+def test_an_empty_one_is_one_line(record: Record, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert attack(record(prompts=[]), model) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+
+
+def test_one_of_another_model_is_one_line(record: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = Path(quick_model.make("tiny-gpt2", tmp_path / "other"))
+    assert attack(record(), other) == 2
+    assert "another model" in capsys.readouterr().err
