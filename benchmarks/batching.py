@@ -8,6 +8,7 @@ round after round, and medians are shown. `python -m benchmarks.batching [SCENAR
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -16,7 +17,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,9 +89,11 @@ def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
     stop = threading.Event()
     counted: dict[str, int] = {}
 
-    def work(load: Load) -> None:
+    def connect(load: Load) -> GrpcConnection:
         files = (folder / load.tenant / name for name in ("ca.pem", "cert.pem", "key.pem"))
-        connection = GrpcConnection(url, TlsIdentity(*(file.read_bytes() for file in files)))
+        return GrpcConnection(url, TlsIdentity(*(file.read_bytes() for file in files)))
+
+    def work(load: Load, connection: GrpcConnection) -> None:
         groups = connection.manifest().groups
         widths = {width for group in groups for width in (group.in_features, group.out_features)}
         rows = {w: torch.randint(-(2**31), 2**31, (load.rows, w), dtype=torch.int32) for w in widths}
@@ -108,11 +112,10 @@ def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
             time.sleep(load.think_ms / 1000)
         connection.close()
 
-    threads = [
-        threading.Thread(target=work, args=(load,), daemon=True) for load in loads for _ in range(load.in_flight)
-    ]
-    for thread in threads:
-        thread.start()
+    for load in loads:
+        connection = connect(load)
+        for _ in range(load.in_flight):
+            threading.Thread(target=work, args=(load, connection), daemon=True).start()
     print("ready", flush=True)
     for line in sys.stdin:
         before = dict(counted)
@@ -132,22 +135,15 @@ def measure(loads: Sequence[Load], *options: str) -> Found:
         folder = Path(name)
         tenants = tuple(load.tenant for load in loads)
         flags = ("--base-layers", BLOCKS, "--threads", "1", "--drain-s", "0", *options)
-        with provider(folder, *flags, tenants=tenants, core=PROVIDER_CORE) as (url, _):
-            arguments = [url, name, json.dumps([asdict(load) for load in loads])]
-            load = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "benchmarks.batching", "replay", *arguments],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            try:
-                if load.stdout is None or load.stdout.readline() != "ready\n":
+        with provider(folder, *flags, tenants=tenants, core=PROVIDER_CORE) as (url, _), ExitStack() as stack:
+            processes = [stack.enter_context(_replayer(url, name, load)) for load in loads]
+            for process in processes:
+                if process.stdout is None or process.stdout.readline() != "ready\n":
                     raise SystemExit("the load did not start")
-                _ask(load, WARM_UP_S)
-                before = look(folder / "state")
-                rows = _ask(load, SECONDS)
-                after = look(folder / "state")
-            finally:
-                load.kill()
-                load.wait()
+            _ask(processes, WARM_UP_S)
+            before = look(folder / "state")
+            rows = _ask(processes, SECONDS)
+            after = look(folder / "state")
     span = after.at_s - before.at_s
 
     def grown(sample: str, **labels: str) -> float:
@@ -165,12 +161,30 @@ def measure(loads: Sequence[Load], *options: str) -> Found:
     return Found({name: count / span for name, count in rows.items()}, latency, p99, batch)
 
 
-def _ask(load: subprocess.Popen[str], seconds: float) -> dict[str, int]:
-    if load.stdin is None or load.stdout is None:
-        raise SystemExit("the load has no pipes")
-    load.stdin.write(f"{seconds}\n")
-    load.stdin.flush()
-    counted: dict[str, int] = json.loads(load.stdout.readline())
+@contextlib.contextmanager
+def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
+    """A process for each tenant, as it would be: threads of one process would wait for each other's locks."""
+    arguments = ["replay", url, folder, json.dumps([asdict(load)])]
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.batching", *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _ask(processes: Sequence[subprocess.Popen[str]], seconds: float) -> dict[str, int]:
+    """Rows by tenant, over so many seconds from now."""
+    counted: dict[str, int] = {}
+    for process in processes:
+        if process.stdin is not None:
+            process.stdin.write(f"{seconds}\n")
+            process.stdin.flush()
+    for process in processes:
+        counted |= json.loads(process.stdout.readline() if process.stdout else "{}")
     return counted
 
 

@@ -320,7 +320,8 @@ class Server:
         Returns:
             What answers, for who wants to watch it.
         """
-        scheduler = scheduler or make_scheduler(core.served, Policy(), profiled=False)
+        if scheduler is None:  # not `or`: one that is empty is false
+            scheduler = make_scheduler(core.served, Policy(), profiled=False)
         revocations = None if self._state is None else RevocationList(self._state)
         service = ProviderService(core, revocations, scheduler, admission or Admission(), usage or UsageBook())
         self._service = service

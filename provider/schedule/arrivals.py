@@ -15,10 +15,11 @@ _SLOW_S = 0.05
 """A longer pause is no thinking between layers; the tenant counts as gone until it asks again."""
 _NEW = 0.25
 """Weight of the newest gap."""
-_LATE, _LATE_S = 0.5, 2e-4
-"""How much later than expected a request may be before it is expected no longer: of its gap, and at least."""
-_EARLY = 0.8
-"""Of the gap: most requests come later."""
+_EARLY, _LATE, _LATE_S = 1.0, 4.0, 2e-4
+"""Mean deviations before the mean gap at which a request is expected (Jacobson, "Congestion avoidance and control",
+SIGCOMM 1988), and after it at which it is late; not late before this."""
+_SURELY = 0.8
+"""Of the mean gap: never expected later than this."""
 _MOST_GAPS = 1 << 15
 _MOST_TENANTS = 1 << 7
 
@@ -28,7 +29,8 @@ class Arrivals:
 
     def __init__(self) -> None:
         """Knows nobody."""
-        self._gaps: OrderedDict[tuple[str, Call], float] = OrderedDict()
+        self._gaps: OrderedDict[tuple[str, Call], tuple[float, float]] = OrderedDict()
+        """Mean and mean deviation."""
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()
 
     def replied(self, tenant: str, call: Call, now_s: float) -> None:
@@ -49,7 +51,12 @@ class Arrivals:
             return
         key = tenant, call
         known = self._gaps.get(key)
-        self._gaps[key] = gap_s if known is None else (1 - _NEW) * known + _NEW * gap_s
+        if known is None:
+            self._gaps[key] = gap_s, gap_s / 4
+        else:
+            mean_s, deviation_s = known
+            deviation_s += _NEW * (abs(gap_s - mean_s) - deviation_s)
+            self._gaps[key] = mean_s + _NEW * (gap_s - mean_s), deviation_s
         self._gaps.move_to_end(key)
         if len(self._gaps) > _MOST_GAPS:
             self._gaps.popitem(last=False)
@@ -65,9 +72,10 @@ class Arrivals:
             if now_s >= gone_s:
                 del self._replied[tenant]
                 continue
-            gap_s = self._gaps.get((tenant, call))
-            late_s = now_s if gap_s is None else replied_s + gap_s + max(_LATE * gap_s, _LATE_S)
-            expected_s = now_s if gap_s is None or late_s <= now_s else replied_s + _EARLY * gap_s
+            mean_s, deviation_s = self._gaps.get((tenant, call), (0.0, 0.0))
+            late_s = replied_s + mean_s + max(_LATE * deviation_s, _LATE_S) if mean_s else now_s
+            early_s = replied_s + max(0.0, min(mean_s - _EARLY * deviation_s, _SURELY * mean_s))
+            expected_s = now_s if late_s <= now_s else early_s
             if expected_s < first_s:
                 first_s, again_s = expected_s, gone_s if late_s <= now_s else late_s
         return first_s, again_s, len(self._replied)

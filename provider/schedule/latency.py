@@ -14,6 +14,8 @@ _FORGET = 0.98
 """Weight of what was known, per measurement: about the last 50 count."""
 _FIRST_RATE = 2e-11
 """Seconds per multiplication before anything was measured: one CPU core at 50 GFLOP/s."""
+_APART = 4.0
+"""How many times a lane's slope may be off what its multiplications cost elsewhere."""
 _OUTLIER = 5.0
 """Times the prediction: a measurement beyond it counts as so much, since a pause of the machine is no product."""
 
@@ -35,18 +37,20 @@ class _Sums:
         self.seconds = self.seconds * _FORGET + seconds
         self.product = self.product * _FORGET + rows * seconds
 
-    def line(self) -> tuple[float, float]:
-        """Base and slope, neither below zero."""
+    def line(self, prior: float) -> tuple[float, float]:
+        """Base and slope, neither below zero.
+
+        Args:
+            prior: the slope that other lanes speak for. Sizes that hardly differ say little about a slope, and one near
+                zero would promise that any number of rows is done at once: the lane's own is kept near this one.
+        """
+        mean_rows, mean_s = self.rows / self.weight, self.seconds / self.weight
         spread = self.weight * self.rows2 - self.rows * self.rows
-        if spread <= 1e-9 * self.weight * self.rows2:  # one size only: all of it is slope
-            return 0.0, self.seconds / self.rows
-        slope = (self.weight * self.product - self.rows * self.seconds) / spread
-        base = (self.seconds - slope * self.rows) / self.weight
-        if slope <= 0:
-            return self.seconds / self.weight, 0.0
-        if base < 0:
-            return 0.0, self.product / self.rows2
-        return base, slope
+        slope = prior
+        if spread > 1e-9 * self.weight * self.rows2:
+            slope = (self.weight * self.product - self.rows * self.seconds) / spread
+        slope = min(max(slope, prior / _APART), prior * _APART, mean_s / mean_rows)
+        return mean_s - slope * mean_rows, slope
 
 
 class LatencyModel:
@@ -65,8 +69,8 @@ class LatencyModel:
             seconds = min(seconds, _OUTLIER * self.predict_s(call, num_rows))
         sums = self._sums.setdefault(call, _Sums())
         sums.add(num_rows, seconds)
-        self._lines[call] = sums.line()
         self._all.add(num_rows * self._products_per_row(call), seconds)
+        self._lines[call] = sums.line(self._rate() * self._products_per_row(call))
 
     def predict_s(self, call: Call, num_rows: int) -> float:
         """Seconds that one product takes."""
@@ -84,5 +88,8 @@ class LatencyModel:
         line = self._lines.get(call)
         if line is not None:
             return line
-        rate = self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE
-        return 0.0, rate * self._products_per_row(call)
+        return 0.0, self._rate() * self._products_per_row(call)
+
+    def _rate(self) -> float:
+        """Seconds per multiplication, over all lanes."""
+        return self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE

@@ -21,9 +21,12 @@ import torch
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from provider import serve as serve_module
 from provider import service as service_module
+from provider.config import load_settings
 from provider.core import ProviderCore
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
+from provider.service import ProviderService, Server
 from tests.rpc.conftest import Provider, read_identity
 from tests.rpc.test_cli import CALL as CLI_CALL
 from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
@@ -102,6 +105,34 @@ def test_a_drain_ends_when_its_time_is_over(
     stream.expect_error(0, WireCode.UNAVAILABLE)
     assert "not answered within" in caplog.text
     stream.close()
+
+
+def test_what_the_operator_set_reaches_the_scheduler(
+    tiny_core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a settings file to the policy and the shares of the scheduler that runs."""
+    (tmp_path / "provider.yaml").write_text(
+        "slo_ms: 7\nmax_wait_ms: 3\nbatching: opportunistic\ntenant_limits: {acme: {weight: 5}}\n"
+    )
+    started: list[ProviderService] = []
+
+    def started_with(self: Server, *arguments: object) -> ProviderService:
+        started.append(start_server(self, *arguments))  # type: ignore[arg-type]
+        return started[0]
+
+    start_server = Server.start
+    monkeypatch.setattr(Server, "start", started_with)
+    monkeypatch.setattr(serve_module, "_make_core", lambda settings: tiny_core)
+    monkeypatch.setattr(serve_module, "_wait_for_the_end", lambda server: None)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        serve_module.serve(load_settings({"port": 0}, tmp_path / "provider.yaml"))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    scheduler = started[0]._executor._scheduler
+    assert (scheduler._policy.slo_s, scheduler._policy.max_wait_s) == (0.007, 0.003)
+    assert (scheduler._weight_of("acme"), scheduler._weight_of("other")) == (5.0, 1.0)
 
 
 # ---- accounts and log ------------------------------------------------------------------------------------------------
