@@ -196,7 +196,7 @@ def known_replies(folder: Path, model: str, blocks: str) -> None:
     from wire.expand import SeededRows
     from wire.frame import Arithmetic, Call, Direction, Purpose
 
-    served = serve_model(load(resolve(model)), base_layers=blocks)
+    served = serve_model(load(resolve(model)), patterns=blocks)
     core, tensors = ProviderCore(served), {}
     for group in core.manifest().groups:
         for direction in Direction:

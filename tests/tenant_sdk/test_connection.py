@@ -259,7 +259,7 @@ def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
     pending: list[Any] = []
     for number in range(8):
         pending.append(connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS))
-        assert all(one.outcome is not None for one in pending[: max(0, number - 1)]), "three were in flight"
+        assert all(one._request.outcome is not None for one in pending[: max(0, number - 1)]), "three were in flight"
     assert [float(one.result()[0, 0]) for one in pending] == [1, 2, 3, 4, 5, 6, 7, 8]
     connection.close()
 

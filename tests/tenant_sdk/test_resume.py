@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,9 @@ def test_breaks_twice(chat_client: Any, breaking: Breaking, whole: Any, tmp_path
 def test_a_broken_run_leaves_no_progress_bar_behind(chat_client: Any, breaking: Breaking, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     break_in_step(chat_client, breaking, tmp_path / "out", 3, progress=True)
+    give_up_at = time.monotonic() + 10  # the bar's thread is told to end, and not waited for
+    while set(threading.enumerate()) != before and time.monotonic() < give_up_at:
+        time.sleep(0.01)
     assert set(threading.enumerate()) == before
 
 
