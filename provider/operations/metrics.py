@@ -7,7 +7,7 @@ of a tensor and no text of a tenant's is among the labels. Costs the path of a r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -37,6 +37,7 @@ class ProviderCollector(Collector):
         self._meter, self._usage = meter, usage
         self._queue_depth, self._num_streams = queue_depth, num_streams
         self._began_s = time.time()
+        self._named: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
         """All of it."""
@@ -47,7 +48,9 @@ class ProviderCollector(Collector):
             "veilbase_usage_save_failures", "Times that usage could not be written.", self._usage.failed_saves
         )
         yield from self._executor()
-        yield from _tenants(bounded(self._usage.totals()))
+        totals = bounded(self._usage.totals(), self._named)
+        self._named |= totals.keys() - {OTHER}
+        yield from _tenants(totals)
 
     def _executor(self) -> Iterator[Metric]:
         inline, histograms = self._meter.snapshot()
@@ -64,9 +67,13 @@ class ProviderCollector(Collector):
         yield from (waits, whole)
 
 
-def bounded(totals: dict[str, Usage]) -> dict[str, Usage]:
-    """Those tenants that sent most, and the sum of all others."""
-    ranked = sorted(totals, key=lambda name: (-sum(totals[name].rows.values()), name))
+def bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, Usage]:
+    """Those tenants that sent most, and the sum of all others.
+
+    Args:
+        named: stay so, or the sum of the others would fall when one overtakes another, and look like a restart.
+    """
+    ranked = sorted(totals, key=lambda name: (name not in named, -sum(totals[name].rows.values()), name))
     shown = {name: totals[name] for name in ranked[:MAX_TENANTS]}
     if len(ranked) > MAX_TENANTS:
         rest = Usage()

@@ -175,6 +175,7 @@ def _handler(metrics: CollectorRegistry) -> type[http.server.BaseHTTPRequestHand
         server_version, sys_version = "veilbase", ""
 
         def do_GET(self) -> None:
+            """The metrics, or 404."""
             if self.path.partition("?")[0] != METRICS_PATH:
                 self.send_error(404)
                 return

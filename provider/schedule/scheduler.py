@@ -160,7 +160,7 @@ class Scheduler:
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
         """A decode request that was never queued came and was answered."""
         _note(self._active, tenant, began_s)
-        self._note_decode(tenant, began_s)
+        self._expected.arrived(tenant, began_s)
         _note(self._decoding, tenant, now_s)
         self._expected.replied(tenant, call, now_s)
 

@@ -93,6 +93,18 @@ def test_tenants_are_bounded_and_none_is_lost() -> None:
     assert rows[OTHER] == sum(range(1, 2 * MAX_TENANTS + 1))
 
 
+def test_the_sum_of_the_others_never_falls() -> None:
+    usage = UsageBook()
+    metrics = registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0))
+    for number in range(2 * MAX_TENANTS):
+        usage.of(f"t{number}").answered(RequestClass.DECODE, number + 1, 1, 1)
+    before = parse(generate_latest(metrics).decode(), 0.0).by_tenant("veilbase_rows_total")
+    usage.of("t0").answered(RequestClass.DECODE, 100_000, 1, 1)  # overtakes all that are named
+    after = parse(generate_latest(metrics).decode(), 0.0).by_tenant("veilbase_rows_total")
+    assert before.keys() == after.keys()
+    assert after[OTHER] == before[OTHER] + 100_000
+
+
 def test_a_histogram_counts_a_value_at_its_bound_below_it() -> None:
     one = Histogram((1, 2))
     for value in (0.5, 1, 1.5, 2, 3):
