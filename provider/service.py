@@ -26,6 +26,7 @@ from provider.identity import StateDir, issue_server_certificate, peer_identity
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
 from provider.profile import make_scheduler
+from provider.replica import Here
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.session import SWEEP_S, Session
 from provider.stream import carry
@@ -122,7 +123,11 @@ class ProviderService:
         self.meter = Meter()
         self._gate = _Gate(revocations)
         self._executor = Executor(
-            core.compute, scheduler, core.record, self.meter, lambda tenant, seconds: usage.of(tenant).computed(seconds)
+            [Here(core.compute)],
+            scheduler,
+            core.record,
+            self.meter,
+            lambda tenant, seconds: usage.of(tenant).computed(seconds),
         )
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)

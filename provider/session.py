@@ -390,7 +390,7 @@ class Session:
         if self._output.qsize() > MAX_REQUESTS:
             self._give_up()
             return
-        retry_s = error.retry_s if isinstance(error, QuotaExceeded) else 0.0
+        retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
         retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
         self._put(Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code).pack())
 
