@@ -141,12 +141,16 @@ class Executor:
         if rows is None:
             return
         with self._changed:
-            replica = next((lane.replica for lane in self._lanes if not lane.is_lost), None)
+            lane, error = next((lane for lane in self._lanes if not lane.is_lost), None), self._none_left()
+        if lane is None:
+            self._fail(job, error or _unavailable(RETRY_S))
+            return
         try:
-            if replica is None:
-                raise ReplicaLost
-            self._compute_piece(replica, Piece(job.ticket, 0, 0), rows)
+            self._compute_piece(lane.replica, Piece(job.ticket, 0, 0), rows)
         except ReplicaLost:
+            with self._changed:
+                lane.is_lost = True  # its thread sees to it
+                self._changed.notify_all()
             self._fail(job, _unavailable(RETRY_S))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
@@ -187,7 +191,7 @@ class Executor:
         with self._changed:
             lane.is_busy = False
             self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
-            if self._scheduler or lane.is_lost:
+            if self._scheduler or self._orphans or lane.is_lost:
                 self._changed.notify_all()
         self._meter.inline(now_s - began_s)
         self._charge(tenant, now_s - began_s)

@@ -49,7 +49,11 @@ def serve(
     record_limit: Annotated[str | None, typer.Option(help="Most bytes to record.", show_default="4GiB")] = None,
     record_layers: Annotated[str | None, typer.Option(help="Patterns of layers to record.", show_default="all")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic, in each process.")] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Processes that share the layer groups out.", show_default="1: none of their own")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Processes a shard.", show_default="1")] = None,
     batching: Annotated[
         Literal["opportunistic", "none", "lockstep"] | None,
         typer.Option(help="How requests share products; two are for comparison.", show_default="opportunistic"),

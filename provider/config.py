@@ -27,7 +27,9 @@ class ProviderSettings(BaseSettings):
         model: built-in name, GGUF file, Hugging Face folder or hub id.
         tls: mutual TLS; without it only loopback addresses are served.
         base_layers: which layers are served; the rest goes into the bundle.
-        threads: of the arithmetic; None leaves torch's own choice.
+        threads: of the arithmetic, in each process that computes; None leaves torch's own choice, or shares the cores.
+        shards: processes that hold whole layer groups; 1, without replicas, computes in this one.
+        replicas: processes a shard, each with the same weights.
         batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
         slo_ms: latency target of a decode request inside the provider.
         max_wait_ms: the longest that a request is held for company.
@@ -51,6 +53,8 @@ class ProviderSettings(BaseSettings):
     record_limit: ByteSize = ByteSize(4 << 30)
     record_layers: str = ""
     threads: int | None = Field(default=None, ge=1, le=1024)
+    shards: int = Field(default=1, ge=1, le=1024)
+    replicas: int = Field(default=1, ge=1, le=64)
     batching: Literal["opportunistic", "none", "lockstep"] = "opportunistic"
     slo_ms: float | None = Field(default=None, gt=0, le=60_000)
     max_wait_ms: float = Field(default=20.0, ge=0, le=60_000)

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from provider.core import ProviderCore
     from provider.identity import StateDir
     from provider.operations.monitor import Monitor
+    from provider.replica import Product
     from provider.schedule.scheduler import Scheduler
     from provider.service import ProviderService, Server
+    from provider.shards.router import Shard
 
 ENDPOINT_FILE = "endpoint"
 """In the state directory: where the last `serve` could be reached, for `enroll`."""
@@ -55,7 +58,7 @@ def serve(settings: ProviderSettings) -> None:
         core = _make_core(settings)
         ending.callback(core.close)
         admission = Admission(settings.tenant_limits)
-        service = server.start(core, _make_scheduler(settings, core, admission), admission, usage)
+        service = server.start(core, _make_shards(settings, core, admission, ending), admission, usage)
         monitor = _make_monitor(settings, service, state)
         ending.callback(monitor.close)
         ending.callback(usage.close)
@@ -144,7 +147,36 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
     return ProviderCore(served, recorder)
 
 
-def _make_scheduler(settings: ProviderSettings, core: ProviderCore, admission: Admission) -> Scheduler:
+def _make_shards(
+    settings: ProviderSettings, core: ProviderCore, admission: Admission, ending: ExitStack
+) -> list[Shard]:
+    """Who computes which groups; where that is other processes, this one lets its weights go."""
+    from provider.service import whole
+
+    if settings.shards == settings.replicas == 1:
+        return [whole(core, _make_scheduler(settings, core, admission))]
+    from provider.shards.local import LocalShards
+    from provider.shards.router import Shard
+
+    parent = settings.state if settings.tls else None
+    local = LocalShards.start(core.served, settings.shards, settings.replicas, parent, settings.threads)
+    ending.callback(local.close)
+    core.let_weights_go()
+    shards = []
+    for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
+        product = replicas[0].product if replicas else None
+        shards.append(Shard(ids, replicas, _make_scheduler(settings, core, admission, product, ids)))
+        _LOGGER.info("shard %d: groups %d to %d in %d processes", number, ids[0], ids[-1], len(replicas))
+    return shards
+
+
+def _make_scheduler(
+    settings: ProviderSettings,
+    core: ProviderCore,
+    admission: Admission,
+    product: Product | None = None,
+    ids: Collection[int] | None = None,
+) -> Scheduler:
     from provider.profile import make_scheduler
     from provider.schedule.scheduler import Policy
 
@@ -153,7 +185,7 @@ def _make_scheduler(settings: ProviderSettings, core: ProviderCore, admission: A
         max_wait_s=settings.max_wait_ms / 1000,
         slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
     )
-    return make_scheduler(core.served, policy, weight_of=admission.weight_of)
+    return make_scheduler(core.served, policy, weight_of=admission.weight_of, product=product, ids=ids)
 
 
 def _make_monitor(settings: ProviderSettings, service: ProviderService, state: StateDir | None) -> Monitor:
@@ -161,7 +193,11 @@ def _make_monitor(settings: ProviderSettings, service: ProviderService, state: S
     from provider.operations.monitor import Monitor
 
     collector = ProviderCollector(
-        service.meter, service.usage, lambda: service.queue_depth, lambda: service.num_streams
+        service.meter,
+        service.usage,
+        lambda: service.queue_depth,
+        lambda: service.num_streams,
+        lambda: service.num_replicas,
     )
     monitor = Monitor(registry(collector))
     if state is not None and not monitor.serve_socket(state.path):

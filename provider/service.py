@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import grpc
 
 from provider.admission import Admission
-from provider.batch import Executor
 from provider.core import LOCAL_TENANT, ProviderCore
 from provider.identity import StateDir, issue_server_certificate, peer_identity
 from provider.operations.meter import Meter
@@ -29,6 +28,7 @@ from provider.profile import make_scheduler
 from provider.replica import Here
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.session import SWEEP_S, Session
+from provider.shards.router import Shard, ShardedExecutor
 from provider.stream import carry
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, VeilbaseError, WireCode
@@ -109,25 +109,21 @@ class ProviderService:
         self,
         core: ProviderCore,
         revocations: RevocationList | None,
-        scheduler: Scheduler,
+        shards: Sequence[Shard],
         admission: Admission,
         usage: UsageBook,
     ) -> None:
         """Args.
 
         revocations: None serves everybody as the local tenant.
-        scheduler: new, and this service's alone.
+        shards: of all groups; this service's, but not their replicas' ends.
         admission, usage: this service's, too.
         """
         self._core, self._admission, self.usage = core, admission, usage
         self.meter = Meter()
         self._gate = _Gate(revocations)
-        self._executor = Executor(
-            [Here(core.compute)],
-            scheduler,
-            core.record,
-            self.meter,
-            lambda tenant, seconds: usage.of(tenant).computed(seconds),
+        self._executor = ShardedExecutor(
+            shards, core.record, self.meter, lambda tenant, seconds: usage.of(tenant).computed(seconds)
         )
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
@@ -141,6 +137,11 @@ class ProviderService:
     def queue_depth(self) -> int:
         """Requests that wait for the executor."""
         return len(self._executor)
+
+    @property
+    def num_replicas(self) -> list[tuple[int, int]]:
+        """Per shard, replicas that can compute, and all."""
+        return self._executor.num_replicas
 
     @property
     def num_streams(self) -> int:
@@ -310,7 +311,7 @@ class Server:
     def start(
         self,
         core: ProviderCore,
-        scheduler: Scheduler | None = None,
+        shards: Sequence[Shard] | None = None,
         admission: Admission | None = None,
         usage: UsageBook | None = None,
     ) -> ProviderService:
@@ -318,17 +319,17 @@ class Server:
 
         Args:
             core: what is served.
-            scheduler: None makes one of the default policy, without a profile.
+            shards: None computes in this process, with a scheduler of the default policy, without a profile.
             admission: None limits no tenant.
             usage: None keeps no account.
 
         Returns:
             What answers, for who wants to watch it.
         """
-        if scheduler is None:  # not `or`: one that is empty is false
-            scheduler = make_scheduler(core.served, Policy(), profiled=False)
+        if shards is None:
+            shards = [whole(core, make_scheduler(core.served, Policy(), profiled=False))]
         revocations = None if self._state is None else RevocationList(self._state)
-        service = ProviderService(core, revocations, scheduler, admission or Admission(), usage or UsageBook())
+        service = ProviderService(core, revocations, shards, admission or Admission(), usage or UsageBook())
         self._service = service
         self._server.add_generic_rpc_handlers((service.handler(),))
         self._server.start()
@@ -350,6 +351,11 @@ class Server:
                 _LOGGER.warning("some requests were not answered within the %.0f s of the drain", drain_s)
             self._service.close()
         self._server.stop(_STOP_GRACE_S).wait()
+
+
+def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
+    """All groups, computed in this process."""
+    return Shard(range(len(core.manifest().groups)), [Here(core.compute)], scheduler)
 
 
 class _Certificates:
