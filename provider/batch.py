@@ -33,6 +33,8 @@ Completed = Callable[[str, Call, Rows, torch.Tensor], None]
 """Tenant, call, the whole request and its reply, before the reply leaves."""
 RETRY_S = 1.0
 """When to come again while a lost shard is being brought back."""
+_JOIN_S = 60.0
+"""How long requests are told to come again where another host may join."""
 _MAX_LOSSES = 2
 """Replicas that one batch may take with it: it may be what ends them."""
 
@@ -88,6 +90,7 @@ class Executor:
         completed: Completed | None = None,
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
+        may_be_joined: bool = False,
     ) -> None:
         """Args.
 
@@ -96,12 +99,14 @@ class Executor:
         completed: told of every request that was answered with a tensor.
         meter: told of every product.
         charge: told a tenant's share of every product's seconds.
+        may_be_joined: whether `add` may follow a loss: then requests are told to come again, for a while.
         """
         self._scheduler, self._completed = scheduler, completed
         self._meter, self._charge = meter or Meter(), charge
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
+        self._may_be_joined, self._empty_since_s = may_be_joined, time.monotonic()
         self._orphans: deque[tuple[Batch, int]] = deque()
         """Batches of replicas that are gone, and how many each has outlived."""
         for replica in replicas:
@@ -114,6 +119,14 @@ class Executor:
         with self._changed:
             self._lanes.append(lane)
         lane.thread.start()
+
+    def note_lost(self, replica: Replica) -> None:
+        """Somebody else saw that a replica is gone, before a product did."""
+        with self._changed:
+            for lane in self._lanes:
+                if lane.replica is replica:
+                    lane.is_lost = True  # its thread sees to it
+            self._changed.notify_all()
 
     @property
     def num_replicas(self) -> tuple[int, int]:
@@ -291,7 +304,9 @@ class Executor:
         """Why nothing can be computed, if so; under the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
-        return _unavailable(RETRY_S if any(lane.replica.can_return for lane in self._lanes) else 0.0)
+        is_waited_for = self._may_be_joined and time.monotonic() - self._empty_since_s < _JOIN_S
+        can_return = is_waited_for or any(lane.replica.can_return for lane in self._lanes)
+        return _unavailable(RETRY_S if can_return else 0.0)
 
     def _is_back(self, lane: _Lane) -> bool:
         """Waits for a lost replica; meanwhile, and where it does not return, what nobody else can do is refused."""
@@ -305,6 +320,7 @@ class Executor:
             lane.is_lost = not is_back
             if not is_back:
                 self._lanes.remove(lane)
+                self._empty_since_s = time.monotonic()
         if not is_back:
             lane.replica.close()
             self._refuse_all()

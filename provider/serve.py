@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Collection
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from provider.service import ProviderService, Server
     from provider.shards.router import Shard
 
+_JOIN_LOOK_S = 0.05
 ENDPOINT_FILE = "endpoint"
 """In the state directory: where the last `serve` could be reached, for `enroll`."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -42,6 +44,7 @@ def serve(settings: ProviderSettings) -> None:
         ConfigurationError, AccessError: what the operator has to change.
     """
     settings.check_exposure()
+    settings.check_shards()
     _share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
@@ -66,6 +69,8 @@ def serve(settings: ProviderSettings) -> None:
         ending.callback(usage.save)  # first, since what follows can take longer than whoever stops us waits
         ending.callback(monitor.not_serving)
         usage.keep_saving()
+        while not all(num_live for num_live, _ in service.num_replicas):
+            time.sleep(_JOIN_LOOK_S)  # a signal ends it
         _announce(settings, server.port, state)
         _wait_for_the_end(server)
 
@@ -153,20 +158,25 @@ def _make_shards(
     """Who computes which groups; where that is other processes, this one lets its weights go."""
     from provider.service import whole
 
-    if settings.shards == settings.replicas == 1:
+    if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
         return [whole(core, _make_scheduler(settings, core, admission))]
     from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
     parent = settings.state if settings.tls else None
-    local = LocalShards.start(core.served, settings.shards, settings.replicas, parent, settings.threads)
+    local = LocalShards.start(
+        core.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
+    )
     ending.callback(local.close)
     core.let_weights_go()
     shards = []
     for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
-        product = replicas[0].product if replicas else None
+        product = replicas[0].product if replicas else None  # None: not known before another host has joined
         shards.append(Shard(ids, replicas, _make_scheduler(settings, core, admission, product, ids)))
-        _LOGGER.info("shard %d: groups %d to %d in %d processes", number, ids[0], ids[-1], len(replicas))
+        where = (
+            f"{len(replicas)} processes" if replicas else f"no process: waiting for `provider shard --shard {number}`"
+        )
+        _LOGGER.info("shard %d: groups %d to %d, %s", number, ids[0], ids[-1], where)
     return shards
 
 
@@ -185,7 +195,10 @@ def _make_scheduler(
         max_wait_s=settings.max_wait_ms / 1000,
         slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
     )
-    return make_scheduler(core.served, policy, weight_of=admission.weight_of, product=product, ids=ids)
+    is_here = bool(core.served.groups)
+    return make_scheduler(
+        core.served, policy, is_here or product is not None, admission.weight_of, product=product, ids=ids
+    )
 
 
 def _make_monitor(settings: ProviderSettings, service: ProviderService, state: StateDir | None) -> Monitor:

@@ -1,4 +1,4 @@
-"""The gRPC face of a provider: three methods, mutual TLS, and who may call them.
+"""The gRPC face of a provider: three methods and one for shards, mutual TLS, and who may call them.
 
 Guarantees: every RPC, and every request inside a stream, is checked against the registry; messages above the frame
 limit are refused by gRPC before they reach Python; the tensor path uses no protobuf and unpickles nothing.
@@ -21,13 +21,14 @@ import grpc
 
 from provider.admission import Admission
 from provider.core import LOCAL_TENANT, ProviderCore
-from provider.identity import StateDir, issue_server_certificate, peer_identity
+from provider.identity import Role, StateDir, issue_server_certificate, peer_identity
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
 from provider.profile import make_scheduler
 from provider.replica import Here
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.session import SWEEP_S, Session
+from provider.shards.door import ShardDoor
 from provider.shards.router import Shard, ShardedExecutor
 from provider.stream import carry
 from provider.tenants import RevocationList
@@ -78,15 +79,15 @@ class _Gate:
         """Args: revocations: None on a loopback port without TLS, where everybody is the local tenant."""
         self._revocations = revocations
 
-    def admit(self, context: Any) -> Access:
+    def admit(self, context: Any, role: Role = "tenant") -> Access:
         """The caller; ends the RPC where it is nobody this provider knows."""
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)
         chain = context.auth_context().get("x509_pem_cert")
         try:
-            peer = peer_identity(chain[0] if chain else b"")
+            peer = peer_identity(chain[0] if chain else b"", role)
         except Unauthenticated:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "not a tenant's certificate")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not a {role}'s certificate")
         access = Access(peer.name, lambda: self._refusal(peer.serial))
         code = access.refusal()
         if code is WireCode.NOT_PERMITTED:
@@ -123,8 +124,14 @@ class ProviderService:
         self.meter = Meter()
         self._gate = _Gate(revocations)
         self._executor = ShardedExecutor(
-            shards, core.record, self.meter, lambda tenant, seconds: usage.of(tenant).computed(seconds)
+            shards,
+            core.record,
+            self.meter,
+            lambda tenant, seconds: usage.of(tenant).computed(seconds),
+            may_be_joined=revocations is not None,
         )
+        plan = [tuple(shard.groups) for shard in shards]
+        self._door = None if revocations is None else ShardDoor(core.manifest(), plan, self._executor.executors)
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
         self._lock = threading.Lock()
@@ -157,6 +164,7 @@ class ProviderService:
                 "Manifest": grpc.unary_stream_rpc_method_handler(self._send_manifest),
                 "Bundle": grpc.unary_stream_rpc_method_handler(self._send_file),
                 "Stream": grpc.stream_stream_rpc_method_handler(self._serve_stream),
+                "Shard": grpc.stream_stream_rpc_method_handler(self._serve_shard),
             },
         )
 
@@ -202,6 +210,15 @@ class ProviderService:
         finally:
             self._drop(session)
 
+    def _serve_shard(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        if self._door is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "shards join over TLS only")
+            return
+        access = self._admit(context, "shard")
+        if not self._occupy(f"shard {access.tenant}", context):  # no tenant can be called so
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
+        yield from self._door.serve(access.tenant, messages, context, lambda: access.refusal() is not None)
+
     def _enter(self, context: Any) -> str:
         """The tenant that calls; ends the RPC where it may not."""
         access = self._admit(context)
@@ -209,8 +226,8 @@ class ProviderService:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         return access.tenant
 
-    def _admit(self, context: Any) -> Access:
-        access = self._gate.admit(context)
+    def _admit(self, context: Any, role: Role = "tenant") -> Access:
+        access = self._gate.admit(context, role)
         if self._is_draining:
             context.abort(grpc.StatusCode.UNAVAILABLE, "shutting down")
         return access

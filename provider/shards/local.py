@@ -6,7 +6,7 @@ import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class LocalShards:
         num_replicas: int,
         parent: Path | None = None,
         threads: int | None = None,
-        elsewhere: Sequence[int] = (),
+        elsewhere: Collection[int] = (),
     ) -> LocalShards:
         """Writes the weights down, starts the processes and waits until they hold them.
 
@@ -66,7 +66,7 @@ class LocalShards:
         num_replicas: int,
         parent: Path | None,
         threads: int | None,
-        elsewhere: Sequence[int],
+        elsewhere: Collection[int],
     ) -> None:
         folder = Path(tempfile.mkdtemp(prefix="veilbase-"))  # 0700; sockets' paths must be short, a state's may not be
         self._ending.callback(shutil.rmtree, folder, ignore_errors=True)
