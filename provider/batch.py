@@ -128,6 +128,15 @@ class Executor:
                     lane.is_lost = True  # its thread sees to it
             self._changed.notify_all()
 
+    def look(self) -> None:
+        """Notices replicas that went away while they had nothing to do."""
+        with self._changed:
+            gone = [one for one in self._lanes if not (one.is_busy or one.is_lost or one.replica.is_alive)]
+            for lane in gone:
+                lane.is_lost = True
+            if gone:
+                self._changed.notify_all()
+
     @property
     def num_replicas(self) -> tuple[int, int]:
         """Replicas that can make products, and all that there are."""

@@ -36,6 +36,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def is_alive(self) -> bool:
+        """Whether it seems to be there; asked now and then while it has nothing to do."""
+        ...
+
+    @property
     def can_return(self) -> bool:
         """Whether `revive` may bring it back once it is lost."""
         ...
@@ -56,7 +61,7 @@ class Replica(Protocol):
 class Here:
     """A replica in this process, which is never lost."""
 
-    can_return = False
+    is_alive, can_return = True, False
 
     def __init__(self, product: Product) -> None:
         """Args: product: makes one, in the calling thread."""

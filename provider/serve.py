@@ -45,7 +45,7 @@ def serve(settings: ProviderSettings) -> None:
     """
     settings.check_exposure()
     settings.check_shards()
-    _share_one_heap()
+    share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees it
@@ -101,7 +101,7 @@ def _wait_for_the_end(server: Server) -> None:
             signal.set_wakeup_fd(-1)
 
 
-def _share_one_heap() -> None:
+def share_one_heap() -> None:
     """Makes all threads use one heap, so that memory grows neither with steps nor with tenants; before other threads.
 
     glibc gives each thread a heap of its own, and after the first large block is freed keeps blocks of up to 32 MiB in

@@ -251,6 +251,7 @@ class ProviderService:
     def _sweep(self) -> None:
         """Looks at every stream from outside: one that only waits for messages would not see a revocation."""
         while not self._stopped.wait(SWEEP_S):
+            self._executor.look()
             with self._lock:
                 sessions = list(self._sessions)
             for session in sessions:

@@ -120,6 +120,11 @@ class JoinedShard:
         self._outcome = outcome
         self._answered.set()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its stream is open."""
+        return not self._is_lost
+
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def revive(self, is_over: threading.Event) -> bool:

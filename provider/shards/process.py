@@ -34,6 +34,8 @@ _FIRST_ROWS = 64
 _MAX_STARTS, _STARTS_WITHIN_S = 5, 600.0
 """A process that has to be started so often in so long a time is given up: something ends it."""
 _PAUSE_S = 0.5
+_LOOK_MS = 200
+"""How often whoever waits for it sees whether the provider stops."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -122,8 +124,12 @@ class ShardProcess:
 
     def _wait(self, seconds: float) -> None:
         """Until a message is there; raises ReplicaLost where the process ends before, or does not answer."""
-        if self._socket not in dict(self._poller.poll(round(seconds * 1000))):
-            raise ReplicaLost  # its end, or nothing at all
+        give_up_at = time.monotonic() + seconds
+        while not (ready := dict(self._poller.poll(_LOOK_MS))):
+            if self._is_closed or time.monotonic() >= give_up_at:
+                raise ReplicaLost
+        if self._socket not in ready:
+            raise ReplicaLost  # its end
 
     # ---- its life -------------------------------------------------------------------------------------------------
 
@@ -178,6 +184,12 @@ class ShardProcess:
             _LOGGER.error("shard %s %s (exit status %d)", self.name, what, process.returncode)
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        process = self._process
+        return process is not None and process.poll() is None
+
+    @property
     def can_return(self) -> bool:
         """Whether it may be started once more."""
         is_often = len(self._starts) == _MAX_STARTS and time.monotonic() - self._starts[0] < _STARTS_WITHIN_S
@@ -189,6 +201,8 @@ class ShardProcess:
             self._end("was lost")
         while self.can_return and not is_over.wait(_PAUSE_S):
             with self._lock:
+                if self._is_closed:
+                    return False
                 self._start()
             try:
                 self.wait_ready()
@@ -202,9 +216,9 @@ class ShardProcess:
 
     def close(self) -> None:
         """Ends the process, and waits until it has."""
+        was_closed, self._is_closed = self._is_closed, True  # before the lock: whoever holds it waits no longer
         with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
+            if not was_closed:
                 self._end("is ended")
                 self._requests.close()
                 self._replies.close()

@@ -59,6 +59,11 @@ class ShardedExecutor:
         """See `Executor.cancel`."""
         self._of_group[job.ticket.call.group].cancel(job)
 
+    def look(self) -> None:
+        """See `Executor.look`."""
+        for executor in self.executors:
+            executor.look()
+
     def __len__(self) -> int:
         """Requests that wait, at any shard."""
         return sum(map(len, self.executors))

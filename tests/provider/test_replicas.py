@@ -38,7 +38,7 @@ class Scripted:
     def __init__(self, core: ProviderCore, script: Callable[[int], None] = lambda number: None) -> None:
         self._core, self._script = core, script
         self.num_asked = self.num_made = 0
-        self.can_return = False
+        self.can_return, self.is_alive = False, True
         self.may_return = threading.Event()
         self.is_closed = False
 
@@ -189,6 +189,23 @@ def test_one_more_replica_while_it_runs(core: ProviderCore) -> None:
         assert isinstance(submit(executor, ring_rows(2)).get(), Unavailable)
         executor.add(Scripted(core))
         rows = ring_rows(5)
+        assert is_product(core, rows, submit(executor, rows).get())
+
+
+def test_one_that_goes_away_while_idle_is_noticed(core: ProviderCore) -> None:
+    replica = Scripted(core)
+    replica.can_return = True
+    with executor_of(core, replica) as executor:
+        executor.look()
+        assert executor.num_replicas == (1, 1)
+        replica.is_alive = False
+        executor.look()
+        assert executor.num_replicas == (0, 1)
+        replica.is_alive = True
+        replica.may_return.set()
+        while executor.num_replicas != (1, 1):
+            time.sleep(0.001)
+        rows = ring_rows(3)
         assert is_product(core, rows, submit(executor, rows).get())
 
 
