@@ -153,25 +153,36 @@ def _judge_scores(block: Block, claimed: dict[str, torch.Tensor], truth: Truth) 
         k = slice(group * public.head_dim, (group + 1) * public.head_dim)
 
         def scores(dq: torch.Tensor, dk: torch.Tensor, q: slice = q, k: slice = k) -> torch.Tensor:
-            return (block.q.weight + dq)[:, q] @ (block.k.weight + dk)[:, k].T
+            return _scores(block, (block.q.weight + dq)[:, q], (block.k.weight + dk)[:, k], q)
 
         base = scores(torch.zeros_like(block.q.weight), torch.zeros_like(block.k.weight))
-        wanted = _distinct(scores(truth.deltas[block.q.name], truth.deltas[block.k.name]) - base, block)
+        wanted = scores(truth.deltas[block.q.name], truth.deltas[block.k.name]) - base
         if float(wanted.norm()) <= 1e-12 * float(base.norm()):
             return None
-        got = _distinct(scores(claimed[block.q.name], claimed[block.k.name]) - base, block)
+        got = scores(claimed[block.q.name], claimed[block.k.name]) - base
         errors.append(_relative(got, wanted))
-        public_part = _distinct(base, block)
-        cosines.append(_cosine(_off(got, public_part), _off(wanted, public_part)))
+        cosines.append(_cosine(_off(got, base), _off(wanted, base)))
     return _median(errors), sum(cosines) / len(cosines), block.q.weight.shape[0] * public.head_dim
 
 
-def _distinct(scores: torch.Tensor, block: Block) -> torch.Tensor:
-    """The part that can tell two keys apart, which is all that a softmax shows: LayerNorm's rows differ off 1/γ."""
-    if block.attention_norm.bias is None:
-        return scores
-    unseen = torch.nn.functional.normalize(1 / block.attention_norm.weight, dim=0)
-    return scores - torch.outer(scores @ unseen, unseen)
+def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, columns: slice) -> torch.Tensor:
+    """What a softmax sees of one head's W_q W_kᵀ: it tells keys apart, and so knows keys by their differences alone.
+
+    LayerNorm's rows differ off 1/γ, and along it all stand at one place: what a query has from there comes with the
+    bias of q as one row, of which no data tell the parts. RMSNorm's rows differ everywhere.
+
+    Args:
+        q, k: shape (hidden, head_dim).
+        columns: of the head in the layer's bias.
+    """
+    norm = block.attention_norm
+    if norm.bias is None:
+        return q @ k.T
+    way = torch.nn.functional.normalize(1 / norm.weight, dim=0)
+    place = (norm.bias * way).sum()
+    shared = place * (way @ q) + (0 if block.q.bias is None else block.q.bias[columns])
+    off = torch.eye(len(way), dtype=way.dtype) - torch.outer(way, way)
+    return torch.cat([off @ q, shared[None]]) @ k.T @ off
 
 
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -2,9 +2,10 @@
 
 v: where q and k are not adapted, attention mixes values in a known way, which is linear in W_v. Else position 0 helps,
 which attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as
-the layer has inputs. q and k: with v known, the attention output is a smooth function of W_q and W_k, and adapters are
-small, so Gauss-Newton-like descent from the public weights finds them up to the gauge that leaves q·k unchanged. Where
-first tokens do not suffice, all three are found together in that way.
+the layer has inputs. q and k: with v known, `attention_scores` reads them from the softmax. Where that has too few
+tokens, or heads that are too wide, the outputs are a smooth function of the weights and adapters are small, so descent
+from the public weights finds them up to the gauge that leaves q·k unchanged; where first tokens do not suffice, all
+three together.
 """
 
 from __future__ import annotations
@@ -81,24 +82,24 @@ def fit_values(
     squares.diagonal(dim1=1, dim2=2).add_(shrunk[:, None])
     solution, _ = torch.linalg.solve_ex(squares, right)
     v = solution.nan_to_num().transpose(0, 1).reshape(hidden, -1)
-    return Heads(
-        block.q.weight, block.k.weight, v, _error(block, model, (block.q.weight, block.k.weight, v), given, outputs)
-    )
+    return tried(block, model, (block.q.weight, block.k.weight, v), given, outputs)
 
 
-def _error(
+def tried(
     block: Block,
     model: PublicModel,
     weights: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
-) -> float:
+) -> Heads:
+    """Weights of q, k and v with their error."""
     missed = size = 0.0
     with torch.no_grad():
         for rows, seen in _batches(given, outputs):
             missed += float((attention(block, model, weights, rows) - seen).pow(2).sum())
             size += float(seen.pow(2).sum())
-    return float((missed / size) ** 0.5) if size else float("inf")
+    q, k, v = weights
+    return Heads(q, k, v, float((missed / size) ** 0.5) if size else float("inf"))
 
 
 def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
@@ -199,8 +200,7 @@ def _descend(
         optimizer.param_groups[0]["max_iter"] = _MAX_STEPS - _FIRST_STEPS
         optimizer.param_groups[0]["max_eval"] = 2 * _MAX_STEPS
         optimizer.step(loss)  # type: ignore[no-untyped-call]
-    q, k, v = (weight.detach() for weight in weights())
-    return Heads(q, k, v, _error(block, model, (q, k, v), given, outputs))
+    return tried(block, model, [weight.detach() for weight in weights()], given, outputs)
 
 
 def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -234,15 +234,16 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
 
 def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotary positions 0, 1, ... in transformers' convention: halves, not pairs. Shape (..., num_tokens, head_dim)."""
-    return _turn(x, theta, torch.arange(x.shape[-2], dtype=x.dtype))
+    return turn(x, theta, torch.arange(x.shape[-2], dtype=x.dtype))
 
 
 def rotate_at(x: torch.Tensor, theta: float, position: int) -> torch.Tensor:
     """The same for rows that all stand at one position."""
-    return _turn(x, theta, torch.full((1,), float(position), dtype=x.dtype))
+    return turn(x, theta, torch.full((1,), float(position), dtype=x.dtype))
 
 
-def _turn(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
+def turn(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary positions of rows, shape (..., num_rows, head_dim), that stand at `positions`, shape (num_rows,)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
     cos, sin = angles.cos(), angles.sin()

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from attacks.adversaries import attention, mlp, residual, ring_scales
+from attacks.adversaries import attention, attention_scores, mlp, residual, ring_scales
 from attacks.adversaries.layer0_lookup import lookup
 from attacks.adversary import Adversary, Claim, StolenDelta
 from attacks.passes import Opened, Prompt, prompts
@@ -270,14 +270,36 @@ def _steal_attention(
     else:
         found = attention.fit_values(block, model, given, outputs)
         if found.error > explained:  # q or k was changed too
-            if time.monotonic() >= deadline:
-                return  # nothing is claimed of what there is no time to look for
-            first = torch.stack([rows[0] for rows in given]), torch.stack([rows[0] for rows in outputs])
-            v = attention.fit_first_position(block, model, *first)
-            found = attention.fit_all(block, model, given, outputs, v)
+            v = _first_values(block, model, given, outputs, tolerance)
+            found = _fit_scores(block, model, v, given, outputs)
+            if found.error > explained:
+                if time.monotonic() >= deadline:
+                    return  # nothing is claimed of what there is no time to look for
+                found = attention.fit_all(block, model, given, outputs, v)
         weights = [found.q, found.k, found.v]
     for layer, weight in zip((block.q, block.k, block.v), weights, strict=True):
         yield StolenDelta(layer.name, weight - layer.weight)
+
+
+def _first_values(
+    block: Block, model: PublicModel, given: list[torch.Tensor], outputs: list[torch.Tensor], tolerance: float
+) -> torch.Tensor | None:
+    """W_v + ΔW_v from position 0: the public one where it explains it, else by `attention.fit_first_position`."""
+    rows, seen = torch.stack([one[:1] for one in given]), torch.stack([one[:1] for one in outputs])
+    public = [layer.weight for layer in (block.q, block.k, block.v)]
+    if _relative(attention.attention(block, model, public, rows), seen) < tolerance:
+        return block.v.weight
+    return attention.fit_first_position(block, model, rows[:, 0], seen[:, 0])
+
+
+def _fit_scores(
+    block: Block, model: PublicModel, v: torch.Tensor | None, given: list[torch.Tensor], outputs: list[torch.Tensor]
+) -> attention.Heads:
+    """q and k from the probabilities of the softmax; an infinite error where that cannot be done."""
+    solved = None if v is None else attention_scores.solve(block, model, v, given, outputs)
+    if v is None or solved is None:
+        return attention.Heads(block.q.weight, block.k.weight, block.v.weight, float("inf"))
+    return attention.tried(block, model, (*solved, v), given, outputs)
 
 
 def _steal_mlp(

@@ -1,0 +1,298 @@
+"""W_q and W_k of an attention layer from the probabilities of its softmax.
+
+What o_proj is given is, for each head, probabilities times values. With the values known, the probabilities of token t
+are a non-negative least-squares problem of t + 1 unknowns that add up to one and head_dim equations, so that tokens up
+to position head_dim have one answer. The logarithm of the ratio of two of them is a difference of scores,
+q_t·(k_s − k_r)/√head_dim: linear in W_q while k is known, and in W_k while q is. Where both were changed, W_k is
+searched for with the best W_q for each (variable projection); solving for one after the other creeps.
+
+Determined is what a softmax sees of q·k: W_q·G and W_k·G⁻ᵀ explain as much for any G that the positions let pass. Steps
+are damped, so that what comes out is near the public weights. Does nothing for wide heads, whose systems have more than
+`_MAX_NUMBERS` numbers: they are left to the descent of attention.py.
+Source: our derivation, from the definition of attention; the search after Kaufman, BIT 15 (1975).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attacks.adversaries.attention import turn
+from attacks.public_model import Block, Layer, PublicModel
+
+_MAX_NUMBERS = 1 << 25
+"""Of a dense system of equations: a quarter of a GB."""
+_SPARE = 1.05
+"""Equations for each unknown, at least: fewer would fit anything."""
+_EXPLAINED = 1e-4
+"""What probabilities may miss by, relative to the outputs that they were read from, where q or k alone was changed."""
+_SWEEPS = 300
+"""Of coordinate descent, over the few systems whose free solution is negative."""
+_LEAST_PROBABILITY = 1e-7
+"""Of a pair that is used: below it float32 rounding is all there is."""
+_DEPENDENT = 1e7
+"""Condition number of a system of probabilities beyond which float32 rounding is all there is."""
+_STEPS = 60
+_DAMPING, _RELAX, _LAST_DAMPING = 1e-3, 3.0, 1e6
+_FLOOR = 1e-13
+"""Of damping, relative to the diagonal: keeps the directions that nothing determines where they are."""
+_SETTLED = 1e-3
+"""Relative gain of a step after which the search ends."""
+
+
+def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention probabilities of one token: non-negative least squares, with a sum of one.
+
+    Args:
+        values: float64, shape (batch, num_keys, head_dim), num_keys <= head_dim + 1.
+        outputs: probabilities times values, shape (batch, head_dim).
+
+    Returns:
+        Probabilities, non-negative, and how far an error of the outputs is stretched in each, infinite where values
+        that are alike leave it open (a token that comes twice); both of shape (batch, num_keys).
+    """
+    size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # the sum's equation weighs as much as the others
+    matrix = torch.cat([values, size[:, None, None].expand(-1, values.shape[1], 1)], dim=2).transpose(1, 2)
+    wanted = torch.cat([outputs, size[:, None]], dim=1)
+    inverse = torch.linalg.pinv(matrix)
+    found = (inverse @ wanted[..., None])[..., 0]
+    stretched = inverse.norm(dim=2)
+    stretched[torch.linalg.cond(matrix) > _DEPENDENT] = torch.inf
+    negative = (found < 0).any(1)
+    if bool(negative.any()):
+        found[negative] = _non_negative(matrix[negative], wanted[negative], found[negative].clamp_min(0))
+    return found, stretched
+
+
+def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Coordinate descent on ‖matrix·p − wanted‖ over p >= 0; the problem is convex, so that it ends at the minimum."""
+    squares, right = matrix.transpose(1, 2) @ matrix, (matrix.transpose(1, 2) @ wanted[..., None])[..., 0]
+    found = start.clone()
+    for _ in range(_SWEEPS):
+        for place in range(found.shape[1]):
+            slope = (squares[:, place] * found).sum(1) - right[:, place]
+            found[:, place] = (found[:, place] - slope / squares[:, place, place].clamp_min(1e-300)).clamp_min(0)
+    return found
+
+
+@dataclass(frozen=True)
+class _Ratios:
+    """Differences of one head's scores.
+
+    Attributes:
+        at, to, other: indices of tokens whose q, k and k they are, int64, each of shape (num_ratios,).
+        seen: q_at·(k_to − k_other)/√head_dim; weights: the inverse of its error, up to a factor.
+    """
+
+    at: torch.Tensor
+    to: torch.Tensor
+    other: torch.Tensor
+    seen: torch.Tensor
+    weights: torch.Tensor
+
+
+def solve(
+    block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """W_q + ΔW_q and W_k + ΔW_k; None where there are too few equations, or too many numbers in them.
+
+    Args:
+        v: W_v + ΔW_v.
+        given: for each prompt the attention's input, shape (num_tokens, hidden).
+        outputs: for each prompt o_proj's input, shape (num_tokens, num_heads · head_dim).
+    """
+    shared = model.num_heads // model.num_kv_heads
+    unknowns = block.q.weight.shape[0] * model.head_dim
+    lengths = [min(len(one), model.head_dim + 1) for one in given]
+    if shared * unknowns * sum(length * (length - 1) // 2 for length in lengths) > _MAX_NUMBERS:
+        return None
+    ratios = _ratios(block, model, v, given, outputs)
+    if min(len(one.at) for one in ratios) < _SPARE * unknowns:
+        return None
+    rows = torch.cat(list(given))
+    positions = torch.cat([torch.arange(len(one), dtype=rows.dtype) for one in given])
+    size = float(torch.cat(list(outputs)).pow(2).mean().sqrt())
+    q, k = [], []
+    for first in range(0, model.num_heads, shared):
+        group = _Group(block, model, first, rows, positions, ratios[first : first + shared])
+        found = group.solve(size)
+        if found is None:
+            return None
+        q += found[0]
+        k.append(found[1])
+    return torch.cat(q, dim=1), torch.cat(k, dim=1)
+
+
+def _ratios(
+    block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[_Ratios]:
+    """Of every head: each token's keys against the one that it looks at most."""
+    found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(model.num_heads)]
+    starts = torch.tensor([0, *(len(one) for one in given)]).cumsum(0)
+    for last in range(1, min(max(map(len, given)), model.head_dim + 1)):
+        chosen = [place for place, one in enumerate(given) if len(one) > last]
+        values = torch.stack([given[place][: last + 1] @ v for place in chosen])
+        values = values if block.v.bias is None else values + block.v.bias
+        seen = torch.stack([outputs[place][last] for place in chosen])
+        first = starts[torch.tensor(chosen)]
+        for head in range(model.num_heads):
+            kv = head // (model.num_heads // model.num_kv_heads)
+            own, shared = (slice(one * model.head_dim, (one + 1) * model.head_dim) for one in (head, kv))
+            found[head].append(_of_one_token(*probabilities(values[..., shared], seen[:, own]), first))
+    return [_Ratios(*(torch.cat(parts) for parts in zip(*one, strict=True))) for one in found]
+
+
+def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The fields of `_Ratios` for the last token of some prompts.
+
+    Args:
+        share, stretched: as `probabilities` returns them, shape (num_prompts, num_keys).
+        first: index of each prompt's first token, shape (num_prompts,).
+    """
+    most, at_most = share.max(dim=1, keepdim=True)
+    used = (share > _LEAST_PROBABILITY) & (torch.arange(share.shape[1]) != at_most) & stretched.isfinite()
+    prompt, to = used.nonzero(as_tuple=True)
+    less, more = share[used], most[prompt, 0]
+    errors = stretched[used] / less, stretched[prompt, at_most[prompt, 0]] / more  # of a logarithm
+    weights = (errors[0].pow(2) + errors[1].pow(2)).rsqrt()
+    start = first[prompt]
+    return start + share.shape[1] - 1, start + to, start + at_most[prompt, 0], (less / more).log(), weights
+
+
+class _Group:
+    """A head of k and the heads of q that use it."""
+
+    def __init__(
+        self,
+        block: Block,
+        model: PublicModel,
+        first: int,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        ratios: Sequence[_Ratios],
+    ) -> None:
+        self._rows, self._positions, self._ratios = rows, positions, ratios
+        self._theta, self._root = model.rope_theta, math.sqrt(model.head_dim)
+        width = model.head_dim
+        heads = range(first, first + len(ratios))
+        self._q = [_columns(block.q, slice(head * width, (head + 1) * width)) for head in heads]
+        start = first // len(ratios) * width
+        self._k = _columns(block.k, slice(start, start + width))
+
+    def solve(self, size: float) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+        """Weights of each q and of k, each of shape (hidden, head_dim); None where both changed and rows are too few.
+
+        Args:
+            size: of the outputs' numbers.
+        """
+        public, k = [weight for weight, _ in self._q], self._k[0]
+        q, other = self._solve_q(public, k), self._solve_k(public, k)
+        count = sum(len(one.at) for one in self._ratios)
+        if self._missed(public, other) < self._missed(q, k):  # k is what was changed
+            q, k = public, other
+        if self._missed(q, k) < _EXPLAINED * size * math.sqrt(count):
+            return q, k
+        unknowns = (len(q) + 1) * k.numel() - k.shape[1] ** 2
+        return self._together(q, k) if count >= _SPARE * unknowns else None
+
+    def _together(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Levenberg-Marquardt on W_k, with the best W_q for each: variable projection, in Kaufman's form."""
+        best, damping, tighten = self._missed(q, k), _DAMPING, 2.0
+        for _ in range(_STEPS):
+            moved_k = k + _damped(*self._off_q(q, k), damping).view_as(k)
+            moved_q = self._solve_q(q, moved_k)
+            missed = self._missed(moved_q, moved_k)
+            if missed < best:
+                settled = missed > best * (1 - _SETTLED)
+                q, k, best = moved_q, moved_k, missed
+                damping, tighten = max(damping / _RELAX, _FLOOR), 2.0
+                if settled:
+                    break
+            else:
+                damping, tighten = damping * tighten, 2 * tighten
+                if damping > _LAST_DAMPING:
+                    break
+        return q, k
+
+    def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Derivative by W_k and residuals, without what a change of W_q could do as well."""
+        derivatives, residuals = [], []
+        of_q, of_k, missed = self._of_q(k), self._of_k(q), self._residuals(q, k)
+        for a, b, c in zip(of_q, of_k, missed, strict=True):
+            both = torch.cat([b, c[:, None]], dim=1)
+            both = both - a @ _damped(a, both, _FLOOR)
+            derivatives.append(both[:, :-1])
+            residuals.append(both[:, -1])
+        return torch.cat(derivatives), torch.cat(residuals)
+
+    def _solve_q(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
+        """Each W_q with k as it is: linear."""
+        parts = zip(q, self._of_q(k), self._residuals(q, k), strict=True)
+        return [one + _damped(of_q, missed, _FLOOR).view_as(one) for one, of_q, missed in parts]
+
+    def _solve_k(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> torch.Tensor:
+        """W_k with every q as it is: linear."""
+        return k + _damped(torch.cat(self._of_k(q)), torch.cat(self._residuals(q, k)), _FLOOR).view_as(k)
+
+    def _turned(self, rows: torch.Tensor, at: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
+        """Rows of shape (num, head_dim) at the positions of the tokens `at`."""
+        return turn(rows, self._theta, sign * self._positions[at]) if self._theta else rows
+
+    def _keys(self, k: torch.Tensor, one: _Ratios) -> torch.Tensor:
+        """Difference of the two keys as W_q's output meets it, shape (num_ratios, head_dim)."""
+        keys = _out(self._rows, k, self._k[1])
+        difference = self._turned(keys[one.to], one.to) - self._turned(keys[one.other], one.other)
+        return self._turned(difference, one.at, -1.0) / self._root
+
+    def _residuals(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
+        """Of each head, weighted, shape (num_ratios,)."""
+        found = []
+        for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
+            scores = (_out(self._rows, weight, bias)[one.at] * self._keys(k, one)).sum(1)
+            found.append((one.seen - scores) * one.weights)
+        return found
+
+    def _missed(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> float:
+        return float(torch.cat(self._residuals(q, k)).norm())
+
+    def _of_q(self, k: torch.Tensor) -> list[torch.Tensor]:
+        """Derivative of each head's scores by its W_q, shape (num_ratios, hidden · head_dim)."""
+        found = []
+        for one in self._ratios:
+            outer = self._rows[one.at][:, :, None] * self._keys(k, one)[:, None, :]
+            found.append(outer.flatten(1) * one.weights[:, None])
+        return found
+
+    def _of_k(self, q: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Derivative of each head's scores by W_k, shape (num_ratios, hidden · head_dim)."""
+        found = []
+        for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
+            queries = self._turned(_out(self._rows, weight, bias)[one.at], one.at) / self._root
+            to, other = (
+                self._rows[at][:, :, None] * self._turned(queries, at, -1.0)[:, None, :] for at in (one.to, one.other)
+            )
+            found.append((to - other).flatten(1) * one.weights[:, None])
+        return found
+
+
+def _columns(layer: Layer, width: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return layer.weight[:, width], None if layer.bias is None else layer.bias[width]
+
+
+def _out(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return rows @ weight if bias is None else rows @ weight + bias
+
+
+def _damped(jacobian: torch.Tensor, missed: torch.Tensor, damping: float) -> torch.Tensor:
+    """The step of least squares, with the mean square of a column times `damping` on the diagonal.
+
+    Args:
+        missed: shape (num_ratios,), or (num_ratios, n) for n of them.
+    """
+    squares = jacobian.T @ jacobian
+    squares.diagonal().add_(damping * float(squares.diagonal().mean()))
+    step: torch.Tensor = torch.linalg.solve_ex(squares, jacobian.T @ missed)[0].nan_to_num()
+    return step
