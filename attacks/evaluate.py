@@ -31,7 +31,7 @@ _CERTAIN = {
 }
 """Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the fact that counts."""
 FAILED = "failed"
-_THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view")
+_THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
 """What is tried again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
 _JUDGED_ROWS = 16

@@ -85,6 +85,7 @@ def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora"
     job = _job(str(model), adapter, list(quick_model.FACTS), prompts, folder / "truth").model_copy(
         update={
             "train_steps": 150,
+            "continued_rows": len(quick_model.FACTS),
             "learning_rate": 5e-3,
             "peft_kind": peft_kind,
             "peft": _peft(name, peft_kind),

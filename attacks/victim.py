@@ -1,8 +1,8 @@
 """The tenant that is attacked, in a process of its own: trains an adapter, then sends traffic under each mask.
 
 Run by attacks/harness.py with a job in JSON. Writes the truth that attacks/judge.py needs (adapter, token ids, batches)
-to a folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter, whole prompts
-without an answer, and prompts answered token by token, all but the first with the private adapter.
+to a folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter; then, with the
+private adapter, whole prompts without an answer, prompts answered token by token, and one training step.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Job(BaseModel):
         rows: private facts, rows of a data set.
         train_steps: optimizer steps of the private adapter.
         traffic_steps, traffic_rows: optimizer steps that the attacked provider sees, of a fresh adapter.
+        continued_rows: rows of a training step of the private adapter, as whoever trains it on sends it; 0 for none.
         peft_kind, peft: one of KINDS, and keyword arguments of its config.
         questions: a user's messages, sent and answered after the prompts.
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
@@ -53,6 +54,7 @@ class Job(BaseModel):
     train_steps: int
     traffic_steps: int
     traffic_rows: int
+    continued_rows: int = 0
     learning_rate: float
     batch_size: int
     peft_kind: str
@@ -84,6 +86,8 @@ def main(job: Job) -> None:
                 if job.traffic_steps:
                     _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps, job.traffic_rows)
             sent = _infer(client, job, adapter)
+            if job.continued_rows:
+                _train_on(client, job, adapter)
         (job.truth / f"{run.label}.json").write_text(json.dumps(sent))
         (job.truth / f"{run.label}-batches.json").write_text(json.dumps(trained))
 
@@ -137,6 +141,18 @@ def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
             )  # fmt: skip
             sent.append(answer[0, :-1].tolist())
     return sent
+
+
+def _train_on(client: Any, job: Job, adapter: Path) -> None:
+    """Forward and backward of one batch; the optimizer's step that would follow sends nothing."""
+    from peft import PeftModel
+
+    from tenant_sdk.dataset import Collator, load_rows, tokenize
+
+    model = PeftModel.from_pretrained(client.load_model(), str(adapter), is_trainable=True).train()
+    rows = tokenize(load_rows(job.rows[: job.continued_rows]), client.tokenizer, model.config.max_position_embeddings)
+    batch = Collator(client.tokenizer.pad_token_id or 0)(rows)
+    model(**batch, use_cache=False).loss.backward()
 
 
 if __name__ == "__main__":

@@ -37,8 +37,9 @@ _DEPENDENT = 1e7
 """Condition number of a system of probabilities beyond which float32 rounding is all there is."""
 _STEPS = 60
 _DAMPING, _RELAX, _LAST_DAMPING = 1e-3, 3.0, 1e6
-_FLOOR = 1e-13
-"""Of damping, relative to the diagonal: keeps the directions that nothing determines where they are."""
+_FLOOR = 1e-11
+"""Of damping, relative to the diagonal: keeps where they are the directions that only float32 rounding (1e-7, squared
+1e-14) would determine, as that of keys along 1/γ with LayerNorm."""
 _SETTLED = 1e-3
 """Relative gain of a step after which the search ends."""
 
@@ -123,7 +124,15 @@ def solve(
             return None
         q += found[0]
         k.append(found[1])
-    return torch.cat(q, dim=1), torch.cat(k, dim=1)
+    return torch.cat(q, dim=1), block.k.weight + _visible(torch.cat(k, dim=1) - block.k.weight, block)
+
+
+def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
+    """ΔW_k without what all keys share: with LayerNorm rows do not differ along 1/γ, and a softmax takes that off."""
+    if block.attention_norm.bias is None:
+        return delta
+    way = torch.nn.functional.normalize(1 / block.attention_norm.weight, dim=0)
+    return delta - torch.outer(way, way @ delta)
 
 
 def _ratios(

@@ -37,7 +37,7 @@ def weight_gradient(step: Pass, group: int, opened: Opened | None = None) -> tor
         group: id in the manifest.
         opened: rows to take in place of the recorded ones.
     """
-    inputs, gradients = _rows(step.forward.get(group), opened), _rows(step.backward.get(group), opened)
+    inputs, gradients = rows_of(step.forward.get(group), opened), rows_of(step.backward.get(group), opened)
     if inputs is None or gradients is None or inputs.shape[0] != gradients.shape[0]:
         return None
     return inputs.t() @ gradients
@@ -77,7 +77,8 @@ def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
     return labels
 
 
-def _rows(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
+def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
+    """A message's request, float64; of `opened` where an adversary opened the mask. None where it is missing."""
     if message is None:
         return None
     return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
@@ -89,11 +90,11 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     if step is None:
         return []
     claims: list[Claim] = []
-    rows = _rows(step.forward.get(model.blocks[0].q.group), opened)
+    rows = rows_of(step.forward.get(model.blocks[0].q.group), opened)
     if rows is not None:
         claims.append(StolenFact(TOKENS, _listed(batch_tokens(rows, model))))
     head = None if model.head_group is None else step.backward.get(model.head_group)
-    gradients = _rows(head, opened)
+    gradients = rows_of(head, opened)
     labels = None if gradients is None else batch_labels(gradients)
     if labels is not None and bool((labels != NO_LABEL).any()):
         claims.append(StolenFact(LABELS, _listed(labels)))

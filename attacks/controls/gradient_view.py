@@ -19,7 +19,7 @@ from attacks.synthetic import Exchange, write_recording
 from attacks.view import View
 from wire.manifest import Manifest
 
-BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 3, 8, 3
+BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 12, 8, 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Traffic:
     Attributes:
         token_ids, labels: of all rows of the batch, in order.
         gradients: of base weights by group, summed over the batch; float32, shape (in_features, out_features).
+        deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer whole.
     """
 
     view: View
@@ -36,6 +37,7 @@ class Traffic:
     token_ids: list[int]
     labels: list[int]
     gradients: dict[int, torch.Tensor]
+    deltas: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def make(folder: Path, name: str = "tiny-llama") -> Traffic:
     exchanges += _exchanges(manifest, kept)
     view = write_recording(folder / "seen", manifest, exchanges)
     gradients = _weight_gradients(adapted, manifest)
-    return Traffic(view, public, ids.flatten().tolist(), targets.flatten().tolist(), gradients)
+    return Traffic(view, public, ids.flatten().tolist(), targets.flatten().tolist(), gradients, _deltas(adapted))
 
 
 def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
@@ -128,6 +130,15 @@ def _weight_gradients(adapted: Any, manifest: Manifest) -> dict[int, torch.Tenso
     return found
 
 
+def _deltas(adapted: Any) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, module in adapted.base_model.model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            delta = module.get_delta_weight("default").detach().to(torch.float64)
+            found[name] = delta.t() if isinstance(module.base_layer, torch.nn.Linear) else delta
+    return found
+
+
 def share_right(traffic: Traffic, fact: str) -> float:
     """Of the batch's tokens or labels, those that the adversary names; 0 where it names none."""
     wanted = {TOKENS: traffic.token_ids, LABELS: traffic.labels}[fact]
@@ -144,6 +155,6 @@ def control() -> ControlResult:
         traffic = make(Path(folder))
         value = min(share_right(traffic, TOKENS), share_right(traffic, LABELS))
     return ControlResult(
-        ADVERSARY.name, "no mask, one training step of 3 rows of 8 tokens", "share of tokens and labels that are right",
+        ADVERSARY.name, "no mask, one training step of 12 rows of 8 tokens", "share of tokens and labels right",
         value, 1.0, smaller_wins=False,
     )  # fmt: skip

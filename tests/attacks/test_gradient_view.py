@@ -33,7 +33,7 @@ from wire.frame import Call
 from wire.transport.inproc import InprocConnection
 
 BY_CHANCE = 0.3
-"""Of 24 tokens of 95 by guessing: 7 right once in a billion times."""
+"""Of 96 tokens, each one of 95: by guessing one is right on average."""
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])

@@ -1,0 +1,203 @@
+"""`gradient-equations`: what an adapter adds to down_proj, from the gradients of a training step.
+
+The provider is given the gradient g of down_proj's output, computes g·Wᵀ, and is not told g·ΔWᵀ, which the tenant adds
+by itself. But the sum goes on backward through the activation, m = act(gate)·up, and comes back as the gradients of
+gate and up:
+
+    g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up,
+
+linear in ΔW, column by column. gate and up with their own adapters follow from the same step's forward rows (mlp.py).
+As many tokens with a gradient are needed as the layer has outputs. This reaches the last down_proj too, of which
+forward rows say nothing where the output head stays with the tenant. What is claimed is the adapter of the latest step
+that shows one; a fresh adapter changes nothing, and nothing is claimed of it.
+
+Does not do: o_proj, whose gradient comes back through a softmax; q, k, v, gate and up, where it comes back through a
+norm that divides each token by a size which is not in the step. Ring arithmetic, where each row has a secret factor.
+Source: our derivation, from the chain rule.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from attacks.adversaries import mlp
+from attacks.adversaries.gradient_view import rows_of
+from attacks.adversary import Adversary, Claim, StolenDelta
+from attacks.passes import Opened, Pass, passes
+from attacks.public_model import Block, Layer, PublicModel
+from attacks.view import View
+
+_UNCHANGED = 1e-5
+"""Relative error at which public weights explain what was seen, as in closed_form.py."""
+_EXPLAINED = 1e-3
+"""The same of weights that were found: rows that are what they seem leave 1e-5 and less, masked ones 0.1 and more."""
+_RANK = 1e-5
+"""Of the largest singular value of the gradients' directions; float32 rounding is at 1e-7."""
+_NOTHING = 1e-3
+"""Of the largest gradient: of a token without one an opened mask leaves 1e-7."""
+_COLUMNS = 64
+"""Solved side by side."""
+_MAX_S = 60.0
+"""For gate and up of all blocks: columns that never settle would take hours on a real model."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one MLP was given in one step, float64: inputs of (gate, up) and of down, and gradients of their outputs.
+
+    Attributes:
+        given: shape (num_tokens, hidden); inner: (num_tokens, intermediate).
+        of_up: for each of `Block.up`, shape (num_tokens, intermediate); of_down: (num_tokens, hidden).
+    """
+
+    given: torch.Tensor
+    inner: torch.Tensor
+    of_up: tuple[torch.Tensor, ...]
+    of_down: torch.Tensor
+
+
+def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+    deadline = time.monotonic() + _MAX_S
+    for step in _steps(view):
+        claims: list[Claim] = []
+        for block in model.blocks:
+            rows = _read(step, block, opened)
+            up = None if rows is None else _fit_up(block, model, rows, deadline)
+            delta = None if rows is None or up is None else _fit_down(block, model, up, rows)
+            if delta is not None and bool(delta.any()):
+                claims.append(StolenDelta(block.down.name, delta))
+        if claims:
+            return claims
+    return []
+
+
+def last_down(
+    view: View, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
+) -> StolenDelta | None:
+    """The last down_proj from a step of the adapter of which everything else is known; None where there is none.
+
+    Args:
+        stolen: ΔW by layer, found from other traffic; a step is used where they explain its MLPs in both directions.
+    """
+    *lower, last = model.blocks
+    if last.down.name in stolen or any(layer.name not in stolen for layer in last.up):
+        return None
+    for step in _steps(view):
+        rows = _read(step, last, opened)
+        if rows is None or not all(_is_of(step, block, model, opened, stolen) for block in lower):
+            continue
+        up = _with(last.up, stolen)
+        if mlp.error_of(up, model.activation, rows.given, rows.inner) < _EXPLAINED:
+            delta = _fit_down(last, model, up, rows)
+            if delta is not None:
+                return StolenDelta(last.down.name, delta)
+    return None
+
+
+def _is_of(
+    step: Pass, block: Block, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether stolen weights explain what the step shows of a block's MLP; a block without gradients shows nothing."""
+    rows = _read(step, block, opened)
+    if rows is None or any(layer.name not in stolen for layer in (*block.up, block.down)):
+        return True
+    up, (down,) = _with(block.up, stolen), _with((block.down,), stolen)
+    matches = mlp.error_of(up, model.activation, rows.given, rows.inner) < _EXPLAINED
+    return matches and _Equations(up, down, model.activation, rows).missed < _EXPLAINED
+
+
+def _with(layers: Sequence[Layer], stolen: Mapping[str, torch.Tensor]) -> tuple[Layer, ...]:
+    return tuple(replace(layer, weight=layer.weight + stolen[layer.name]) for layer in layers)
+
+
+def _steps(view: View) -> Iterator[Pass]:
+    """Training steps in float arithmetic, the latest first; those of methods that change inputs are left out."""
+    for step in reversed(passes(view.with_tensors())):
+        messages = [*step.forward.values(), *step.backward.values()]
+        if step.is_training and not step.repeats and all(one.arithmetic == "float" for one in messages):
+            yield step
+
+
+def _read(step: Pass, block: Block, opened: Opened | None) -> _Rows | None:
+    """None where a part is missing, as in layers below the lowest adapted one."""
+    groups = (step.forward, block.up[0].group), (step.forward, block.down.group), \
+        (step.backward, block.up[0].group), (step.backward, block.down.group)  # fmt: skip
+    parts = [rows_of(messages.get(group), opened) for messages, group in groups]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or len({part.shape[0] for part in found}) > 1:
+        return None
+    given, inner, of_up, of_down = found
+    return _Rows(given, inner, tuple(of_up[:, layer.columns] for layer in block.up), of_down)
+
+
+def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> tuple[Layer, ...] | None:
+    """gate and up (or c_fc) with their adapters; None where the forward rows do not tell."""
+    if mlp.error_of(block.up, model.activation, rows.given, rows.inner) < _UNCHANGED:
+        return block.up
+    if not mlp.has_enough_rows(block.up, rows.given.shape[0]):
+        return None
+    found = mlp.fit_mlp(block.up, model.activation, rows.given, rows.inner, deadline)
+    if found is None or not found[1] < _EXPLAINED:
+        return None
+    return tuple(replace(layer, weight=weight) for layer, weight in zip(block.up, found[0], strict=True))
+
+
+def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Rows) -> torch.Tensor | None:
+    """ΔW of down_proj, shape (intermediate, hidden), without what a LayerNorm hides; None where nothing explains the
+    gradients, or where they are too few. Zero where the public weights do."""
+    equations = _Equations(up, block.down, model.activation, rows)
+    if equations.missed < _UNCHANGED:
+        return torch.zeros_like(block.down.weight)
+    hidden_ways = 0 if block.mlp_norm.bias is None else 1  # with LayerNorm no gradient has a mean
+    if equations.rank < block.down.weight.shape[1] - hidden_ways:
+        return None
+    delta = equations.solve()
+    changed = replace(block.down, weight=block.down.weight + delta)
+    return delta if _Equations(up, changed, model.activation, rows).missed < _EXPLAINED else None
+
+
+class _Equations:
+    """g_j = (g (W + ΔW)ᵀ) ∘ ∂m/∂j for j of gate and up, tokens without a gradient left out, the others as large as
+    each other: float32 rounds every row relative to itself."""
+
+    def __init__(self, up: tuple[Layer, ...], down: Layer, activation: str, rows: _Rows) -> None:
+        sizes = rows.of_down.norm(dim=1)
+        used = sizes > _NOTHING * sizes.max()
+        scale = 1 / sizes[used, None]
+        terms = [layer(rows.given[used]).requires_grad_() for layer in up]
+        slopes = torch.autograd.grad(mlp.predict(activation, terms).sum(), terms)  # elementwise
+        self._g = rows.of_down[used] * scale
+        self._slopes = torch.stack(slopes)  # (len(up), num_tokens, intermediate)
+        self._seen = torch.stack([part[used] * scale for part in rows.of_up])
+        self._off = self._seen - self._slopes * (self._g @ down.weight.T)
+
+    @property
+    def missed(self) -> float:
+        """‖predicted − seen‖ / ‖seen‖ with the layer as it is; not a number where there is no gradient."""
+        return float(self._off.norm() / self._seen.norm())
+
+    @property
+    def rank(self) -> int:
+        """Independent directions of the gradients."""
+        sizes = torch.linalg.svdvals(self._g)
+        return int((sizes > sizes[0] * _RANK).sum()) if len(sizes) else 0
+
+    def solve(self) -> torch.Tensor:
+        """The smallest ΔW of least squares, shape (intermediate, hidden)."""
+        found = []
+        for start in range(0, self._off.shape[2], _COLUMNS):
+            columns = slice(start, start + _COLUMNS)
+            slopes, off = (part[:, :, columns].permute(2, 0, 1) for part in (self._slopes, self._off))
+            matrix = (slopes[..., None] * self._g).flatten(1, 2)  # (columns, len(up) · num_tokens, hidden)
+            solved = torch.linalg.lstsq(matrix, off.flatten(1)[..., None], rcond=_RANK, driver="gelsd").solution
+            found.append(solved[..., 0])
+        return torch.cat(found)
+
+
+ADVERSARY = Adversary(
+    "gradient-equations", "g (W + ΔW)ᵀ of a training step, through the activation; yields every down_proj's ΔW", _attack
+)

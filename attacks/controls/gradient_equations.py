@@ -1,0 +1,40 @@
+"""A training step of an adapted tiny model, unmasked: both down_proj, also where the tenant keeps the output head."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from attacks.adversaries.gradient_equations import ADVERSARY
+from attacks.adversary import StolenDelta
+from attacks.controls.control import ControlResult
+from attacks.controls.gradient_view import Traffic, make
+from attacks.passes import Opened
+
+
+def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
+    """Relative error of each down_proj, by name; 1, as of a guess of zero, where none is claimed."""
+    claims = ADVERSARY.attack(traffic.view, traffic.public, opened)
+    got = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
+    found = {}
+    for block in traffic.public.blocks:
+        wanted = traffic.deltas[block.down.name]
+        if block.mlp_norm.bias is not None:  # a LayerNorm takes off the mean of every row
+            wanted = wanted - wanted.mean(1, keepdim=True)
+        delta = got.get(block.down.name, torch.zeros_like(wanted))
+        found[block.down.name] = float((delta - wanted).norm() / wanted.norm())
+    return found
+
+
+def control() -> ControlResult:
+    """The largest error over both styles of model."""
+    worst = 0.0
+    for name in ("tiny-llama", "tiny-gpt2"):
+        with tempfile.TemporaryDirectory() as folder:
+            worst = max(worst, *errors(make(Path(folder), name)).values())
+    return ControlResult(
+        ADVERSARY.name, "no mask, float, one training step of 12 rows of 8 tokens", "largest relative error of down",
+        worst, 1e-3, smaller_wins=True,
+    )  # fmt: skip
