@@ -2,8 +2,9 @@
 
 Tokens come from the first layer's input, residuals from `residual.py`, attention from `attention.py`, the MLP from
 `mlp.py`. A layer that its public weights explain already is reported as unchanged. Where there are too few tokens for
-a layer that was changed, the recursion ends and nothing is claimed above it. The last down_proj shows only where the
-output head is a base layer: else no provider sees what comes after it.
+a layer that was changed, the recursion ends and nothing is claimed above it. The last down_proj shows where the output
+head is a base layer; else no provider sees what comes after it, and only the gradients of a training step of the same
+adapter give it away (`gradient_equations`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from attacks.adversaries import attention, attention_scores, mlp, residual, ring_scales
+from attacks.adversaries import attention, attention_scores, gradient_equations, mlp, residual, ring_scales
 from attacks.adversaries.layer0_lookup import lookup
 from attacks.adversary import Adversary, Claim, StolenDelta
 from attacks.passes import Opened, Prompt, prompts
@@ -56,6 +57,9 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
                 claims.append(claim)
         except (_Stop, LinAlgError):
             pass
+        stolen = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
+        last = gradient_equations.last_down(view, model, opened, stolen)
+        claims += [] if last is None else [last]
     return claims
 
 
