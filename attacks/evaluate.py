@@ -11,8 +11,9 @@ from typing import Any
 
 from attacks.adversaries import byte_statistics
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
-from attacks.gain import Gain, measure
-from attacks.judge import Finding, judge
+from attacks.finding import Finding, unclaimed, verdict_on
+from attacks.gain import Gain, Worth, measure
+from attacks.judge import judge
 from attacks.passes import Opened
 from attacks.public_model import PublicModel
 from attacks.report import Result
@@ -35,8 +36,8 @@ _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-v
 """What is tried again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
 _JUDGED_ROWS = 16
-_NOTICED = 0.05
-"""Of a gain or an agreement: less is a token or two of a few hundred, by chance."""
+_NOTICED = 0.04
+"""Of a gain or an agreement: the gate alarms at 2.5 of it, a tenth; less is a few tokens of a hundred."""
 _WON = 0.9
 """Share of the victim's gain, or of its answers."""
 
@@ -123,7 +124,14 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
     if stolen is not None and case.rows and truth is not None:
         rows = case.rows[:_JUDGED_ROWS]
         findings += _worth(measure(truth.base, truth.adapted, stolen, case.public.tokenizer, rows), folder)
-    return [Result(case.mask, case.arithmetic, name, finding) for finding in findings]
+    return [Result(case.mask, case.arithmetic, name, finding) for finding in findings or _silent(claims)]
+
+
+def _silent(claims: Sequence[Claim]) -> list[Finding]:
+    """What the table says where there is nothing to judge: no claim, or claims that nobody has a truth for."""
+    if not claims:
+        return [unclaimed("–", "–")]
+    return [Finding("facts", "claimed", float(len(claims)), 0.0, (0.0, 0.0), "not judged")]
 
 
 def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
@@ -163,12 +171,15 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
 
 def _worth(gain: Gain, folder: Path) -> list[Finding]:
     (folder / "answers.json").write_text(json.dumps([dict(zip(_WHO, each, strict=True)) for each in gain.answers]))
-    verdict = "wins" if gain.gain >= _WON else "above baseline" if gain.gain > _NOTICED else "at baseline"
-    base = gain.base_agreement
-    agrees = (
-        "wins" if gain.agreement >= _WON else "above baseline" if gain.agreement > base + _NOTICED else "at baseline"
-    )
     return [
-        Finding("adapter", "stolen task gain", gain.gain, 0.0, (0.0, 0.0), verdict),
-        Finding("adapter", "agreement of answers", gain.agreement, base, (base, base), agrees),
+        _worth_of("stolen task gain", gain.gain),
+        _worth_of("agreement of answers", gain.agreement),
     ]
+
+
+def _worth_of(metric: str, worth: Worth) -> Finding:
+    """The interval of chance is no narrower than `_NOTICED`: a bootstrap knows questions, and not a thief's luck."""
+    low, high = worth.by_chance
+    interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
+    verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))
+    return Finding("adapter", metric, worth.value, worth.baseline, interval, verdict, worth.spread)

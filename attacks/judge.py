@@ -8,48 +8,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 
 from attacks.adversaries.gradient_view import LABELS, TOKENS
 from attacks.adversary import Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
+from attacks.finding import Finding as Finding
+from attacks.finding import guesses, verdict_on
+from attacks.judge_adapters import judge_deltas
+from attacks.judge_adapters import kind_of as kind_of
 from attacks.passes import Pass, passes, places
-from attacks.public_model import Block, PublicModel
+from attacks.public_model import PublicModel
 from attacks.truth import Batch, Truth
 from attacks.view import Message, View
 from wire import ring
 
 _Rows = TypeVar("_Rows", StolenRows, StolenDifference)
-_DRAWS = 400
-_TAIL = 0.005
-_SHRUNK = 0.99
-"""A guess shrunk towards zero has an error a little below 1 without any knowledge."""
 _MAX_JUDGED = 200
 """Messages of which rows are compared: each needs the true rows of its prompt."""
 _MAX_ROWS = 8
 """Of one message: its rows share what an adversary got wrong, so that many of them say little more than a few, and a
 training step's would outweigh all prompts'."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table.
-
-    Attributes:
-        module: kind of layer, `tokens`, `rows` or the name of a fact.
-        interval: 99% interval of the baseline.
-        verdict: wins, above baseline, or at baseline.
-    """
-
-    module: str
-    metric: str
-    value: float
-    baseline: float
-    interval: tuple[float, float]
-    verdict: str
 
 
 def judge(
@@ -64,145 +45,13 @@ def judge(
     known = _KnownRows(view, truth, sent, trained)
     facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
-        *_judge_deltas([claim for claim in claims if isinstance(claim, StolenDelta)], truth),
+        *judge_deltas([claim for claim in claims if isinstance(claim, StolenDelta)], truth),
         *_judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent, truth.public),
         *_judge_rows([claim for claim in claims if isinstance(claim, StolenRows)], known),
         *_judge_differences([claim for claim in claims if isinstance(claim, StolenDifference)], known),
         *_judge_facts(facts, truth, sent),
         *_judge_batch(facts, view, truth.public, trained),
     ]
-
-
-def _verdict(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
-    if not math.isfinite(value):
-        return "at baseline"
-    if wins:
-        return "wins"
-    beyond = value > interval[1] if larger_is_better else value < interval[0]
-    return "above baseline" if beyond else "at baseline"
-
-
-def _interval(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
-    """Mean of a baseline, and its 99% interval."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
-    low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
-    return float(values.mean()), (low, high)
-
-
-# ---- adapters -------------------------------------------------------------------------------------------------------
-
-
-def _judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
-    claimed = {claim.layer: claim.delta for claim in claims}
-    errors: dict[str, list[float]] = {}
-    cosines: dict[str, list[tuple[float, int]]] = {}
-    for layer, delta in claimed.items():
-        kind = kind_of(layer)
-        wanted = _visible(layer, truth)
-        if kind in ("q_proj", "k_proj") or not bool(wanted.any()):
-            continue  # judged together: only their product is determined
-        errors.setdefault(kind, []).append(_relative(delta, wanted))
-        public = truth.public.layers()[layer].weight
-        cosines.setdefault(kind, []).append((_cosine(_off(delta, public), _off(wanted, public)), wanted.numel()))
-    for block in truth.public.blocks:
-        if block.q.name in claimed and block.k.name in claimed:
-            pair = _judge_scores(block, claimed, truth)
-            if pair is not None:
-                errors.setdefault("q·k", []).append(pair[0])
-                cosines.setdefault("q·k", []).append(pair[1:])
-    found = []
-    for kind, values in errors.items():
-        error = _median(values)
-        found.append(
-            Finding(kind, "relative error", error, 1.0, (1.0, 1.0), _verdict(error, (_SHRUNK, 1.0), error < 0.1, False))
-        )
-        size = min(numel for _, numel in cosines[kind])
-        half = 2.576 / math.sqrt(size * len(values))
-        value = sum(cosine for cosine, _ in cosines[kind]) / len(values)
-        found.append(
-            Finding(kind, "cosine with ΔW", value, 0.0, (-half, half), _verdict(value, (-half, half), value > 0.99))
-        )
-    return found
-
-
-def kind_of(layer: str) -> str:
-    """Llama's name for what a layer does, whatever the model calls it."""
-    module, _, part = layer.partition("[")
-    if part:
-        return {"q": "q_proj", "k": "k_proj", "v": "v_proj"}[part[0]]
-    tail = module.rsplit(".", 1)[-1]
-    if tail == "c_proj":
-        return "o_proj" if ".attn." in module else "down_proj"
-    return {"c_fc": "up_proj"}.get(tail, tail)
-
-
-def _visible(layer: str, truth: Truth) -> torch.Tensor:
-    """ΔW as far as anything that the model computes depends on it: a LayerNorm takes off what is alike in a row."""
-    delta = truth.deltas[layer]
-    lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
-    return delta - delta.mean(1, keepdim=True) if lost else delta
-
-
-def _judge_scores(block: Block, claimed: dict[str, torch.Tensor], truth: Truth) -> tuple[float, float, int] | None:
-    """Change of W_q W_kᵀ per head: relative error, cosine and numbers; None where the adapter changes neither."""
-    public, errors, cosines = truth.public, [], []
-    for head in range(public.num_heads):
-        group = head // (public.num_heads // public.num_kv_heads)
-        q = slice(head * public.head_dim, (head + 1) * public.head_dim)
-        k = slice(group * public.head_dim, (group + 1) * public.head_dim)
-
-        def scores(dq: torch.Tensor, dk: torch.Tensor, q: slice = q, k: slice = k) -> torch.Tensor:
-            return _scores(block, (block.q.weight + dq)[:, q], (block.k.weight + dk)[:, k], q)
-
-        base = scores(torch.zeros_like(block.q.weight), torch.zeros_like(block.k.weight))
-        wanted = scores(truth.deltas[block.q.name], truth.deltas[block.k.name]) - base
-        if float(wanted.norm()) <= 1e-12 * float(base.norm()):
-            return None
-        got = scores(claimed[block.q.name], claimed[block.k.name]) - base
-        errors.append(_relative(got, wanted))
-        cosines.append(_cosine(_off(got, base), _off(wanted, base)))
-    return _median(errors), sum(cosines) / len(cosines), block.q.weight.shape[0] * public.head_dim
-
-
-def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, columns: slice) -> torch.Tensor:
-    """What a softmax sees of one head's W_q W_kᵀ: it tells keys apart, and so knows keys by their differences alone.
-
-    LayerNorm's rows differ off 1/γ, and along it all stand at one place: what a query has from there comes with the
-    bias of q as one row, of which no data tell the parts. RMSNorm's rows differ everywhere.
-
-    Args:
-        q, k: shape (hidden, head_dim).
-        columns: of the head in the layer's bias.
-    """
-    norm = block.attention_norm
-    if norm.bias is None:
-        return q @ k.T
-    way = torch.nn.functional.normalize(1 / norm.weight, dim=0)
-    place = (norm.bias * way).sum()
-    shared = place * (way @ q) + (0 if block.q.bias is None else block.q.bias[columns])
-    off = torch.eye(len(way), dtype=way.dtype) - torch.outer(way, way)
-    return torch.cat([off @ q, shared[None]]) @ k.T @ off
-
-
-def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    value = float((got - wanted).norm() / wanted.norm())
-    return value if math.isfinite(value) else math.inf
-
-
-def _cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    size = float(got.norm() * wanted.norm())
-    value = float((got * wanted).sum()) / size if size > 0 else 0.0
-    return value if math.isfinite(value) else 0.0
-
-
-def _off(delta: torch.Tensor, public: torch.Tensor) -> torch.Tensor:
-    """ΔW without its part along W: W is public, and IA3, OFT and BOFT change it by something much like −W."""
-    return delta - public * ((delta * public).sum() / public.pow(2).sum())
-
-
-def _median(values: Iterable[float]) -> float:
-    return float(torch.tensor(list(values), dtype=torch.float64).quantile(0.5))  # `median` takes the lower of two
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
@@ -228,8 +77,8 @@ def _judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]],
         drawn, true = (everything[torch.randint(len(everything), (len(pairs),), generator=generator)] for _ in range(2))
         return float((drawn == true).float().mean())
 
-    baseline, interval = _interval(guess)
-    return [Finding("tokens", "recovery rate", rate, baseline, interval, _verdict(rate, interval, rate > 0.9))]
+    baseline, interval = guesses(guess)
+    return [Finding("tokens", "recovery rate", rate, baseline, interval, verdict_on(rate, interval, rate > 0.9))]
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -332,7 +181,7 @@ def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tenso
     half = 2.576 * spread / math.sqrt(len(values))
     interval = (baseline - half, baseline + half)
     value = float(values.mean())
-    return [Finding(module, "row cosine", value, baseline, interval, _verdict(value, interval, value > 0.99))]
+    return [Finding(module, "row cosine", value, baseline, interval, verdict_on(value, interval, value > 0.99))]
 
 
 def _thinned(rows: torch.Tensor) -> torch.Tensor:
@@ -399,6 +248,6 @@ def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
     def shuffle(generator: torch.Generator) -> float:
         return float((got[torch.randperm(len(got), generator=generator)] == wanted).float().mean())
 
-    baseline, interval = _interval(shuffle)
+    baseline, interval = guesses(shuffle)
     wins = rate > max(0.9, interval[1])
-    return Finding(claim.name, "recovery rate", rate, baseline, interval, _verdict(rate, interval, wins))
+    return Finding(claim.name, "recovery rate", rate, baseline, interval, verdict_on(rate, interval, wins))

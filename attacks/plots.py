@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from attacks.finding import NO_CLAIM
 from attacks.report import Result
 
 _FLOOR, _CEILING = 1e-8, 1e2
@@ -15,6 +16,7 @@ def draw(folder: Path, results: Sequence[Result]) -> list[Path]:
     """Writes recovered_adapters.svg and recovered_prompts.svg; nothing where matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
+    results = [one for one in results if one.finding.verdict != NO_CLAIM]
     errors = [one for one in results if one.finding.metric == "relative error"]
     rates = [one for one in results if one.finding.metric == "recovery rate"]
     drawn = []

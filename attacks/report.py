@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attacks.controls.control import ControlResult
-from attacks.judge import Finding
+from attacks.finding import NO_CLAIM, Finding
 
 NOTE = (
     "“At baseline” says that this adversary, on this traffic, did no better than guessing. It is not evidence of "
@@ -43,6 +43,7 @@ def write(
                 "value": _number(one.finding.value),
                 "baseline": one.finding.baseline,
                 "interval": list(one.finding.interval),
+                "spread": None if one.finding.spread is None else list(one.finding.spread),
                 "verdict": one.finding.verdict,
             }
             for one in results
@@ -70,20 +71,29 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no infinity
 
 
+def _line(one: Result) -> str:
+    found = one.finding
+    value, baseline = "–", "–"
+    if found.verdict != NO_CLAIM:
+        value = f"{found.value:.3g}" + _between(found.spread)
+        baseline = f"{found.baseline:.3g}" + _between(found.interval)
+    return (
+        f"| {one.mask} | {one.arithmetic} | {one.adversary} | {found.module} | {found.metric} | {value} | {baseline} "
+        f"| {found.verdict} |"
+    )
+
+
+def _between(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" ({interval[0]:.3g} to {interval[1]:.3g})"
+
+
 def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]) -> list[str]:
     """The report as Markdown."""
     table = [
         "| mask | arithmetic | adversary | module | metric | value | baseline (99% interval) | verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for one in results:
-        found = one.finding
-        low, high = found.interval
-        baseline = f"{found.baseline:.3g} ({low:.3g} to {high:.3g})"
-        table.append(
-            f"| {one.mask} | {one.arithmetic} | {one.adversary} | {found.module} | {found.metric} | {found.value:.3g} "
-            f"| {baseline} | {found.verdict} |"
-        )
+    table += [_line(one) for one in results]
     checks = ["| control | setting | metric | value | needed | wins |", "|---|---|---|---|---|---|"]
     for control in controls:
         sign = "≤" if control.smaller_wins else "≥"

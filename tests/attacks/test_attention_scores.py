@@ -11,7 +11,8 @@ import torch
 from attacks.adversaries import attention, attention_scores, closed_form
 from attacks.adversary import StolenDelta
 from attacks.controls import adapted_traffic
-from attacks.judge import Finding, _judge_deltas
+from attacks.finding import Finding
+from attacks.judge_adapters import judge_deltas
 from attacks.public_model import Block
 
 
@@ -20,7 +21,7 @@ def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:
     claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, None)
     truth = SimpleNamespace(public=traffic.public, deltas=known(traffic))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
-    return {one.module: one for one in _judge_deltas(deltas, truth) if one.metric == "relative error"}
+    return {one.module: one for one in judge_deltas(deltas, truth) if one.metric == "relative error"}
 
 
 def known(traffic: adapted_traffic.Traffic) -> dict[str, torch.Tensor]:
@@ -161,7 +162,7 @@ def test_the_judge_compares_what_a_softmax_sees_where_a_layer_norm_hides_the_res
 
     def error(claims: dict[str, torch.Tensor]) -> float:
         truth = SimpleNamespace(public=traffic.public, deltas=deltas)
-        found = _judge_deltas([StolenDelta(name, delta) for name, delta in claims.items()], truth)
+        found = judge_deltas([StolenDelta(name, delta) for name, delta in claims.items()], truth)
         return next(one.value for one in found if (one.module, one.metric) == ("q·k", "relative error"))
 
     assert error(claimed) < 1e-9

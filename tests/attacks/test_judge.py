@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from attacks import quick_model
 from attacks.adversaries.gradient_view import LABELS, NO_LABEL, TOKENS, batch_tokens
 from attacks.adversary import StolenDelta, StolenFact, StolenRows
-from attacks.judge import Finding, _judge_deltas, judge
+from attacks.judge import Finding, judge
+from attacks.judge_adapters import judge_deltas
 from attacks.public_model import describe
 from attacks.synthetic import Exchange, write_recording
 from attacks.truth import Batch, Truth
@@ -125,7 +126,7 @@ def test_weights_of_nothing_know_nothing_about_the_scores(site: Site) -> None:
     layers = [layer for block in public.blocks for layer in (block.q, block.k)]
 
     def cosine(claims: list[StolenDelta]) -> Finding:
-        findings = _judge_deltas(claims, truth)
+        findings = judge_deltas(claims, truth)
         return next(one for one in findings if (one.module, one.metric) == ("q·k", "cosine with ΔW"))
 
     assert cosine([StolenDelta(layer.name, -layer.weight) for layer in layers]).verdict == "at baseline"
