@@ -131,7 +131,7 @@ def _silent(claims: Sequence[Claim]) -> list[Finding]:
     """What the table says where there is nothing to judge: no claim, or claims that nobody has a truth for."""
     if not claims:
         return [unclaimed("–", "–")]
-    return [Finding("facts", "claimed", float(len(claims)), 0.0, (0.0, 0.0), "not judged")]
+    return [Finding("claims", "claimed", float(len(claims)), 0.0, (0.0, 0.0), "not judged")]
 
 
 def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:

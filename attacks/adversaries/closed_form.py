@@ -9,6 +9,7 @@ adapter give it away (`gradient_equations`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -103,7 +104,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
         elif after_o is not None or not scaled:
             given = _put(seen, block.q.group, normed) if scaled else seen
             yield from _steal_attention(model, block, given, sound, scaled, deadline)
-        if after_o is None:
+        if after_o is None or not math.isfinite(after_o.error):
             return
         yield StolenDelta(block.o.name, after_o.weight - block.mlp_norm.visible(block.o.weight))
         if not after_o.error < _HOPELESS:
@@ -116,7 +117,7 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
         if not scaled or after_down is not None:
             rounded = max(_ROUNDED_TWICE, _THROUGH_MLP * after_o.error)
             yield from _steal_mlp(model, block, seen, sound, rounded if scaled else _UNCHANGED, deadline)
-        if after_down is None:
+        if after_down is None or not math.isfinite(after_down.error):
             return
         norm, _ = _next(model, index)
         yield StolenDelta(block.down.name, after_down.weight - norm.visible(block.down.weight))

@@ -126,6 +126,18 @@ def test_a_few_rows_that_were_opened_wrongly_are_left_out(tmp_path: Path) -> Non
             assert float((delta - wanted).norm() / wanted.norm()) < 1e-3, layer
 
 
+def test_what_nothing_fits_is_not_claimed_to_be_unchanged(tmp_path: Path) -> None:
+    """Ring rows under one-time masks, where the search for the rows' factors ends at the public weights."""
+    traffic = adapted_traffic.make(tmp_path, "llama", ["o_proj"], arithmetic="ring")
+    generator = torch.Generator().manual_seed(0)
+    opened = {
+        message.seq: torch.randint(-(2**31), 2**31, message.request().shape, generator=generator).double()
+        for message in traffic.view.messages
+    }
+    claims = closed_form.ADVERSARY.attack(traffic.view, traffic.public, opened)
+    assert [claim for claim in claims if isinstance(claim, StolenDelta) and not bool(claim.delta.any())] == []
+
+
 def test_an_mlp_that_no_rows_fit_is_not_claimed() -> None:
     generator = torch.Generator().manual_seed(0)
 
