@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
+from provider.parallel.environment import rank_here
 
 if TYPE_CHECKING:
     from provider.admission import Admission
@@ -39,10 +40,15 @@ def serve(settings: ProviderSettings) -> None:
         ConfigurationError, AccessError: what the operator has to change.
     """
     settings.check_exposure()
+    rank = rank_here(settings.parallel)
     _share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees it
+    if rank:
+        from provider.parallel.start import help_out
+
+        return help_out(settings)
     from provider.admission import Admission  # here, not above: torch takes seconds to import
     from provider.operations.usage import FILE_NAME, UsageBook
     from provider.service import Server
@@ -119,10 +125,15 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
     from provider.core import ProviderCore
     from provider.models import load, resolve
     from provider.record import Recorder
-    from provider.weights import serve_model
+    from provider.weights import return_freed_memory, serve_model
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    ranks = None
+    if settings.parallel != "none":
+        from provider.parallel.start import meet
+
+        ranks = meet(settings.parallel_timeout_s)
     source = resolve(settings.model)
     _LOGGER.info("loading %s", source.model_id)
     parent = settings.state if settings.tls else None
@@ -141,6 +152,13 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
         "serving %d layers in %d groups, %s weights, %.0f MB",
         num_layers, len(served.groups), settings.weights, served.weight_bytes / 1e6,
     )  # fmt: skip
+    if ranks is not None:
+        from provider.parallel.start import lead
+
+        core = lead(settings, ranks, served, recorder)
+        del served  # this rank has kept its share
+        return_freed_memory()
+        return core
     return ProviderCore(served, recorder)
 
 
@@ -153,7 +171,7 @@ def _make_scheduler(settings: ProviderSettings, core: ProviderCore, admission: A
         max_wait_s=settings.max_wait_ms / 1000,
         slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
     )
-    return make_scheduler(core.served, policy, weight_of=admission.weight_of)
+    return make_scheduler(core.served, policy, weight_of=admission.weight_of, product=core.compute)
 
 
 def _make_monitor(settings: ProviderSettings, service: ProviderService, state: StateDir | None) -> Monitor:

@@ -105,11 +105,11 @@ def serve_model(
         recording=recording,
     )
     del model, layers
-    _return_freed_memory()
+    return_freed_memory()
     return ServedModel(manifest, groups, bundle)
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Gives the checkpoint's pages back: glibc kept 400 MB of SmolLM2's 540 MB after it was freed."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others may not

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 
+from provider.config import ProviderSettings
 from provider.core import ProviderCore
 from provider.models import load, resolve
 from provider.parallel.dispatch import Dispatcher, follow
@@ -20,13 +19,11 @@ from provider.parallel.ranks import RankLost, Ranks
 from provider.parallel.sharding import Sharding, without_weights
 from provider.parallel.tensor_parallel import ColumnSlices
 from provider.record import Recorder
-from provider.weights import ServedModel, WeightsKind, serve_model
-from wire.errors import ConfigurationError, Unavailable
+from provider.weights import ServedModel, return_freed_memory, serve_model
+from wire.errors import Unavailable
 from wire.expand import Rows
 from wire.frame import Call
 
-Parallel = Literal["tensor", "fsdp"]
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -48,20 +45,6 @@ class ParallelCore(ProviderCore):
             self._dispatcher.close()
         finally:
             super().close()
-
-
-def rank_here(parallel: str) -> int:
-    """This process's rank.
-
-    Raises:
-        ConfigurationError: it was not started by torchrun.
-    """
-    if not all(os.environ.get(name) for name in _VARIABLES) or not os.environ["RANK"].isdecimal():
-        raise ConfigurationError(
-            f"--parallel {parallel} is several processes: start it with "
-            f"torchrun --standalone --nproc-per-node 2 -m provider serve --parallel {parallel}"
-        )
-    return int(os.environ["RANK"])
 
 
 def meet(timeout_s: float) -> Ranks:
@@ -89,49 +72,52 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def lead(parallel: Parallel, ranks: Ranks, served: ServedModel, timeout_s: float) -> tuple[ServedModel, Dispatcher]:
+def lead(
+    settings: ProviderSettings, ranks: Ranks, served: ServedModel, recorder: Recorder | None = None
+) -> ParallelCore:
     """Rank 0: keeps its share of the weights.
 
     Args:
+        settings: `parallel` is set.
         served: whole weights; the caller drops it.
-
-    Returns:
-        What is served, without weights, and who makes its products.
+        recorder: or None.
 
     Raises:
         ConfigurationError: another rank has other weights, or ended.
     """
-    sharding = take_share(parallel, ranks, served)
+    sharding = take_share(settings.parallel, ranks, served)
     described = without_weights(served)
-    return described, Dispatcher(described, ranks, sharding, timeout_s)
+    return ParallelCore(described, Dispatcher(described, ranks, sharding, settings.parallel_timeout_s), recorder)
 
 
-def help_out(parallel: Parallel, model: str, weights: WeightsKind, base_layers: str | None, timeout_s: float) -> None:
+def help_out(settings: ProviderSettings) -> None:
     """Any other rank, until rank 0 stops.
 
     Args:
-        parallel, model, weights, base_layers: as of rank 0.
-        timeout_s: the longest silence.
+        settings: those of rank 0.
 
     Raises:
         ConfigurationError: the model cannot be loaded, or another rank has other weights, or ended.
         Unavailable: rank 0 is gone.
     """
-    ranks = meet(timeout_s)
-    served = serve_model(load(resolve(model)), weights, base_layers)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    ranks = meet(settings.parallel_timeout_s)
+    served = serve_model(load(resolve(settings.model)), settings.weights, settings.base_layers)
     served.bundle.close()  # rank 0 hands it out
-    sharding = take_share(parallel, ranks, served)
+    sharding = take_share(settings.parallel, ranks, served)
     del served
+    return_freed_memory()
     _LOGGER.info("rank %d of %d holds its share", ranks.rank, ranks.size)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # torchrun tells every rank to stop, but rank 0 has requests to answer
     try:
         follow(ranks, sharding)
     except RankLost:
-        raise Unavailable(f"rank {ranks.rank} ends: another rank is gone, or silent for {timeout_s:g} s") from None
+        raise Unavailable(f"rank {ranks.rank} ends: another rank is gone, or too late") from None
 
 
-def take_share(parallel: Parallel, ranks: Ranks, served: ServedModel) -> Sharding:
+def take_share(parallel: str, ranks: Ranks, served: ServedModel) -> Sharding:
     """Compares the whole weights with the other ranks', and keeps this rank's part; the caller drops `served`.
 
     Raises:

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from provider.config import ProviderSettings
 from provider.models import load, resolve
 from provider.parallel import start
 from provider.parallel.dispatch import Dispatcher
+from provider.parallel.environment import rank_here
 from provider.weights import ServedModel, serve_model
 from tests.conftest import tiny_config
 
@@ -33,14 +35,16 @@ class Team:
     """Rank 0's side of two ranks.
 
     Attributes:
-        dispatcher: makes products by both.
+        core: makes products by both.
         whole: all weights, to compare with.
-        described: what `lead` says is served.
     """
 
-    dispatcher: Dispatcher
+    core: start.ParallelCore
     whole: ServedModel
-    described: ServedModel
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        return self.core._dispatcher
 
 
 class Follower:
@@ -72,20 +76,22 @@ class Follower:
     ) -> Team:  # fmt: skip
         """Both ranks meet and take their shares; `other_model` is what rank 1 has by mistake."""
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        settings = {"parallel": parallel, "weights": weights, "parallel_timeout_s": timeout_s}
         team = {
-            "environment": self._environment(1), "parallel": parallel, "model": str(other_model or model),
-            "weights": weights, "timeout_s": timeout_s, "broken_group": broken_group,
-        }  # fmt: skip
+            "environment": self._environment(1),
+            "settings": settings | {"model": str(other_model or model)},
+            "broken_group": broken_group,
+        }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(team) + "\n")
         self.process.stdin.flush()
         for name, value in self._environment(0).items():
             monkeypatch.setenv(name, value)
-        assert start.rank_here(parallel) == 0
+        assert rank_here(parallel) == 0
         ranks = start.meet(timeout_s)
         whole = serve_model(load(resolve(str(model))), weights)
-        described, dispatcher = start.lead(parallel, ranks, whole, timeout_s)
-        return Team(dispatcher, whole, described)
+        core = start.lead(ProviderSettings(**settings, model=str(model)), ranks, whole)
+        return Team(core, whole)
 
     def answer(self) -> str:
         """How the last team ended for rank 1."""

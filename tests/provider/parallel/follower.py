@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from provider.config import ProviderSettings
 from provider.parallel import start
 from provider.parallel.tensor_parallel import ColumnSlices
 from wire.errors import VeilbaseError
@@ -25,7 +26,7 @@ def join(team: dict[str, Any]) -> str:
 
     ColumnSlices.share = broken  # type: ignore[method-assign]
     try:
-        start.help_out(team["parallel"], team["model"], team["weights"], None, team["timeout_s"])
+        start.help_out(ProviderSettings(**team["settings"]))
     except VeilbaseError as exc:
         return f"{type(exc).__name__}: {exc}"
     finally:

@@ -62,13 +62,13 @@ def test_every_product_is_that_of_one_process(
         for num_rows in (0, 1, 5):
             rows = rows_of(team, call, num_rows)
             expected = executor.compute(team.whole, call, rows)
-            reply = team.dispatcher(call, rows)
+            reply = team.core.compute(call, rows)
             if call.arithmetic is RING:
                 assert reply.dtype == torch.int32
                 assert torch.equal(reply, expected), (call, num_rows)
             else:
                 torch.testing.assert_close(reply, expected, rtol=1e-5, atol=1e-5)
-    team.dispatcher.close()
+    team.core.close()
     assert follower.answer() == "stopped"
 
 
@@ -93,12 +93,12 @@ def test_what_is_wrong_is_refused_before_any_rank_hears_of_it(
     with each.context() as patch:
         patch.setattr(team.dispatcher, "_tell", lambda command: pytest.fail("the ranks were told"))
         for call, rows, error in BAD:
-            for product in (team.dispatcher, lambda *request: executor.compute(team.whole, *request)):
+            for product in (team.core.compute, lambda *request: executor.compute(team.whole, *request)):
                 with pytest.raises(error):
                     product(call, rows)
     rows = rows_of(team, CALL, 3)
-    assert torch.equal(team.dispatcher(CALL, rows), executor.compute(team.whole, CALL, rows))
-    team.dispatcher.close()
+    assert torch.equal(team.core.compute(CALL, rows), executor.compute(team.whole, CALL, rows))
+    team.core.close()
     assert follower.answer() == "stopped"
 
 
@@ -110,15 +110,15 @@ def test_a_rank_that_cannot_compute_fails_that_product_alone(
     good, bad = Call(0, direction, RING), Call(1, direction, RING)
     for call in (bad, replace(bad, arithmetic=FLOAT)):
         with pytest.raises(RemoteFault):
-            team.dispatcher(call, rows_of(team, call, 4))
+            team.core.compute(call, rows_of(team, call, 4))
     rows = rows_of(team, good, 4)
-    assert torch.equal(team.dispatcher(good, rows), executor.compute(team.whole, good, rows))
+    assert torch.equal(team.core.compute(good, rows), executor.compute(team.whole, good, rows))
     with each.context() as patch:
         patch.setattr(ColumnSlices, "share", lambda *_: 1 / 0)  # rank 0's own
         with pytest.raises(RemoteFault):
-            team.dispatcher(good, rows)
-    assert torch.equal(team.dispatcher(good, rows), executor.compute(team.whole, good, rows))
-    team.dispatcher.close()
+            team.core.compute(good, rows)
+    assert torch.equal(team.core.compute(good, rows), executor.compute(team.whole, good, rows))
+    team.core.close()
     assert follower.answer() == "stopped"
 
 
@@ -133,20 +133,20 @@ def test_ranks_with_different_weights_are_refused_on_every_rank(
 def test_a_rank_waits_as_long_as_rank_0_is_there(
     follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
 ) -> None:
-    team = follower.join(each, "tensor", models["llama"], timeout_s=1.0)
+    team = follower.join(each, "tensor", models["llama"], timeout_s=2.0)
     beats, tell, enough = [], team.dispatcher._tell, threading.Event()
 
     def count(command: Command) -> None:
         tell(command)
         beats.append(command.operation)
-        if len(beats) == 8:  # two seconds
+        if len(beats) == 5:  # two and a half seconds
             enough.set()
 
     each.setattr(team.dispatcher, "_tell", count)
     assert enough.wait(30)
     assert set(beats) == {Operation.HEARTBEAT}
     rows = rows_of(team, CALL, 3)
-    assert torch.equal(team.dispatcher(CALL, rows), executor.compute(team.whole, CALL, rows))
+    assert torch.equal(team.core.compute(CALL, rows), executor.compute(team.whole, CALL, rows))
     team.dispatcher._ended.set()  # no more beats
     assert follower.answer().startswith("Unavailable: rank 1 ends")
 
@@ -168,7 +168,7 @@ def test_a_rank_that_hangs_is_a_typed_error_within_the_timeout(
 ) -> None:
     team = follower.join(each, parallel, models["llama"], timeout_s=2.0)
     rows = rows_of(team, CALL, 3)
-    team.dispatcher(CALL, rows)
+    team.core.compute(CALL, rows)
     follower.process.send_signal(signal.SIGSTOP)
     try:
         fails_soon_and_then_at_once(team, rows, within_s=6.0)
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_is_a_typed_error_long_before_the_timeout(
     try:
         team = follower.join(each, "tensor", models["llama"])
         rows = rows_of(team, CALL, 3)
-        team.dispatcher(CALL, rows)
+        team.core.compute(CALL, rows)
         follower.process.kill()
         follower.process.wait(timeout=30)
         fails_soon_and_then_at_once(team, rows, within_s=5.0)
@@ -195,10 +195,10 @@ def test_a_rank_that_dies_is_a_typed_error_long_before_the_timeout(
 def fails_soon_and_then_at_once(team: Team, rows: Rows, within_s: float) -> None:
     began = time.monotonic()
     with pytest.raises((RemoteFault, Unavailable)):  # the latter where a heartbeat found out first
-        team.dispatcher(CALL, rows)
+        team.core.compute(CALL, rows)
     assert time.monotonic() - began < within_s
     began = time.monotonic()
     with pytest.raises(Unavailable, match="started again"):
-        team.dispatcher(CALL, rows)
-    team.dispatcher.close()
+        team.core.compute(CALL, rows)
+    team.core.close()
     assert time.monotonic() - began < 1

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from provider.models import load, resolve
-from provider.parallel.start import fingerprint, rank_here
+from provider.parallel.environment import rank_here
+from provider.parallel.start import fingerprint
 from provider.weights import serve_model
 from wire.errors import ConfigurationError
 
@@ -32,3 +33,13 @@ def test_outside_torchrun_one_line_says_how_to_start(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigurationError, match="torchrun --standalone --nproc-per-node 2"):
         rank_here("tensor")
+    assert rank_here("none") == 0
+
+
+def test_several_processes_that_would_all_be_servers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert rank_here("none") == 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="add --parallel tensor"):
+        rank_here("none")
