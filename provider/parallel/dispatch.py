@@ -58,8 +58,9 @@ class Dispatcher:
         with self._lock:
             self._check_alive()
             try:
-                self._tell(Command.product(call, rows))
-                if isinstance(rows, torch.Tensor):
+                command = Command.product(call, rows)
+                self._tell(command)
+                if command.rows is None and isinstance(rows, torch.Tensor):
                     rows = self._ranks.broadcast(rows.contiguous())
                 return _lead(self._ranks, self._sharding, call, rows, reply_cols)
             except VeilbaseError:
@@ -90,7 +91,7 @@ class Dispatcher:
             raise Unavailable("this provider has lost one of its processes: it has to be started again")
 
     def _tell(self, command: Command) -> None:
-        self._ranks.broadcast(command.pack())
+        self._ranks.tell(command.pack())
 
     def _lose(self, when: str) -> None:
         self._is_lost = True
@@ -129,11 +130,11 @@ def follow(ranks: Ranks, sharding: Sharding) -> None:
         RankLost: rank 0 is gone, or silent for longer than its heartbeat allows.
     """
     while True:
-        command = Command.unpack(ranks.broadcast(torch.empty(NUM_NUMBERS, dtype=torch.int64)))
+        command = Command.unpack(ranks.hear(torch.empty(NUM_NUMBERS, dtype=torch.int32)))
         if command.operation is Operation.STOP:
             return ranks.leave()
         if command.operation is Operation.PRODUCT:
-            rows = command.seeded or ranks.broadcast(command.empty_rows())
+            rows = ranks.broadcast(command.empty_rows()) if command.rows is None else command.rows
             _help(ranks, sharding, command.call, rows)
 
 

@@ -74,6 +74,20 @@ class Ranks:
                 "the ranks do not hold the same weights: give all the same model, settings and versions"
             )
 
+    def tell(self, message: torch.Tensor) -> None:
+        """From rank 0 to all others, which wait in `hear`: faster than a broadcast for small messages."""
+        with together():
+            sent = [dist.isend(message, rank, group=self.group) for rank in range(1, self.size)]
+            for work in sent:
+                if work is not None:
+                    work.wait()
+
+    def hear(self, message: torch.Tensor) -> torch.Tensor:
+        """What rank 0 tells."""
+        with together():
+            dist.recv(message, 0, group=self.group)
+        return message
+
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's numbers, in the same memory on every rank; contiguous."""
         with together():

@@ -39,7 +39,7 @@ def rows_of(team: Team, call: Call, num_rows: int) -> Rows:
     info = team.whole.groups[call.group].info
     cols = info.in_features if call.direction is FORWARD else info.out_features
     if call.purpose is Purpose.HINT:
-        return SeededRows(bytes(range(32)), 2**40 - 100, num_rows)
+        return SeededRows(bytes(range(32)), 2**40 - 300, num_rows)
     if call.arithmetic is FLOAT:
         return torch.randn(num_rows, cols)
     return torch.randint(-(2**31), 2**31, (num_rows, cols), dtype=torch.int32)
@@ -52,14 +52,14 @@ def calls(team: Team) -> list[Call]:
 
 
 @pytest.mark.parametrize("parallel", ["tensor", "fsdp"])
-@pytest.mark.parametrize(("kind", "weights"), [("llama", "int8"), ("gpt2", "int8"), ("gpt2", "native")])
+@pytest.mark.parametrize(("kind", "weights"), [("llama", "native"), ("gpt2", "int8")])
 def test_every_product_is_that_of_one_process(
     follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch, parallel: str, kind: str, weights: str
 ) -> None:
     team = follower.join(each, parallel, models[kind], weights)
     assert {group.info.out_features % 2 for group in team.whole.groups} == {0, 1}
     for call in calls(team):
-        for num_rows in (0, 1, 5):
+        for num_rows in (0, 1, 5, 300):  # the last are too many to travel with the command
             rows = rows_of(team, call, num_rows)
             expected = executor.compute(team.whole, call, rows)
             reply = team.core.compute(call, rows)

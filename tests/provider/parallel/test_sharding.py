@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from provider import executor
 from provider.models import load, resolve
-from provider.parallel.command import NUM_NUMBERS, Command, Operation
+from provider.parallel.command import INLINE_NUMBERS, NUM_NUMBERS, Command, Operation
 from provider.parallel.sharding import split, without_weights
 from provider.parallel.tensor_parallel import ColumnSlices
 from provider.weights import ServedModel, serve_model
@@ -93,7 +94,10 @@ def test_nobody_multiplies_by_weights_that_are_elsewhere(served: ServedModel, ar
     [
         Command(Operation.STOP),
         Command(Operation.HEARTBEAT),
-        Command.product(Call(7, Direction.BACKWARD, FLOAT, Purpose.EFFECT), torch.zeros(5, 9)),
+        Command.product(Call(7, Direction.BACKWARD, FLOAT, Purpose.EFFECT), torch.randn(5, 9)),
+        Command.product(Call(7, Direction.FORWARD, RING), torch.randint(-(2**31), 2**31, (9, 5), dtype=torch.int32)),
+        Command.product(Call(7, Direction.FORWARD, RING), torch.ones(2, INLINE_NUMBERS // 2, dtype=torch.int32)),
+        Command.product(Call(7, Direction.FORWARD, RING), torch.ones(1, INLINE_NUMBERS + 1, dtype=torch.int32)),
         Command.product(
             Call(1, Direction.BACKWARD, RING, Purpose.HINT), SeededRows(bytes([255, *range(31)]), 2**39, 8)
         ),
@@ -101,10 +105,17 @@ def test_nobody_multiplies_by_weights_that_are_elsewhere(served: ServedModel, ar
 )
 def test_commands_come_back(command: Command) -> None:
     numbers = command.pack()
-    assert (numbers.shape, numbers.dtype) == ((NUM_NUMBERS,), torch.int64)
-    assert Command.unpack(numbers) == command
+    assert (numbers.shape, numbers.dtype) == ((NUM_NUMBERS,), torch.int32)
+    back = Command.unpack(numbers)
+    assert replace(back, rows=None) == replace(command, rows=None)
+    if isinstance(command.rows, torch.Tensor):
+        assert isinstance(back.rows, torch.Tensor)
+        assert back.rows.dtype == command.rows.dtype
+        assert torch.equal(back.rows, command.rows)
+    elif command.operation is Operation.PRODUCT:
+        assert back.rows == command.rows
 
 
 def test_numbers_that_are_no_command() -> None:
-    with pytest.raises(ValueError, match="9"):
-        Command.unpack(torch.full((NUM_NUMBERS,), 9))
+    with pytest.raises(ValueError, match="is not a valid"):
+        Command.unpack(torch.full((NUM_NUMBERS,), 9, dtype=torch.int32))
