@@ -25,6 +25,6 @@ def rank_here(parallel: str) -> int:
     if not all(os.environ.get(name) for name in _VARIABLES) or not os.environ["RANK"].isdecimal():
         raise ConfigurationError(
             f"--parallel {parallel} is several processes: start it with "
-            f"torchrun --standalone --nproc-per-node 2 -m provider serve --parallel {parallel}"
+            f"torchrun --nproc-per-node 2 --master-port 29500 -m provider serve --parallel {parallel}"
         )
     return int(os.environ["RANK"])

@@ -24,6 +24,7 @@ class Serving:
     """torchrun and its two ranks."""
 
     def __init__(self, model: Path, log: Path, *options: str) -> None:
+        # --standalone picks free ports, which tests need; docs/placement.md says why a provider is started otherwise
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command += ["-m", "provider", "serve", "--model", str(model), "--port", "0", "--threads", "1", *options]
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -105,5 +106,5 @@ def test_outside_torchrun_the_error_says_how_to_start() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
         "provider: --parallel fsdp is several processes: start it with "
-        "torchrun --standalone --nproc-per-node 2 -m provider serve --parallel fsdp"
+        "torchrun --nproc-per-node 2 --master-port 29500 -m provider serve --parallel fsdp"
     ]

@@ -31,7 +31,7 @@ def test_fingerprints_see_every_weight_and_the_way_of_sharing(models: dict[str, 
 def test_outside_torchrun_one_line_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigurationError, match="torchrun --standalone --nproc-per-node 2"):
+    with pytest.raises(ConfigurationError, match="torchrun --nproc-per-node 2 --master-port"):
         rank_here("tensor")
     assert rank_here("none") == 0
 
