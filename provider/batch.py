@@ -1,9 +1,9 @@
-"""The thread that makes products: takes batches from the scheduler, gathers rows, and gives each request its reply.
+"""The threads that make products: take batches from the scheduler, gather rows, and give each request its reply.
 
 Guarantees: a request ends by exactly one call of `done`, or by none once it is cancelled; a fault of one request is
 that request's alone, whoever shared its product; a reply owns its memory, so that a tenant who does not read holds
 nobody else's. In ring arithmetic a reply does not depend on what shared its batch; in float it does within rounding,
-since a matrix product of another height may add in another order.
+since a matrix product of another height may add in another order. What a lost replica had begun, another makes.
 """
 
 from __future__ import annotations
@@ -11,26 +11,32 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
 from provider.executor import all_finite
 from provider.operations.meter import Meter
+from provider.replica import Replica, ReplicaLost
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece, Ticket
 from provider.threads import use_one_core
-from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, VeilbaseError
+from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
 from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call
 
 _LOGGER = logging.getLogger(__name__)
 Outcome = torch.Tensor | VeilbaseError
-Product = Callable[[Call, Rows], torch.Tensor]
-"""Raises nothing but `wire.errors`."""
 Completed = Callable[[str, Call, Rows, torch.Tensor], None]
 """Tenant, call, the whole request and its reply, before the reply leaves."""
+RETRY_S = 1.0
+"""When to come again while a lost shard is being brought back."""
+_JOIN_S = 60.0
+"""How long requests are told to come again where another host may join."""
+_MAX_LOSSES = 2
+"""Replicas that one batch may take with it: it may be what ends them."""
 
 
 class Job:
@@ -49,83 +55,166 @@ class Job:
         num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
         self.rows: Rows | None = rows
         self.reply: torch.Tensor | None = None
+        self.placed: dict[int, int] = {}
+        """Of a request in pieces: the first row of each that is in `reply`, and how many rows it has."""
         self.done = done
         self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
+
+    def reply_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Where the pieces of the reply go; by one thread at a time."""
+        if self.reply is None:
+            self.reply = torch.empty(self.ticket.num_rows, part.shape[1], dtype=part.dtype)
+        return self.reply
 
     def drop(self) -> None:
         """Lets go of the rows: what a running batch still holds of them has been copied."""
         self.rows = self.reply = None
 
 
+class _Lane:
+    """One replica and its thread; used under the executor's lock."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.is_busy = self.is_lost = False  # busy: with one product, in whichever thread
+        self.thread: threading.Thread | None = None
+
+
 class Executor:
-    """One thread that computes; requests small enough may be computed by who brings them, while nothing waits."""
+    """One thread a replica; requests small enough may be computed by who brings them, while nothing waits."""
 
     def __init__(
         self,
-        product: Product,
+        replicas: Sequence[Replica],
         scheduler: Scheduler,
         completed: Completed | None = None,
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
+        may_be_joined: bool = False,
     ) -> None:
         """Args.
 
-        product: makes one.
+        replicas: all of the same weights; each takes the next batch when it is done with one.
         scheduler: says which; used under this object's lock alone.
         completed: told of every request that was answered with a tensor.
         meter: told of every product.
         charge: told a tenant's share of every product's seconds.
+        may_be_joined: whether `add` may follow a loss: then requests are told to come again, for a while.
         """
-        self._product, self._scheduler, self._completed = product, scheduler, completed
+        self._scheduler, self._completed = scheduler, completed
         self._meter, self._charge = meter or Meter(), charge
         self._changed = threading.Condition()
-        self._is_closed = self._is_busy = False  # busy: with one product, in whichever thread
-        self._thread = threading.Thread(target=self._run, name="veilbase-compute", daemon=True)
-        self._thread.start()
+        self._closing = threading.Event()
+        self._lanes: list[_Lane] = []
+        self._may_be_joined, self._empty_since_s = may_be_joined, time.monotonic()
+        self._orphans: deque[tuple[Batch, int]] = deque()
+        """Batches of replicas that are gone, and how many each has outlived."""
+        for replica in replicas:
+            self.add(replica)
+
+    def add(self, replica: Replica) -> None:
+        """One more replica, from now on."""
+        lane = _Lane(replica)
+        lane.thread = threading.Thread(target=self._run, args=(lane,), name="veilbase-compute", daemon=True)
+        with self._changed:
+            self._lanes.append(lane)
+        lane.thread.start()
+
+    def note_lost(self, replica: Replica) -> None:
+        """Somebody else saw that a replica is gone, before a product did."""
+        with self._changed:
+            for lane in self._lanes:
+                if lane.replica is replica:
+                    lane.is_lost = True  # its thread sees to it
+            self._changed.notify_all()
+
+    def look(self) -> None:
+        """Notices replicas that went away while they had nothing to do."""
+        with self._changed:
+            gone = [one for one in self._lanes if not (one.is_busy or one.is_lost or one.replica.is_alive)]
+            for lane in gone:
+                lane.is_lost = True
+            if gone:
+                self._changed.notify_all()
+
+    @property
+    def num_replicas(self) -> tuple[int, int]:
+        """Replicas that can make products, and all that there are."""
+        with self._changed:
+            return sum(not lane.is_lost for lane in self._lanes), len(self._lanes)
 
     # ---- in -------------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queues a job."""
+        """Queues a job; answers it at once where no replica is left."""
         if job.ticket.num_rows == 0:
-            rows = job.rows  # once: whoever cancels the job takes them
-            if rows is not None:
-                self._compute_piece(Piece(job.ticket, 0, 0), rows)
+            self._answer_empty(job)
             return
         with self._changed:
-            self._scheduler.add(job.ticket, time.monotonic())
-            self._changed.notify()
+            error = self._none_left()
+            if error is None:
+                self._scheduler.add(job.ticket, time.monotonic())
+                self._changed.notify_all()  # who is woken may be a lane whose replica is busy
+        if error is not None:
+            self._fail(job, error)
+
+    def _answer_empty(self, job: Job) -> None:
+        rows = job.rows  # once: whoever cancels the job takes them
+        if rows is None:
+            return
+        with self._changed:
+            lane, error = next((lane for lane in self._lanes if not lane.is_lost), None), self._none_left()
+        if lane is None:
+            self._fail(job, error or _unavailable(RETRY_S))
+            return
+        try:
+            self._compute_piece(lane.replica, Piece(job.ticket, 0, 0), rows)
+        except ReplicaLost:
+            with self._changed:
+                lane.is_lost = True  # its thread sees to it
+                self._changed.notify_all()
+            self._fail(job, _unavailable(RETRY_S))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.
 
         No job is made for it: a decode step is a hundred such calls, and each pays for every object.
         """
-        if self._is_busy:
+        if not self._idle():
             return None  # looked at without the lock first: what is chosen wrongly is queued, and answered all the same
         with self._changed:
-            if self._is_busy or not self._scheduler.would_take_decode:
+            lane = self._idle()
+            if lane is None or not self._scheduler.would_take_decode:
                 return None
-            self._is_busy = True
+            lane.is_busy = True
         began_s = time.monotonic()
         try:
             use_one_core()
-            reply = self._product(call, rows)
+            reply = lane.replica.product(call, rows)
         except VeilbaseError as exc:
             return exc
+        except ReplicaLost:
+            lane.is_lost = True  # its thread sees to it
+            return None
         finally:
-            self._done_here(tenant, call, began_s)
+            self._done_here(lane, tenant, call, began_s)
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
         return reply
 
-    def _done_here(self, tenant: str, call: Call, began_s: float) -> None:
+    def _idle(self) -> _Lane | None:
+        for lane in self._lanes:
+            if not lane.is_busy and not lane.is_lost:
+                return lane
+        return None
+
+    def _done_here(self, lane: _Lane, tenant: str, call: Call, began_s: float) -> None:
         now_s = time.monotonic()
         with self._changed:
-            self._is_busy = False
+            lane.is_busy = False
             self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
-            if self._scheduler:
-                self._changed.notify()
+            if self._scheduler or self._orphans or lane.is_lost:
+                self._changed.notify_all()
         self._meter.inline(now_s - began_s)
         self._charge(tenant, now_s - began_s)
 
@@ -141,39 +230,48 @@ class Executor:
             return len(self._scheduler)
 
     def close(self) -> None:
-        """Ends the thread after the batch that it is on."""
+        """Ends each thread after the batch that it is on, and lets the replicas go."""
+        self._closing.set()
         with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join(timeout=30.0)
+            self._changed.notify_all()
+            lanes = list(self._lanes)
+        for lane in lanes:
+            if lane.thread is not None:
+                lane.thread.join(timeout=30.0)
+            lane.replica.close()
 
-    # ---- the thread -----------------------------------------------------------------------------------------------
+    # ---- the threads ----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while not self._is_closed:
+    def _run(self, lane: _Lane) -> None:
+        while not self._closing.is_set():
             try:
-                batch = self._next_batch()
-                if batch is not None:
-                    self._run_batch(batch)
+                work = self._next_batch(lane)
+                if work is not None:
+                    self._run_batch(lane, *work)
+                elif lane.is_lost and not self._is_back(lane):
+                    return
             except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
                 _LOGGER.error("the scheduler failed, and its queue is answered with errors: %s", type(exc).__name__)
                 with self._changed:
                     left = self._scheduler.abandon()
-                self._fail_all(left)
-            batch = None  # or the last reply's memory would be held until the next request
+                self._fail_all(left, _FAILED)
+            work = None  # or the last reply's memory would be held until the next request
 
-    def _run_batch(self, batch: Batch) -> None:
+    def _run_batch(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
         began_s, began = time.monotonic(), time.perf_counter()
         computed: list[Piece] = []
         is_whole = False
         try:
-            is_whole = self._compute(batch, computed)
+            is_whole = self._compute(lane.replica, batch, computed)
+        except ReplicaLost:
+            self._lose(lane, batch, num_losses + 1)
+            return
         except Exception as exc:  # noqa: BLE001 - as above
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
-            self._fail_all([piece.ticket for piece in batch.pieces])
+            self._fail_all([piece.ticket for piece in batch.pieces], _FAILED)
         seconds = time.perf_counter() - began
         with self._changed:
-            self._is_busy = False
+            lane.is_busy = False
             if is_whole:
                 self._scheduler.computed(batch, seconds)
             self._scheduler.finished(batch, time.monotonic())
@@ -182,19 +280,74 @@ class Executor:
         for piece in computed:
             self._charge(piece.ticket.tenant, seconds * piece.num_rows / num_rows)
 
-    def _next_batch(self) -> Batch | None:
+    def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
+        """What this lane is to compute, and how many replicas that has outlived; None at the end, or lost."""
         with self._changed:
-            while not self._is_closed:
-                now = time.monotonic()
-                batch = None if self._is_busy else self._scheduler.next_batch(now)
-                if batch is not None:
-                    self._is_busy = True
-                    return batch
-                due = None if self._is_busy else self._scheduler.next_due_s()
+            while not self._closing.is_set() and not lane.is_lost:
+                now, due = time.monotonic(), None
+                if not lane.is_busy:
+                    work = self._orphans.popleft() if self._orphans else None
+                    batch = None if work else self._scheduler.next_batch(now)
+                    if work or batch:
+                        lane.is_busy = True
+                        return work or (batch, 0)  # type: ignore[return-value]
+                    due = self._scheduler.next_due_s()
                 self._changed.wait(None if due is None else max(0.0, due - now))
         return None
 
-    def _compute(self, batch: Batch, computed: list[Piece]) -> bool:
+    # ---- loss -----------------------------------------------------------------------------------------------------
+
+    def _lose(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
+        """Leaves a batch to another replica, unless it seems to be what ends them."""
+        with self._changed:
+            lane.is_busy, lane.is_lost = False, True
+            is_tried_again = num_losses < _MAX_LOSSES
+            if is_tried_again:
+                self._orphans.append((batch, num_losses))
+            self._changed.notify_all()
+        if not is_tried_again:
+            _LOGGER.error("a batch of group %d outlived %d replicas, and is given up", batch.call.group, num_losses)
+            self._fail_all([piece.ticket for piece in batch.pieces], _FAILED)
+
+    def _none_left(self) -> Unavailable | None:
+        """Why nothing can be computed, if so; under the lock."""
+        if any(not lane.is_lost for lane in self._lanes):
+            return None
+        is_waited_for = self._may_be_joined and time.monotonic() - self._empty_since_s < _JOIN_S
+        can_return = is_waited_for or any(lane.replica.can_return for lane in self._lanes)
+        return _unavailable(RETRY_S if can_return else 0.0)
+
+    def _is_back(self, lane: _Lane) -> bool:
+        """Waits for a lost replica; meanwhile, and where it does not return, what nobody else can do is refused."""
+        self._refuse_all()
+        try:
+            is_back = lane.replica.revive(self._closing)
+        except Exception as exc:  # noqa: BLE001 - the others go on
+            _LOGGER.error("a replica could not be brought back: %s", type(exc).__name__)
+            is_back = False
+        with self._changed:
+            lane.is_lost = not is_back
+            if not is_back:
+                self._lanes.remove(lane)
+                self._empty_since_s = time.monotonic()
+        if not is_back:
+            lane.replica.close()
+            self._refuse_all()
+        return is_back
+
+    def _refuse_all(self) -> None:
+        """Answers all that waits, where no replica is left."""
+        with self._changed:
+            error = self._none_left()
+            if error is None:
+                return
+            left = [piece.ticket for batch, _ in self._orphans for piece in batch.pieces] + self._scheduler.abandon()
+            self._orphans.clear()
+        self._fail_all(left, error)
+
+    # ---- one batch ------------------------------------------------------------------------------------------------
+
+    def _compute(self, replica: Replica, batch: Batch, computed: list[Piece]) -> bool:
         """Whether every row was multiplied, once: only then is the time taken for a measurement.
 
         Args:
@@ -206,14 +359,14 @@ class Executor:
         if not parts:
             return False
         if len(parts) == 1:
-            return self._compute_piece(*parts[0]) and len(batch.pieces) == 1
+            return self._compute_piece(replica, *parts[0]) and len(batch.pieces) == 1
         try:
-            replies = self._product(
+            replies = replica.product(
                 batch.call, torch.cat([rows for _, rows in parts if isinstance(rows, torch.Tensor)])
             )
         except VeilbaseError:
             for piece, rows in parts:  # whose fault it was shows when each runs alone
-                self._compute_piece(piece, rows)
+                self._compute_piece(replica, piece, rows)
             return False
         start = 0
         for piece, _ in parts:
@@ -237,9 +390,9 @@ class Executor:
         self._fail(job, InvalidTensor("a row holds NaN or infinity"))
         return False
 
-    def _compute_piece(self, piece: Piece, rows: Rows) -> bool:
+    def _compute_piece(self, replica: Replica, piece: Piece, rows: Rows) -> bool:
         try:
-            reply = self._product(piece.ticket.call, rows)
+            reply = replica.product(piece.ticket.call, rows)
         except VeilbaseError as exc:
             self._fail(_job_of(piece.ticket), exc)
             return False
@@ -249,16 +402,21 @@ class Executor:
     def _deliver(self, piece: Piece, part: torch.Tensor, is_shared: bool) -> None:
         """Puts a piece's part of a product in its place; answers a request that is complete."""
         job, num_rows = _job_of(piece.ticket), piece.ticket.num_rows
-        rows, reply = job.rows, job.reply
+        rows = job.rows
         if rows is None:
             return  # cancelled in the meantime
         if piece.num_rows == num_rows:
-            reply = part.clone() if is_shared else part
-        else:
-            if reply is None:
-                reply = job.reply = torch.empty(num_rows, part.shape[1], dtype=part.dtype)
-            reply[piece.first_row : piece.first_row + piece.num_rows] = part
-        if piece.is_last:
+            self._finish(job, rows, part.clone() if is_shared else part)
+            return
+        with self._changed:  # two replicas may have two pieces of it at a time
+            reply = job.reply_of(part)
+        reply[piece.first_row : piece.first_row + piece.num_rows] = part
+        with self._changed:
+            if piece.first_row in job.placed:  # made again after a loss
+                return
+            job.placed[piece.first_row] = piece.num_rows
+            is_whole = sum(job.placed.values()) == num_rows
+        if is_whole:
             self._finish(job, rows, reply)
 
     def _finish(self, job: Job, rows: Rows, reply: torch.Tensor) -> None:
@@ -267,10 +425,10 @@ class Executor:
             self._completed(job.ticket.tenant, job.ticket.call, rows, reply)
         job.done(reply)
 
-    def _fail_all(self, tickets: Sequence[Ticket]) -> None:
+    def _fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
         for ticket in tickets:
             try:
-                self._fail(_job_of(ticket), RemoteFault("the provider failed while computing"))
+                self._fail(_job_of(ticket), error)
             except Exception as exc:  # noqa: BLE001 - the others are to be told as well
                 _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
 
@@ -280,6 +438,13 @@ class Executor:
         self.cancel(job)
         if is_open:
             job.done(error)
+
+
+_FAILED = RemoteFault("the provider failed while computing")
+
+
+def _unavailable(retry_s: float) -> Unavailable:
+    return Unavailable("the shard that holds this layer is lost", retry_s)
 
 
 def _job_of(ticket: Ticket) -> Job:

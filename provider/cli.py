@@ -1,4 +1,4 @@
-"""The `provider` command: serve, enroll, revoke, tenants, status, usage."""
+"""The `provider` command: serve, shard, enroll, revoke, tenants, status, usage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,14 @@ def serve(
     record_limit: Annotated[str | None, typer.Option(help="Most bytes to record.", show_default="4GiB")] = None,
     record_layers: Annotated[str | None, typer.Option(help="Patterns of layers to record.", show_default="all")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic, in each process.")] = None,
+    shards: Annotated[
+        int | None, typer.Option(help="Processes that share the layer groups out.", show_default="1: none of their own")
+    ] = None,
+    replicas: Annotated[int | None, typer.Option(help="Processes a shard.", show_default="1")] = None,
+    remote_shards: Annotated[
+        str | None, typer.Option(help="Shards, from 0, that other hosts hold: see `provider shard`.")
+    ] = None,
     batching: Annotated[
         Literal["opportunistic", "none", "lockstep"] | None,
         typer.Option(help="How requests share products; two are for comparison.", show_default="opportunistic"),
@@ -89,11 +96,33 @@ def serve(
 
 
 @app.command()
+def shard(
+    join: Annotated[str, typer.Option(help="URL of the provider.")],
+    identity: Annotated[Path, typer.Option(help="Folder made by `provider enroll NAME --shard --out DIR`.")],
+    shard: Annotated[int, typer.Option(help="Which of its shards to be a replica of, from 0.", min=0)] = 0,
+    model: Annotated[str, typer.Option(help="As the provider's.")] = "smollm2-135m",
+    weights: Annotated[Literal["int8", "native"], typer.Option(help="As the provider's.")] = "int8",
+    base_layers: Annotated[str | None, typer.Option(help="As the provider's.", show_default="all")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.", min=1)] = None,
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the log on stderr.")] = "text",
+) -> None:
+    """Hold one shard of another host's provider; prints `ready shard N` each time that it has joined."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from provider.operations.logs import configure
+    from provider.shards.join import run_shard
+
+    configure(log_format)
+    run_shard(join, identity, shard, model, weights, base_layers, threads)
+
+
+@app.command()
 def enroll(
     name: Annotated[str, typer.Argument(help="Tenant: a-z 0-9 . _ -")],
     out: Annotated[Path, typer.Option(help="Folder for the identity: key, certificate, CA, endpoint.")],
     state: _State = None,
     days: Annotated[int, typer.Option(help="Lifetime of the certificate.")] = 365,
+    shard: Annotated[bool, typer.Option("--shard", help="Of a host that joins with `provider shard`.")] = False,
     endpoint: Annotated[
         str | None, typer.Option(help="URL of this provider.", show_default="that of the last serve")
     ] = None,
@@ -105,7 +134,7 @@ def enroll(
     opened = StateDir(_state_path(state))
     served = _last_endpoint(opened.path)
     url = endpoint or served or DEFAULT_ENDPOINT
-    record = issue(opened, name, out, url, days)
+    record = issue(opened, name, out, url, days, role="shard" if shard else "tenant")
     typer.echo(f"enrolled {record.name} until {record.not_after:%Y-%m-%d}: {out}")
     whence = "as given" if endpoint else "that of the last serve" if served else "a guess, as nothing was served yet"
     typer.echo(f"endpoint {url} ({whence}); to change it, edit {out / 'endpoint'}")
@@ -130,7 +159,8 @@ def tenants(state: _State = None) -> None:
     now = datetime.now(UTC)
     for record in registered(StateDir(_state_path(state), create=False)):
         status = "revoked" if record.revoked_at else "active" if record.is_live(now) else "expired"
-        typer.echo(f"{record.name:<24} {status:<8} {record.not_after:%Y-%m-%d} {record.serial}")
+        role = " (shard)" if record.role == "shard" else ""
+        typer.echo(f"{record.name:<24} {status:<8} {record.not_after:%Y-%m-%d} {record.serial}{role}")
 
 
 @app.command()

@@ -27,7 +27,10 @@ class ProviderSettings(BaseSettings):
         model: built-in name, GGUF file, Hugging Face folder or hub id.
         tls: mutual TLS; without it only loopback addresses are served.
         base_layers: which layers are served; the rest goes into the bundle.
-        threads: of the arithmetic; None leaves torch's own choice.
+        threads: of the arithmetic, in each process that computes; None leaves torch's own choice, or shares the cores.
+        shards: processes that hold whole layer groups; 1, without replicas, computes in this one.
+        replicas: processes a shard, each with the same weights.
+        remote_shards: numbers of shards that no process is started for; the port opens once other hosts have joined.
         batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
         slo_ms: latency target of a decode request inside the provider.
         max_wait_ms: the longest that a request is held for company.
@@ -53,6 +56,9 @@ class ProviderSettings(BaseSettings):
     record_limit: ByteSize = ByteSize(4 << 30)
     record_layers: str = ""
     threads: int | None = Field(default=None, ge=1, le=1024)
+    shards: int = Field(default=1, ge=1, le=1024)
+    replicas: int = Field(default=1, ge=1, le=64)
+    remote_shards: str = Field(default="", pattern=r"^(\d{1,4}(,\d{1,4})*)?$")
     batching: Literal["opportunistic", "none", "lockstep"] = "opportunistic"
     slo_ms: float | None = Field(default=None, gt=0, le=60_000)
     max_wait_ms: float = Field(default=20.0, ge=0, le=60_000)
@@ -75,6 +81,28 @@ class ProviderSettings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags, environment, file; no .env file, which could come from a folder somebody else wrote."""
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+    @property
+    def shards_elsewhere(self) -> frozenset[int]:
+        """The numbers of `remote_shards`."""
+        return frozenset(int(one) for one in self.remote_shards.split(",") if one)
+
+    def check_shards(self) -> None:
+        """Raises ConfigurationError for shards elsewhere that there are not, or that nobody may join."""
+        if self.shards_elsewhere and not self.tls:
+            raise ConfigurationError("shards on other hosts join over TLS only: add --tls")
+        if self.shards_elsewhere and max(self.shards_elsewhere) >= self.shards:
+            raise ConfigurationError(
+                f"expected --remote-shards below the {self.shards} of --shards, counted from 0, "
+                f"got {max(self.shards_elsewhere)}"
+            )
+
+    def check_parallel(self) -> None:
+        """Raises ConfigurationError for `parallel` together with shards or replicas."""
+        if self.parallel != "none" and (self.shards > 1 or self.replicas > 1 or self.shards_elsewhere):
+            raise ConfigurationError(
+                "with --parallel all processes make each product, with --shards and --replicas one of them: give one"
+            )
 
     def check_exposure(self) -> None:
         """Raises ConfigurationError for plain text on anything but loopback."""

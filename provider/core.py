@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from provider import executor
-from provider.weights import ServedModel
+from provider.weights import ServedModel, return_freed_memory
 from wire.errors import RemoteFault, VeilbaseError
 from wire.expand import Rows
 from wire.frame import Call
@@ -61,6 +62,11 @@ class ProviderCore:
         """Writes a whole request and its reply down, where there is a recorder."""
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
+
+    def let_weights_go(self) -> None:
+        """From now on others compute; what is left describes the model."""
+        self.served = replace(self.served, groups=())
+        return_freed_memory()
 
     def close(self) -> None:
         """Ends the recording."""

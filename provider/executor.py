@@ -7,13 +7,19 @@ allocated.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from provider.weights import ServedGroup, ServedModel
+from provider.group import ServedGroup
 from wire import ring
 from wire.errors import InvalidTensor, UnknownLayer
 from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose, check_rows
+from wire.manifest import GroupInfo
+
+if TYPE_CHECKING:
+    from provider.weights import ServedModel
 
 _BLOCK_ELEMENTS = 1 << 24
 """Weights that become float32 on demand do so in pieces of 64 MiB: a head's full copy would take gigabytes."""
@@ -36,21 +42,21 @@ def check_call(served: ServedModel, call: Call, cols: int) -> int:
         UnknownLayer: no such group, or a hint in float arithmetic.
         InvalidTensor: not the number of features of this group and direction.
     """
-    info = _find(served, call).info
+    if call.group >= len(served.manifest.groups):
+        raise UnknownLayer(f"expected a group below {len(served.manifest.groups)}, got {call.group}")
+    return check_cols(served.manifest.groups[call.group], call, cols)
+
+
+def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
+    """Checks a call against its group; see `check_call`."""
+    if call.purpose is Purpose.HINT and call.arithmetic is not Arithmetic.RING:
+        raise UnknownLayer("hints exist in ring arithmetic only")
     given, replied = info.in_features, info.out_features
     if call.direction is Direction.BACKWARD:
         given, replied = replied, given
     if cols != given:
         raise InvalidTensor(f"expected {given} columns, got {cols}")
     return replied
-
-
-def _find(served: ServedModel, call: Call) -> ServedGroup:
-    if call.group >= len(served.groups):
-        raise UnknownLayer(f"expected a group below {len(served.groups)}, got {call.group}")
-    if call.purpose is Purpose.HINT and call.arithmetic is not Arithmetic.RING:
-        raise UnknownLayer("hints exist in ring arithmetic only")
-    return served.groups[call.group]
 
 
 def compute(served: ServedModel, call: Call, rows: Rows) -> torch.Tensor:
@@ -69,13 +75,20 @@ def compute(served: ServedModel, call: Call, rows: Rows) -> torch.Tensor:
         UnknownLayer, InvalidTensor: see `check_call`; rows for a hint, or a seed for another purpose; another dtype;
             NaN or infinity.
     """
+    if call.group >= len(served.groups):
+        raise UnknownLayer(f"expected a group below {len(served.groups)}, got {call.group}")
+    return product(served.groups[call.group], call, rows)
+
+
+def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
+    """One product of one group; see `compute`."""
     check_rows(call, rows)
     if isinstance(rows, SeededRows):
-        return _hint(_ring_weight(_find(served, call), call.direction), rows)
-    reply_cols = check_call(served, call, rows.shape[1])
+        check_cols(group.info, call, group.info.in_features if _is_forward(call) else group.info.out_features)
+        return _hint(_ring_weight(group, call.direction), rows)
+    reply_cols = check_cols(group.info, call, rows.shape[1])
     if rows.shape[0] == 0:
         return torch.empty(0, reply_cols, dtype=rows.dtype)
-    group = served.groups[call.group]
     if call.arithmetic is Arithmetic.RING:
         return ring.product(rows, _ring_weight(group, call.direction))
     if not all_finite(rows):
@@ -86,6 +99,10 @@ def compute(served: ServedModel, call: Call, rows: Rows) -> torch.Tensor:
     if call.purpose is Purpose.PRODUCT and group.bias is not None:
         reply += group.bias  # the same sum for every caller: the two forms differ by exactly b
     return reply
+
+
+def _is_forward(call: Call) -> bool:
+    return call.direction is Direction.FORWARD
 
 
 def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:

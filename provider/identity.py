@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Literal
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -31,7 +32,8 @@ from wire.errors import AccessError, Unauthenticated
 BACKDATE = timedelta(hours=1)  # a peer whose clock runs behind must not find a certificate that is not valid yet
 CA_LIFETIME = timedelta(days=3650)
 SERVER_LIFETIME = timedelta(days=397)  # CA/Browser Forum baseline requirements, section 6.3.2: some stacks refuse more
-TENANT_URI = "veilbase://tenant/"
+Role = Literal["tenant", "shard"]
+_URIS: dict[Role, str] = {"tenant": "veilbase://tenant/", "shard": "veilbase://shard/"}
 _REPAIR = "restore it from a backup, or start with an empty directory and enrol every tenant again"
 
 TENANT_NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
@@ -90,7 +92,7 @@ class CertificateAuthority:
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """The tenant that a client certificate names, and the certificate's serial number."""
+    """The tenant or shard that a client certificate names, and the certificate's serial number."""
 
     name: str
     serial: int
@@ -208,9 +210,9 @@ def issue_server_certificate(state: StateDir, host: str, *, now: datetime | None
 
 
 def issue_tenant_certificate(
-    ca: CertificateAuthority, name: str, days: int, now: datetime
+    ca: CertificateAuthority, name: str, days: int, now: datetime, role: Role = "tenant"
 ) -> tuple[bytes, x509.Certificate]:
-    """Make a tenant's key and certificate, in memory; `provider.tenants.enroll` saves and registers them.
+    """Make a tenant's or a shard's key and certificate, in memory; `provider.tenants.enroll` saves and registers them.
 
     Raises:
         InvalidTenantName, InvalidLifetime: a name or a number of days that a certificate cannot have.
@@ -221,23 +223,26 @@ def issue_tenant_certificate(
         raise InvalidLifetime(f"expected a lifetime of 1 to {most_days} days (the CA ends then), got {days}")
     # The name stands in the URI only. A DNS or IP name, or a common name such as `localhost`, would be one a client
     # could mistake for the server's.
-    names = [x509.UniformResourceIdentifier(TENANT_URI + name)]
+    names = [x509.UniformResourceIdentifier(_URIS[role] + name)]
     end = now + timedelta(days=days)
-    key, certificate = _issue(ca, "veilbase tenant", names, ExtendedKeyUsageOID.CLIENT_AUTH, now, end)
+    key, certificate = _issue(ca, f"veilbase {role}", names, ExtendedKeyUsageOID.CLIENT_AUTH, now, end)
     return _private_pem(key), certificate
 
 
-def peer_identity(cert_pem: bytes) -> PeerIdentity:
+def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
     """Whom a client certificate names; the TLS layer has verified its chain and dates already.
 
     Args:
         cert_pem: one certificate, as in gRPC's `auth_context()["x509_pem_cert"][0]`.
+        role: what its owner wants to be; a tenant cannot act as a shard, nor a shard as a tenant.
 
     Raises:
         InvalidPeerCertificate: anything but one certificate for client authentication only, whose alternative names
-            are exactly one veilbase://tenant/NAME.
+            are exactly one veilbase://ROLE/NAME.
     """
-    refusal = InvalidPeerCertificate("expected a tenant's certificate from `provider enroll`, got another: enrol again")
+    refusal = InvalidPeerCertificate(
+        f"expected a {role}'s certificate from `provider enroll`, got another: enrol again"
+    )
     try:
         (certificate,) = x509.load_pem_x509_certificates(cert_pem)
         usages = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
@@ -254,10 +259,10 @@ def peer_identity(cert_pem: bytes) -> PeerIdentity:
         raise refusal from None
     if usages != [ExtendedKeyUsageOID.CLIENT_AUTH] or not isinstance(name, x509.UniformResourceIdentifier):
         raise refusal
-    tenant = name.value.removeprefix(TENANT_URI)
-    if tenant == name.value or not re.fullmatch(TENANT_NAME_PATTERN, tenant):
+    named = name.value.removeprefix(_URIS[role])
+    if named == name.value or not re.fullmatch(TENANT_NAME_PATTERN, named):
         raise refusal
-    return PeerIdentity(tenant, serial)
+    return PeerIdentity(named, serial)
 
 
 def check_tenant_name(name: str) -> None:

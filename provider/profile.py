@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from provider.executor import compute
+from provider.replica import Product
 from provider.schedule.latency import LatencyModel
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.weights import ServedModel
-from wire.expand import Rows
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 
 _ROWS = (1, 64, 1, 64)
@@ -26,33 +25,37 @@ def make_scheduler(
     policy: Policy,
     profiled: bool = True,
     weight_of: Callable[[str], float] = lambda tenant: 1.0,
-    product: Callable[[Call, Rows], torch.Tensor] | None = None,
+    product: Product | None = None,
+    ids: Collection[int] | None = None,
 ) -> Scheduler:
     """A scheduler for the products of one model; other arguments as of `latency_model` and `Scheduler`."""
     groups = served.manifest.groups
     return Scheduler(
         policy,
-        latency_model(served, profiled, product),
+        latency_model(served, profiled, product, ids),
         weight_of,
         width_of=lambda call: max(groups[call.group].in_features, groups[call.group].out_features),
     )
 
 
 def latency_model(
-    served: ServedModel, profiled: bool = True, product: Callable[[Call, Rows], torch.Tensor] | None = None
+    served: ServedModel, profiled: bool = True, product: Product | None = None, ids: Collection[int] | None = None
 ) -> LatencyModel:
     """A model of ring products by shape, each shape measured once; float and hints begin at its rate.
 
     Args:
-        served: computed with.
+        served: the model.
         profiled: False begins at a guess, which the first products correct.
-        product: what computes; None computes here.
+        product: makes the products that are timed; None: this process, with `served`.
+        ids: of the groups that are; None: all.
     """
-    product = product or functools.partial(compute, served)
     groups = served.manifest.groups
+    compute_one = product or (lambda call, rows: compute(served, call, rows))
     latency = LatencyModel(lambda call: groups[call.group].in_features * groups[call.group].out_features)
     measured: dict[tuple[int, int, Direction], list[tuple[int, float]]] = {}
     for group in groups if profiled else ():
+        if ids is not None and group.id not in ids:
+            continue
         for direction in Direction:
             call = Call(group.id, direction, Arithmetic.RING)
             given, replied = group.in_features, group.out_features
@@ -61,13 +64,13 @@ def latency_model(
             shape = (given, replied, direction)
             if shape not in measured:
                 rows = [min(count, max(1, _MAX_PRODUCTS // (given * replied))) for count in _ROWS]
-                measured[shape] = [(count, _measure(product, call, given, count)) for count in rows][2:]
+                measured[shape] = [(count, _measure(compute_one, call, given, count)) for count in rows][2:]
             for count, seconds in measured[shape]:
                 latency.measured(call, count, seconds)
     return latency
 
 
-def _measure(product: Callable[[Call, Rows], torch.Tensor], call: Call, cols: int, num_rows: int) -> float:
+def _measure(product: Product, call: Call, cols: int, num_rows: int) -> float:
     rows = torch.ones(num_rows, cols, dtype=DTYPES[call.arithmetic])
     began = time.perf_counter()
     product(call, rows)

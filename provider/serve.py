@@ -7,6 +7,8 @@ import logging
 import signal
 import socket
 import sys
+import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -18,9 +20,12 @@ if TYPE_CHECKING:
     from provider.core import ProviderCore
     from provider.identity import StateDir
     from provider.operations.monitor import Monitor
+    from provider.replica import Product
     from provider.schedule.scheduler import Scheduler
     from provider.service import ProviderService, Server
+    from provider.shards.router import Shard
 
+_JOIN_LOOK_S = 0.05
 ENDPOINT_FILE = "endpoint"
 """In the state directory: where the last `serve` could be reached, for `enroll`."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -40,8 +45,10 @@ def serve(settings: ProviderSettings) -> None:
         ConfigurationError, AccessError: what the operator has to change.
     """
     settings.check_exposure()
+    settings.check_shards()
+    settings.check_parallel()
     rank = rank_here(settings.parallel)
-    _share_one_heap()
+    share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees it
@@ -61,7 +68,7 @@ def serve(settings: ProviderSettings) -> None:
         core = _make_core(settings)
         ending.callback(core.close)
         admission = Admission(settings.tenant_limits)
-        service = server.start(core, _make_scheduler(settings, core, admission), admission, usage)
+        service = server.start(core, _make_shards(settings, core, admission, ending), admission, usage)
         monitor = _make_monitor(settings, service, state)
         ending.callback(monitor.close)
         ending.callback(usage.close)
@@ -69,6 +76,8 @@ def serve(settings: ProviderSettings) -> None:
         ending.callback(usage.save)  # first, since what follows can take longer than whoever stops us waits
         ending.callback(monitor.not_serving)
         usage.keep_saving()
+        while not all(num_live for num_live, _ in service.num_replicas):
+            time.sleep(_JOIN_LOOK_S)  # a signal ends it
         _announce(settings, server.port, state)
         _wait_for_the_end(server)
 
@@ -99,7 +108,7 @@ def _wait_for_the_end(server: Server) -> None:
             signal.set_wakeup_fd(-1)
 
 
-def _share_one_heap() -> None:
+def share_one_heap() -> None:
     """Makes all threads use one heap, so that memory grows neither with steps nor with tenants; before other threads.
 
     glibc gives each thread a heap of its own, and after the first large block is freed keeps blocks of up to 32 MiB in
@@ -162,7 +171,41 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
     return ProviderCore(served, recorder)
 
 
-def _make_scheduler(settings: ProviderSettings, core: ProviderCore, admission: Admission) -> Scheduler:
+def _make_shards(
+    settings: ProviderSettings, core: ProviderCore, admission: Admission, ending: ExitStack
+) -> list[Shard]:
+    """Who computes which groups; where that is other processes, this one lets its weights go."""
+    from provider.service import whole
+
+    if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
+        return [whole(core, _make_scheduler(settings, core, admission, core.compute))]
+    from provider.shards.local import LocalShards
+    from provider.shards.router import Shard
+
+    parent = settings.state if settings.tls else None
+    local = LocalShards.start(
+        core.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
+    )
+    ending.callback(local.close)
+    core.let_weights_go()
+    shards = []
+    for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
+        product = replicas[0].product if replicas else None  # None: not known before another host has joined
+        shards.append(Shard(ids, replicas, _make_scheduler(settings, core, admission, product, ids)))
+        where = (
+            f"{len(replicas)} processes" if replicas else f"no process: waiting for `provider shard --shard {number}`"
+        )
+        _LOGGER.info("shard %d: groups %d to %d, %s", number, ids[0], ids[-1], where)
+    return shards
+
+
+def _make_scheduler(
+    settings: ProviderSettings,
+    core: ProviderCore,
+    admission: Admission,
+    product: Product | None = None,
+    ids: Collection[int] | None = None,
+) -> Scheduler:
     from provider.profile import make_scheduler
     from provider.schedule.scheduler import Policy
 
@@ -171,7 +214,10 @@ def _make_scheduler(settings: ProviderSettings, core: ProviderCore, admission: A
         max_wait_s=settings.max_wait_ms / 1000,
         slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
     )
-    return make_scheduler(core.served, policy, weight_of=admission.weight_of, product=core.compute)
+    is_here = bool(core.served.groups)
+    return make_scheduler(
+        core.served, policy, is_here or product is not None, admission.weight_of, product=product, ids=ids
+    )
 
 
 def _make_monitor(settings: ProviderSettings, service: ProviderService, state: StateDir | None) -> Monitor:
@@ -179,7 +225,11 @@ def _make_monitor(settings: ProviderSettings, service: ProviderService, state: S
     from provider.operations.monitor import Monitor
 
     collector = ProviderCollector(
-        service.meter, service.usage, lambda: service.queue_depth, lambda: service.num_streams
+        service.meter,
+        service.usage,
+        lambda: service.queue_depth,
+        lambda: service.num_streams,
+        lambda: service.num_replicas,
     )
     monitor = Monitor(registry(collector))
     if state is not None and not monitor.serve_socket(state.path):

@@ -1,4 +1,4 @@
-"""The gRPC face of a provider: three methods, mutual TLS, and who may call them.
+"""The gRPC face of a provider: three methods and one for shards, mutual TLS, and who may call them.
 
 Guarantees: every RPC, and every request inside a stream, is checked against the registry; messages above the frame
 limit are refused by gRPC before they reach Python; the tensor path uses no protobuf and unpickles nothing.
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,14 +20,16 @@ from typing import Any
 import grpc
 
 from provider.admission import Admission
-from provider.batch import Executor
 from provider.core import LOCAL_TENANT, ProviderCore
-from provider.identity import StateDir, issue_server_certificate, peer_identity
+from provider.identity import Role, StateDir, issue_server_certificate, peer_identity
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
 from provider.profile import make_scheduler
+from provider.replica import Here
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.session import SWEEP_S, Session
+from provider.shards.door import ShardDoor
+from provider.shards.router import Shard, ShardedExecutor
 from provider.stream import carry
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, VeilbaseError, WireCode
@@ -77,15 +79,15 @@ class _Gate:
         """Args: revocations: None on a loopback port without TLS, where everybody is the local tenant."""
         self._revocations = revocations
 
-    def admit(self, context: Any) -> Access:
+    def admit(self, context: Any, role: Role = "tenant") -> Access:
         """The caller; ends the RPC where it is nobody this provider knows."""
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)
         chain = context.auth_context().get("x509_pem_cert")
         try:
-            peer = peer_identity(chain[0] if chain else b"")
+            peer = peer_identity(chain[0] if chain else b"", role)
         except Unauthenticated:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "not a tenant's certificate")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"not a {role}'s certificate")
         access = Access(peer.name, lambda: self._refusal(peer.serial))
         code = access.refusal()
         if code is WireCode.NOT_PERMITTED:
@@ -108,22 +110,28 @@ class ProviderService:
         self,
         core: ProviderCore,
         revocations: RevocationList | None,
-        scheduler: Scheduler,
+        shards: Sequence[Shard],
         admission: Admission,
         usage: UsageBook,
     ) -> None:
         """Args.
 
         revocations: None serves everybody as the local tenant.
-        scheduler: new, and this service's alone.
+        shards: of all groups; this service's, but not their replicas' ends.
         admission, usage: this service's, too.
         """
         self._core, self._admission, self.usage = core, admission, usage
         self.meter = Meter()
         self._gate = _Gate(revocations)
-        self._executor = Executor(
-            core.compute, scheduler, core.record, self.meter, lambda tenant, seconds: usage.of(tenant).computed(seconds)
+        self._executor = ShardedExecutor(
+            shards,
+            core.record,
+            self.meter,
+            lambda tenant, seconds: usage.of(tenant).computed(seconds),
+            may_be_joined=revocations is not None,
         )
+        plan = [tuple(shard.groups) for shard in shards]
+        self._door = None if revocations is None else ShardDoor(core.manifest(), plan, self._executor.executors)
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
         self._lock = threading.Lock()
@@ -136,6 +144,11 @@ class ProviderService:
     def queue_depth(self) -> int:
         """Requests that wait for the executor."""
         return len(self._executor)
+
+    @property
+    def num_replicas(self) -> list[tuple[int, int]]:
+        """Per shard, replicas that can compute, and all."""
+        return self._executor.num_replicas
 
     @property
     def num_streams(self) -> int:
@@ -151,6 +164,7 @@ class ProviderService:
                 "Manifest": grpc.unary_stream_rpc_method_handler(self._send_manifest),
                 "Bundle": grpc.unary_stream_rpc_method_handler(self._send_file),
                 "Stream": grpc.stream_stream_rpc_method_handler(self._serve_stream),
+                "Shard": grpc.stream_stream_rpc_method_handler(self._serve_shard),
             },
         )
 
@@ -196,6 +210,15 @@ class ProviderService:
         finally:
             self._drop(session)
 
+    def _serve_shard(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        if self._door is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "shards join over TLS only")
+            return
+        access = self._admit(context, "shard")
+        if not self._occupy(f"shard {access.tenant}", context):  # no tenant can be called so
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
+        yield from self._door.serve(access.tenant, messages, context, lambda: access.refusal() is not None)
+
     def _enter(self, context: Any) -> str:
         """The tenant that calls; ends the RPC where it may not."""
         access = self._admit(context)
@@ -203,8 +226,8 @@ class ProviderService:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         return access.tenant
 
-    def _admit(self, context: Any) -> Access:
-        access = self._gate.admit(context)
+    def _admit(self, context: Any, role: Role = "tenant") -> Access:
+        access = self._gate.admit(context, role)
         if self._is_draining:
             context.abort(grpc.StatusCode.UNAVAILABLE, "shutting down")
         return access
@@ -228,6 +251,7 @@ class ProviderService:
     def _sweep(self) -> None:
         """Looks at every stream from outside: one that only waits for messages would not see a revocation."""
         while not self._stopped.wait(SWEEP_S):
+            self._executor.look()
             with self._lock:
                 sessions = list(self._sessions)
             for session in sessions:
@@ -305,7 +329,7 @@ class Server:
     def start(
         self,
         core: ProviderCore,
-        scheduler: Scheduler | None = None,
+        shards: Sequence[Shard] | None = None,
         admission: Admission | None = None,
         usage: UsageBook | None = None,
     ) -> ProviderService:
@@ -313,17 +337,17 @@ class Server:
 
         Args:
             core: what is served.
-            scheduler: None makes one of the default policy, without a profile.
+            shards: None computes in this process, with a scheduler of the default policy, without a profile.
             admission: None limits no tenant.
             usage: None keeps no account.
 
         Returns:
             What answers, for who wants to watch it.
         """
-        if scheduler is None:  # not `or`: one that is empty is false
-            scheduler = make_scheduler(core.served, Policy(), profiled=False)
+        if shards is None:
+            shards = [whole(core, make_scheduler(core.served, Policy(), profiled=False))]
         revocations = None if self._state is None else RevocationList(self._state)
-        service = ProviderService(core, revocations, scheduler, admission or Admission(), usage or UsageBook())
+        service = ProviderService(core, revocations, shards, admission or Admission(), usage or UsageBook())
         self._service = service
         self._server.add_generic_rpc_handlers((service.handler(),))
         self._server.start()
@@ -345,6 +369,11 @@ class Server:
                 _LOGGER.warning("some requests were not answered within the %.0f s of the drain", drain_s)
             self._service.close()
         self._server.stop(_STOP_GRACE_S).wait()
+
+
+def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
+    """All groups, computed in this process."""
+    return Shard(range(len(core.manifest().groups)), [Here(core.compute)], scheduler)
 
 
 class _Certificates:

@@ -19,11 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
 from provider.admission import TenantAdmission
-from provider.batch import Executor, Job, Outcome
+from provider.batch import Job, Outcome
 from provider.operations.usage import TenantUsage
 from provider.schedule.request_class import RequestClass
 from wire import frame
@@ -39,6 +40,7 @@ from wire.errors import (
     WireCode,
     code_of,
 )
+from wire.expand import Rows
 from wire.frame import Assembler, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_DEADLINE_MS, Limits
 
@@ -63,6 +65,18 @@ _FULL_RETRY_S = 0.05
 """Where room comes with the stream's own answers, whenever they do."""
 _END = object()
 _LOGGER = logging.getLogger(__name__)
+
+
+class Computes(Protocol):
+    """An executor, or several behind one face."""
+
+    def submit(self, job: Job) -> None:
+        """See `provider.batch.Executor`, as for the others."""
+        ...
+
+    def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None: ...
+
+    def cancel(self, job: Job) -> None: ...
 
 
 class _Refused(Exception):
@@ -95,7 +109,7 @@ class Session:
         admission: TenantAdmission,
         usage: TenantUsage,
         check: Callable[[Call, int], int],
-        executor: Executor,
+        executor: Computes,
         refusal: Callable[[], WireCode | None],
         hang_up: Callable[[], object] = lambda: None,
     ) -> None:
@@ -390,7 +404,7 @@ class Session:
         if self._output.qsize() > MAX_REQUESTS:
             self._give_up()
             return
-        retry_s = error.retry_s if isinstance(error, QuotaExceeded) else 0.0
+        retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
         retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
         self._put(Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code).pack())
 

@@ -22,6 +22,7 @@ from provider.identity import (
     TENANT_NAME_PATTERN,
     AlreadyEnrolled,
     IdentityNotWritten,
+    Role,
     StateDir,
     UnknownTenant,
     check_endpoint,
@@ -43,6 +44,7 @@ class TenantRecord(BaseModel):
     not_after: AwareDatetime
     enrolled_at: AwareDatetime
     revoked_at: AwareDatetime | None
+    role: Role = "tenant"
 
     def is_live(self, now: datetime) -> bool:
         """Neither revoked nor expired."""
@@ -59,6 +61,7 @@ def enroll(
     endpoint: str,
     days: int = 365,
     *,
+    role: Role = "tenant",
     now: datetime | None = None,
 ) -> TenantRecord:
     """Issue a tenant's identity: `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` in `out_dir`.
@@ -69,6 +72,7 @@ def enroll(
         out_dir: made with mode 0700 if it is not there; must not hold any of the four files.
         endpoint: the grpcs:// URL that the tenant is to use.
         days: lifetime of the certificate.
+        role: `shard` makes the identity of a host that joins with `provider shard`.
         now: the time, for tests.
 
     Returns:
@@ -87,13 +91,14 @@ def enroll(
         records = tenants(state)
         if any(record.name == name and record.is_live(start) for record in records):
             raise AlreadyEnrolled(f"tenant {name!r} has a valid certificate: run `provider revoke {name}` first")
-        key_pem, certificate = issue_tenant_certificate(state.ca, name, days, start)
+        key_pem, certificate = issue_tenant_certificate(state.ca, name, days, start, role)
         record = TenantRecord(
             name=name,
             serial=f"{certificate.serial_number:x}",
             not_after=certificate.not_valid_after_utc,
             enrolled_at=start,
             revoked_at=None,
+            role=role,
         )
         files = {
             "key.pem": key_pem,

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from provider.bundle import Bundle, build_bundle
+from provider.group import ServedGroup
 from provider.models import LoadedModel
 from provider.trace import base_layers, group_name, layer_kind, trace_groups
 from wire.errors import ConfigurationError
@@ -25,25 +26,6 @@ from wire.manifest import GroupInfo, LayerInfo, Manifest
 from wire.quantise import digest, max_norms, quantise
 
 WeightsKind = Literal["int8", "native"]
-
-
-@dataclass(frozen=True, eq=False)
-class ServedGroup:
-    """One group's weights.
-
-    Attributes:
-        info: its entry in the manifest.
-        quantised: W̃, int8, shape (in_features, out_features), contiguous; members side by side.
-        alpha: float32, shape (out_features,).
-        bias: float32, shape (out_features,), zeros where a member has none; None where no member has one.
-        native: W in the checkpoint's dtype, same shape as W̃; None unless `native` weights are served.
-    """
-
-    info: GroupInfo
-    quantised: torch.Tensor
-    alpha: torch.Tensor
-    bias: torch.Tensor | None
-    native: torch.Tensor | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,12 @@ class DeadlineExceeded(TransportError):
 
 
 class Unavailable(TransportError):
-    """The provider cannot be reached, or went away."""
+    """The provider cannot be reached, went away, or has lost what one layer needs."""
+
+    def __init__(self, text: str, retry_s: float = 0.0) -> None:
+        """Args: retry_s: after so many seconds the same request may pass; 0 where it will not on this stream."""
+        super().__init__(text)
+        self.retry_s = retry_s
 
 
 class ForkedConnection(TransportError):
@@ -167,7 +172,10 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
         "more at once than this tenant may send: send less, or later",
     ),
     WireCode.DEADLINE: (DeadlineExceeded, "the provider dropped the request: its deadline had passed"),
-    WireCode.UNAVAILABLE: (Unavailable, "the provider is shutting down"),
+    WireCode.UNAVAILABLE: (
+        Unavailable,
+        "the provider cannot answer: it is shutting down, or has lost what this layer needs; its operator knows more",
+    ),
     WireCode.VERSION: (VersionMismatch, "the provider speaks another protocol version: install matching releases"),
     WireCode.MALFORMED: (MalformedFrame, "the provider could not read what it received"),
     WireCode.INTERNAL: (RemoteFault, "the provider failed while computing: its log names this request"),
@@ -180,7 +188,7 @@ def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseEr
     Args:
         code: the peer's number; an unknown one becomes `RemoteFault`.
         request_id: shown to the user, so that an operator can find the request in the provider's log.
-        retry_ms: of a frame with QUOTA.
+        retry_ms: of a frame with QUOTA or UNAVAILABLE.
 
     Returns:
         An exception of the tree above with this side's own text; nothing of the text comes from the peer.
@@ -188,7 +196,9 @@ def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseEr
     known = code in WireCode._value2member_map_
     kind, text = _TABLE[WireCode(code) if known else WireCode.INTERNAL]
     shown = f"{text} (request {request_id})"
-    return QuotaExceeded(shown, retry_ms / 1000) if kind is QuotaExceeded else kind(shown)
+    if kind is QuotaExceeded or kind is Unavailable:
+        return kind(shown, retry_ms / 1000)  # type: ignore[call-arg]
+    return kind(shown)
 
 
 def code_of(exc: BaseException) -> WireCode:

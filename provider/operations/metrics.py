@@ -7,7 +7,7 @@ of a tensor and no text of a tenant's is among the labels. Costs the path of a r
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -31,10 +31,15 @@ class ProviderCollector(Collector):
     """Reads meter and usage."""
 
     def __init__(
-        self, meter: Meter, usage: UsageBook, queue_depth: Callable[[], int], num_streams: Callable[[], int]
+        self,
+        meter: Meter,
+        usage: UsageBook,
+        queue_depth: Callable[[], int],
+        num_streams: Callable[[], int],
+        num_replicas: Callable[[], Sequence[tuple[int, int]]],
     ) -> None:
-        """Args: queue_depth, num_streams: of the service, asked each time."""
-        self._meter, self._usage = meter, usage
+        """Args: queue_depth, num_streams, num_replicas: of the service, asked each time."""
+        self._meter, self._usage, self._num_replicas = meter, usage, num_replicas
         self._queue_depth, self._num_streams = queue_depth, num_streams
         self._began_s = time.time()
         self._named: set[str] = set()
@@ -44,6 +49,11 @@ class ProviderCollector(Collector):
         yield GaugeMetricFamily("veilbase_start_time_seconds", "When the provider began.", self._began_s)
         yield GaugeMetricFamily("veilbase_queue_depth", "Requests that wait for the executor.", self._queue_depth())
         yield GaugeMetricFamily("veilbase_streams", "Streams that are open.", self._num_streams())
+        replicas = GaugeMetricFamily("veilbase_replicas", "Holders of a shard's weights.", labels=["shard", "state"])
+        for shard, (num_live, num_all) in enumerate(self._num_replicas()):
+            replicas.add_metric([str(shard), "live"], num_live)
+            replicas.add_metric([str(shard), "lost"], num_all - num_live)
+        yield replicas
         yield CounterMetricFamily(
             "veilbase_usage_save_failures", "Times that usage could not be written.", self._usage.failed_saves
         )

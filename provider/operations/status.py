@@ -36,11 +36,15 @@ class Snapshot:
 
     def by_tenant(self, name: str) -> dict[str, float]:
         """Sums over all other labels."""
+        return self.by_label(name, "tenant")
+
+    def by_label(self, name: str, label: str, **others: str) -> dict[str, float]:
+        """Sums by the values of one label, of samples that have those others."""
         sums: dict[str, float] = {}
         for (sample, labels), value in self.values.items():
-            tenant = dict(labels).get("tenant")
-            if sample == name and tenant is not None:
-                sums[tenant] = sums.get(tenant, 0.0) + value
+            one = dict(labels).get(label)
+            if sample == name and one is not None and others.items() <= dict(labels).items():
+                sums[one] = sums.get(one, 0.0) + value
         return sums
 
     def tenants(self) -> list[str]:
@@ -89,7 +93,17 @@ def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
             f"{100 * rate('veilbase_compute_seconds_total', tenant=name):.0f}%",
             f"{errors.get(name, 0):.0f}",
         )
-    return Group(head, table)
+    return Group(head, *_replicas(now), table)
+
+
+def _replicas(now: Snapshot) -> list[Text]:
+    """A line where there is more than one, or one is lost."""
+    live, lost = (now.by_label("veilbase_replicas", "shard", state=state) for state in ("live", "lost"))
+    if len(live) == 1 and sum(live.values()) == 1 and not sum(lost.values()):
+        return []
+    names = sorted(live, key=int)
+    shards = [f"{one}: {live[one]:.0f}" + (f" ({lost[one]:.0f} lost)" if lost.get(one) else "") for one in names]
+    return [Text("replicas of shard " + ", ".join(shards))]
 
 
 def _mean(rate: Callable[..., float], name: str) -> float:

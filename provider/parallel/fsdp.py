@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from provider import executor
+from provider.group import ServedGroup
 from provider.parallel.ranks import Ranks, together
 from provider.parallel.sharding import Block, split, without_weights
-from provider.weights import ServedGroup, ServedModel
+from provider.weights import ServedModel
 from wire.expand import Rows, SeededRows
 from wire.frame import Call, Direction
 

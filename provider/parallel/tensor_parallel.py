@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from provider import executor
+from provider.group import ServedGroup
 from provider.parallel.sharding import Block, split
-from provider.weights import ServedGroup, ServedModel
+from provider.weights import ServedModel
 from wire import ring
 from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction

@@ -17,6 +17,7 @@ from provider.core import ProviderCore
 from provider.embedded import make_core
 from provider.operations.meter import Meter
 from provider.profile import latency_model
+from provider.replica import Here, Replica
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.schedule.ticket import Batch, Piece
@@ -51,7 +52,9 @@ class Gate:
         self.meter = Meter()
         self._core, self._may_go, self._stands = core, threading.Event(), threading.Event()
         scheduler = Scheduler(policy or Policy(max_wait_s=0.001), latency_model(core.served, profiled=False))
-        self.executor = Executor(self._product, scheduler, lambda *what: self.recorded.append(what), self.meter, charge)
+        self.executor = Executor(
+            [Here(self._product)], scheduler, lambda *what: self.recorded.append(what), self.meter, charge
+        )
         self.blocker = self.submit(torch.zeros(1, COLS, dtype=torch.int32), Call(1, Direction.FORWARD, RING))
         assert self._stands.wait(20)
         self.batches.clear()
@@ -308,10 +311,10 @@ def test_a_batch_that_breaks_the_thread_is_survived(
     gate = Gate(core)
     compute = gate.executor._compute
 
-    def broken(batch: Batch, computed: list[Piece]) -> bool:
+    def broken(replica: Replica, batch: Batch, computed: list[Piece]) -> bool:
         if batch.num_rows == 13:
             raise ValueError("secret 123.456")
-        return compute(batch, computed)
+        return compute(replica, batch, computed)
 
     monkeypatch.setattr(gate.executor, "_compute", broken)
     broken_one = gate.submit(ring_rows(13), tenant="a")
@@ -365,7 +368,7 @@ def test_who_waits_is_woken_after_a_small_product_beside(core: ProviderCore) -> 
             assert go_on.wait(20)
         return core.compute(call, rows)
 
-    executor = Executor(product, Scheduler(Policy(), latency_model(core.served, profiled=False)))
+    executor = Executor([Here(product)], Scheduler(Policy(), latency_model(core.served, profiled=False)))
     small = threading.Thread(target=executor.compute_here, args=("a", CALL, ring_rows(1)))
     small.start()
     assert inside.wait(20)

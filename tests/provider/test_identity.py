@@ -281,7 +281,7 @@ def test_enroll_writes_the_identity_and_the_record(state: StateDir, tmp_path: Pa
     assert key.public_key() == certificate_in(out).public_key()
     assert tenants(state) == [record]
     (row,) = json.loads(state.tenants_path.read_bytes())
-    assert sorted(row) == ["enrolled_at", "name", "not_after", "revoked_at", "serial"]
+    assert sorted(row) == ["enrolled_at", "name", "not_after", "revoked_at", "role", "serial"]
     assert (row["name"], row["serial"], row["revoked_at"]) == ("acme", record.serial, None)
     assert b"PRIVATE" not in state.tenants_path.read_bytes()
 
@@ -592,6 +592,16 @@ def test_a_certificate_that_names_no_tenant_is_refused(
 
 def test_a_tenant_certificate_made_by_hand_is_accepted(state: StateDir) -> None:
     assert peer_identity(signed(state, [ACME], [CLIENT])).name == "acme"  # or the refusals above would prove nothing
+
+
+def test_a_role_is_not_another(state: StateDir, tmp_path: Path) -> None:
+    enroll(state, "acme", tmp_path / "acme", ENDPOINT)
+    enroll(state, "host", tmp_path / "host", ENDPOINT, role="shard")
+    tenant, shard = ((tmp_path / name / "cert.pem").read_bytes() for name in ("acme", "host"))
+    assert (peer_identity(tenant).name, peer_identity(shard, "shard").name) == ("acme", "host")
+    for certificate, role in ((tenant, "shard"), (shard, "tenant")):
+        with pytest.raises(identity.InvalidPeerCertificate, match=f"expected a {role}'s certificate"):
+            peer_identity(certificate, role)  # type: ignore[arg-type]
 
 
 def test_bytes_that_are_no_certificate_are_refused(state: StateDir, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_what_the_operator_set_reaches_the_scheduler(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    scheduler = started[0]._executor._scheduler
+    scheduler = started[0]._executor.executors[0]._scheduler
     assert (scheduler._policy.slo_s, scheduler._policy.max_wait_s) == (0.007, 0.003)
     assert (scheduler._weight_of("acme"), scheduler._weight_of("other")) == (5.0, 1.0)
 

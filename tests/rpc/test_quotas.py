@@ -14,6 +14,7 @@ from provider.batch import Executor
 from provider.core import ProviderCore
 from provider.operations.usage import TenantUsage
 from provider.profile import make_scheduler
+from provider.replica import Here
 from provider.schedule.quota import TenantLimits
 from provider.schedule.scheduler import Policy
 from provider.session import Session
@@ -152,7 +153,7 @@ def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
     start: StartWith, tiny_core: ProviderCore
 ) -> None:
     admission = Admission({"acme": TenantLimits(max_rows_in_flight=50)})
-    executor = Executor(tiny_core.compute, make_scheduler(tiny_core.served, Policy(), profiled=False))
+    executor = Executor([Here(tiny_core.compute)], make_scheduler(tiny_core.served, Policy(), profiled=False))
     usage = TenantUsage()
     ended: list[Session] = []
 

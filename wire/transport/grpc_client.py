@@ -109,7 +109,7 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
     return grpc.insecure_channel(target, channel_options(host))
 
 
-def _translate(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
+def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
     """This side's error for a gRPC status; the peer's details are not passed on.
 
     Args:
@@ -209,7 +209,7 @@ class GrpcConnection:
                     raise MalformedFrame(f"expected at most {max_bytes} bytes, got more")
                 yield chunk
         except grpc.RpcError as exc:
-            raise _translate(exc) from None
+            raise translate_status(exc) from None
         finally:
             call.cancel()
 
@@ -239,7 +239,7 @@ class GrpcConnection:
                 if self._stream is not None:
                     self._drop_channel()
                 raw = open_stream(self._open_channel(), STREAM_METHOD)
-                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, _translate)
+                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, translate_status)
                 try:
                     stream.wait_welcome()
                     self._check_same_weights(begun_with)

@@ -1,4 +1,5 @@
-"""A request that comes again when the provider says that it came too early (SPEC.md, section 6).
+"""A request that comes again when the provider says when it may: it came too early, or a shard is being brought back
+(SPEC.md, section 6).
 
 Guarantees: what is sent again is the same tensor or seed, so the same bytes: a mask's slot is not used for other rows;
 never before the time that the provider named; bounded in number and in time, so that a provider cannot hold a tenant
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wire.errors import QuotaExceeded
+from wire.errors import QuotaExceeded, Unavailable
 from wire.expand import Rows
 from wire.frame import Call
 from wire.limits import MAX_RETRY_S
@@ -40,12 +41,12 @@ class PatientRequest:
         self._request = stream.submit(call, rows, cols, reply_cols)
 
     def result(self) -> torch.Tensor:
-        """See `Pending.result`; raises `QuotaExceeded` where waiting does not help."""
+        """See `Pending.result`; raises `QuotaExceeded`, `Unavailable` where waiting does not help."""
         give_up_at, floor_s = float("inf"), _FIRST_FLOOR_S
         while True:
             try:
                 return self._request.result()
-            except QuotaExceeded as exc:
+            except (QuotaExceeded, Unavailable) as exc:
                 now = time.monotonic()
                 give_up_at = min(give_up_at, now + MAX_WAIT_S)
                 wait_s = with_jitter(max(floor_s, exc.retry_s))

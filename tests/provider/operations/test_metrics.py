@@ -53,14 +53,14 @@ def busy() -> tuple[Meter, UsageBook]:
 @pytest.fixture
 def monitor() -> Iterator[Monitor]:
     meter, usage = busy()
-    opened = Monitor(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2)))
+    opened = Monitor(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2, lambda: [(1, 1)])))
     yield opened
     opened.close()
 
 
 def test_every_number_is_where_it_belongs() -> None:
     meter, usage = busy()
-    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2))).decode()
+    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2, lambda: [(1, 1)]))).decode()
     seen = parse(text, 0.0)
     assert seen.get("veilbase_queue_depth") == 3
     assert seen.get("veilbase_streams") == 2
@@ -86,7 +86,7 @@ def test_tenants_are_bounded_and_none_is_lost() -> None:
     usage = UsageBook()
     for number in range(3 * MAX_TENANTS):
         usage.of(f"t{number}").answered(RequestClass.DECODE, number + 1, 1, 1)
-    text = generate_latest(registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0))).decode()
+    text = generate_latest(registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0, lambda: [(1, 1)]))).decode()
     rows = parse(text, 0.0).by_tenant("veilbase_rows_total")
     assert len(rows) == MAX_TENANTS + 1
     assert sum(rows.values()) == sum(range(1, 3 * MAX_TENANTS + 1))
@@ -95,7 +95,7 @@ def test_tenants_are_bounded_and_none_is_lost() -> None:
 
 def test_the_sum_of_the_others_never_falls() -> None:
     usage = UsageBook()
-    metrics = registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0))
+    metrics = registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0, lambda: [(1, 1)]))
     for number in range(2 * MAX_TENANTS):
         usage.of(f"t{number}").answered(RequestClass.DECODE, number + 1, 1, 1)
     before = parse(generate_latest(metrics).decode(), 0.0).by_tenant("veilbase_rows_total")
@@ -151,7 +151,7 @@ def test_the_next_provider_takes_the_socket_when_the_last_one_ends(
 ) -> None:
     monkeypatch.setattr(monitor_module, "_TAKE_AGAIN_S", 0.05)
     meter, usage = busy()
-    following = Monitor(registry(ProviderCollector(meter, usage, lambda: 0, lambda: 7)))
+    following = Monitor(registry(ProviderCollector(meter, usage, lambda: 0, lambda: 7, lambda: [(1, 1)])))
     assert monitor.serve_socket(tmp_path)
     assert following.serve_socket(tmp_path)
     assert look(tmp_path).get("veilbase_streams") == 2
@@ -194,10 +194,11 @@ def test_health_follows_the_provider(monitor: Monitor) -> None:
 
 def test_the_table_of_status() -> None:
     meter, usage = busy()
-    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2))).decode()
+    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 3, lambda: 2, lambda: [(1, 1)]))).decode()
     before = parse(text, 100.0)
     usage.of("acme").answered(RequestClass.DECODE, 40, 1_000_000, 2_000_000)
-    now = parse(generate_latest(registry(ProviderCollector(meter, usage, lambda: 0, lambda: 2))).decode(), 102.0)
+    collector = ProviderCollector(meter, usage, lambda: 0, lambda: 2, lambda: [(1, 1)])
+    now = parse(generate_latest(registry(collector)).decode(), 102.0)
     out = io.StringIO()
     Console(file=out, width=140).print(render(now, before, 60.0), render(before, None, 10.0))
     shown = out.getvalue()
@@ -206,6 +207,12 @@ def test_the_table_of_status() -> None:
     assert "0.50" in acme[0]
     assert "0.4" in acme[1]  # four rows in the ten seconds since the start
     assert "3 requests wait" in shown
+    assert "replicas" not in shown  # one process, which is there
+
+    collector = ProviderCollector(meter, usage, lambda: 0, lambda: 2, lambda: [(2, 2), (1, 2)])
+    out = io.StringIO()
+    Console(file=out, width=140).print(render(parse(generate_latest(registry(collector)).decode(), 103.0), None, 60.0))
+    assert "replicas of shard 0: 2, 1: 1 (1 lost)" in out.getvalue()
 
 
 def test_log_lines_name_tenant_stream_and_request() -> None:

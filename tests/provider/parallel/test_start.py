@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from provider.config import ProviderSettings
 from provider.models import load, resolve
 from provider.parallel.environment import rank_here
 from provider.parallel.start import fingerprint
@@ -34,6 +35,14 @@ def test_outside_torchrun_one_line_says_how_to_start(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="torchrun --nproc-per-node 2 --master-port"):
         rank_here("tensor")
     assert rank_here("none") == 0
+
+
+@pytest.mark.parametrize("other", [{"shards": 2}, {"replicas": 2}])
+def test_parallel_goes_with_neither_shards_nor_replicas(other: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match="give one"):
+        ProviderSettings(parallel="tensor", **other).check_parallel()
+    ProviderSettings(parallel="tensor").check_parallel()
+    ProviderSettings(**other).check_parallel()
 
 
 def test_several_processes_that_would_all_be_servers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

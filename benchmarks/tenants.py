@@ -1,0 +1,231 @@
+"""Many fine-tuning tenants on one provider against as many transformers + PEFT processes: tokens a second, memory.
+
+Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on SmolLM2-135M; all at the
+same time on this machine, the provider included. Both sides take turns, round after round. Memory is PSS: pages that
+processes share count once. `python -m benchmarks.tenants [throughput | saving]`.
+
+`saving` is the papers' other comparison: a provider that keeps each layer's input from the forward pass to the
+backward pass, as training code does (here and nowhere else), against this one, which keeps nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Worker, local_model, provider, serve_worker
+from benchmarks.finetune_step import SHAPE, step_of
+
+NUM_TENANTS = (1, 2, 4, 8)
+ROUNDS = 3
+BUDGET_MB = 8192
+"""Of memory, for the question how many adapters can be trained in it at once."""
+SAVING_ROWS = 512
+
+
+@dataclass(frozen=True)
+class Found:
+    """Medians with so many tenants.
+
+    Attributes:
+        tokens_per_s: of all together, by side.
+        memory_mb: of all processes of a side, the provider among them.
+        provider_mb: the provider's own.
+    """
+
+    tokens_per_s: dict[str, float]
+    memory_mb: dict[str, float]
+    provider_mb: float
+
+
+def pss_mb(pid: int) -> float:
+    """A process' memory in MB, with its share of pages that others map too."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1000
+    return float("nan")
+
+
+def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> float:
+    """Seconds until all have taken a step."""
+    began = time.perf_counter()
+    for done in [threads.submit(worker.run) for worker in workers]:
+        done.result()
+    return time.perf_counter() - began
+
+
+def throughput(numbers: Sequence[int] = NUM_TENANTS, rounds: int = ROUNDS) -> dict[int, Found]:
+    """By number of tenants."""
+    names = tuple(f"tenant{number}" for number in range(max(numbers)))
+    tokens = SHAPE[0] * SHAPE[1]
+    found = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        url, pid = stack.enter_context(provider(Path(folder), tenants=names))
+        threads = stack.enter_context(ThreadPoolExecutor(2 * len(names)))
+        sides: dict[str, list[Worker]] = {"provider": [], "local": []}
+        for number in numbers:
+            while len(sides["local"]) < number:
+                name = names[len(sides["local"])]
+                sides["provider"].append(stack.enter_context(Worker(__name__, "tenant", url, folder, name)))
+                sides["local"].append(stack.enter_context(Worker(__name__, "local")))
+            seconds: dict[str, list[float]] = {side: [] for side in sides}
+            for repeat in range(rounds + 1):  # the first one warms up who has just come
+                for side, workers in sides.items():
+                    took = step_together(workers, threads)
+                    if repeat:
+                        seconds[side].append(took)
+            memory = {side: sum(pss_mb(worker.pid) for worker in workers) for side, workers in sides.items()}
+            own = pss_mb(pid)
+            memory["provider"] += own
+            rates = {side: number * tokens / statistics.median(each) for side, each in seconds.items()}
+            found[number] = Found(rates, memory, own)
+            print(_line(number, found[number]), flush=True)
+    return found
+
+
+def _line(number: int, one: Found) -> str:
+    ratio = one.tokens_per_s["provider"] / one.tokens_per_s["local"]
+    memory = one.memory_mb
+    return (
+        f"| {number} | {one.tokens_per_s['provider']:.0f} | {one.tokens_per_s['local']:.0f} | {ratio:.2f} | "
+        f"{memory['provider']:.0f} | {memory['local']:.0f} | {memory['provider'] / memory['local']:.2f} | "
+        f"{one.provider_mb:.0f} |"
+    )
+
+
+def tenant(url: str, folder: str, name: str) -> None:
+    """A worker's life: one real tenant."""
+    import torch
+
+    from tenant_sdk import TenantClient
+
+    torch.set_num_threads(1)
+    with TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
+        serve_worker(step_of(client.load_model()))
+
+
+def local() -> None:
+    """A worker's life: one transformers + PEFT process."""
+    import torch
+
+    torch.set_num_threads(1)
+    serve_worker(step_of(local_model()))
+
+
+# ---- a provider that keeps what it was sent --------------------------------------------------------------------------
+
+
+def serve_saving(kind: str) -> None:
+    """A worker's life: a provider on loopback, which keeps each forward request until its gradient, or nothing."""
+    from provider.batch import Job
+    from provider.core import ProviderCore
+    from provider.models import load, resolve
+    from provider.serve import share_one_heap
+    from provider.service import Server
+    from provider.weights import serve_model
+
+    share_one_heap()
+    core = ProviderCore(serve_model(load(resolve("smollm2-135m"))))
+    saved: dict[tuple[Any, int], Any] = {}
+
+    class SavingJob(Job):
+        """Tells tenants apart by the thread that reads their stream: here they are all `local`."""
+
+        def __init__(self, call: Any, rows: Any, *others: Any) -> None:
+            key = (threading.get_ident(), call.group)
+            if call.direction:
+                saved.pop(key, None)
+            else:
+                saved[key] = rows
+            super().__init__(call, rows, *others)
+
+    if kind == "saving":
+        import provider.session
+
+        provider.session.Job = SavingJob  # type: ignore[misc]
+    server = Server("127.0.0.1", 0, None)
+    server.start(core)
+    print(server.port, flush=True)
+    sys.stdin.read()
+    server.stop()
+
+
+def saving(numbers: Sequence[int] = NUM_TENANTS) -> None:
+    """Prints the provider's memory at the end of all forward passes."""
+    import subprocess
+
+    import torch
+
+    from wire.frame import Arithmetic, Call, Direction
+    from wire.transport.grpc_client import GrpcConnection
+
+    peaks: dict[str, list[float]] = {}
+    for kind in ("stateless", "saving"):
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.tenants", "serve", kind]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        try:
+            port = process.stdout.readline().strip() if process.stdout else ""
+            connections = [GrpcConnection(f"grpc://127.0.0.1:{port}") for _ in range(max(numbers))]
+            groups = connections[0].manifest().groups
+            widths = {width for one in groups for width in (one.in_features, one.out_features)}
+            rows = {w: torch.randint(-(2**31), 2**31, (SAVING_ROWS, w), dtype=torch.int32) for w in widths}
+            peaks[kind] = []
+            for number in numbers:
+                for connection in connections[:number]:
+                    for one in groups:
+                        call = Call(one.id, Direction.FORWARD, Arithmetic.RING)
+                        connection.submit(call, rows[one.in_features], one.out_features).result()
+                peaks[kind].append(pss_mb(process.pid))
+                for connection in connections[:number]:
+                    for one in reversed(groups):
+                        call = Call(one.id, Direction.BACKWARD, Arithmetic.RING)
+                        connection.submit(call, rows[one.out_features], one.in_features).result()
+            for connection in connections:
+                connection.close()
+        finally:
+            if process.stdin is not None:
+                process.stdin.close()
+            process.wait(timeout=60)
+    print(f"| tenants between forward and backward, {SAVING_ROWS} tokens each | keeps nothing, MB | keeps inputs, MB |")
+    print("|---|---|---|")
+    for number, without, with_inputs in zip(numbers, peaks["stateless"], peaks["saving"], strict=True):
+        print(f"| {number} | {without:.0f} | {with_inputs:.0f} |")
+
+
+def main() -> None:
+    """Prints both tables."""
+    what = sys.argv[1:] or ["throughput", "saving"]
+    if "throughput" in what:
+        print("| tenants | tokens/s, one provider | tokens/s, local processes | ratio | MB, provider and tenants | "
+              "MB, local | ratio | provider's own MB |\n|---|---|---|---|---|---|---|---|")  # fmt: skip
+        found = throughput()
+        fewest, most = found[min(found)], found[max(found)]
+        step = max(found) - min(found)
+        for side, own in (("provider", most.provider_mb), ("local", 0.0)):
+            each = (most.memory_mb[side] - fewest.memory_mb[side]) / step
+            print(
+                f"{side}: {each:.0f} MB for each further tenant, so {(BUDGET_MB - own) // each:.0f} in {BUDGET_MB} MB"
+            )
+    if "saving" in what:
+        saving()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["tenant"]:
+        tenant(*sys.argv[2:])
+    elif sys.argv[1:2] == ["local"]:
+        local()
+    elif sys.argv[1:2] == ["serve"]:
+        serve_saving(sys.argv[2])
+    else:
+        main()

@@ -1,0 +1,28 @@
+"""One layer group's weights; imports no model code, so that a process that only computes starts fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from wire.manifest import GroupInfo
+
+
+@dataclass(frozen=True, eq=False)
+class ServedGroup:
+    """One group's weights.
+
+    Attributes:
+        info: its entry in the manifest.
+        quantised: W̃, int8, shape (in_features, out_features), contiguous; members side by side.
+        alpha: float32, shape (out_features,).
+        bias: float32, shape (out_features,), zeros where a member has none; None where no member has one.
+        native: W in the checkpoint's dtype, same shape as W̃; None unless `native` weights are served.
+    """
+
+    info: GroupInfo
+    quantised: torch.Tensor
+    alpha: torch.Tensor
+    bias: torch.Tensor | None
+    native: torch.Tensor | None

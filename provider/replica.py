@@ -1,0 +1,75 @@
+"""Who makes an executor's products: this process, a shard's process, or a shard on another host.
+
+Products are pure functions of the request, so one that was lost on its way may be made again, by anybody who holds the
+same weights: the rows are the same bytes, no mask is used for anything else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from wire.expand import Rows
+from wire.frame import Call
+
+Product = Callable[[Call, Rows], torch.Tensor]
+"""Raises nothing but `wire.errors` and `ReplicaLost`."""
+
+
+class ReplicaLost(Exception):
+    """Whoever was to make a product is gone, and did not say whether it was made."""
+
+
+class Replica(Protocol):
+    """One holder of an executor's weights. Makes one product at a time."""
+
+    def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        """One product, shape (num_rows, features of the other side); see `provider.executor.compute`.
+
+        Raises:
+            VeilbaseError: the request's fault, or one of this replica's that another would not mend.
+            ReplicaLost: it is gone.
+        """
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it seems to be there; asked now and then while it has nothing to do."""
+        ...
+
+    @property
+    def can_return(self) -> bool:
+        """Whether `revive` may bring it back once it is lost."""
+        ...
+
+    def revive(self, is_over: threading.Event) -> bool:
+        """Brings a lost replica back; may take long, but not longer than until `is_over`.
+
+        Returns:
+            Whether it can make products again; False: never.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets it go."""
+        ...
+
+
+class Here:
+    """A replica in this process, which is never lost."""
+
+    is_alive, can_return = True, False
+
+    def __init__(self, product: Product) -> None:
+        """Args: product: makes one, in the calling thread."""
+        self.product = product
+
+    def revive(self, is_over: threading.Event) -> bool:
+        """Never needed."""
+        return False
+
+    def close(self) -> None:
+        """Nothing to let go."""

@@ -1,0 +1,209 @@
+"""`provider shard --join`: this host holds some groups of another host's provider, as a replica of one of its shards.
+
+Guarantees: it opens the connection, so that it needs no port; it serves only what the provider asks of groups whose
+digests are the same at both ends; it joins again when the connection breaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import torch
+
+from provider import executor
+from provider.group import ServedGroup
+from provider.shards.messages import SHARD_METHOD, Assignment, Join, Ready, pack, unpack
+from wire import frame
+from wire.errors import (
+    ConfigurationError,
+    MalformedFrame,
+    NotPermitted,
+    Unauthenticated,
+    VeilbaseError,
+    WireCode,
+    code_of,
+)
+from wire.frame import PROTOCOL_VERSION, Assembler, FrameType, Header, check_tensor_header
+from wire.limits import Limits
+from wire.transport.grpc_client import TlsIdentity, open_channel, translate_status
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
+_MOST = Limits(max_rows=1 << 24, max_tensor_bytes=1 << 32)
+"""Of one request; the provider has checked each against its own."""
+_LOGGER = logging.getLogger(__name__)
+Load = Callable[[Assignment], dict[int, ServedGroup]]
+
+
+def read_identity(folder: Path) -> TlsIdentity:
+    """What `provider enroll NAME --shard --out FOLDER` wrote.
+
+    Raises:
+        ConfigurationError: a file is missing, or the key is open to other users.
+    """
+    try:
+        ca_pem, cert_pem, key_pem = ((folder / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem"))
+        mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
+    except OSError as exc:
+        raise ConfigurationError(
+            f"{str(folder)!r} is no identity ({exc.strerror}): make one with `provider enroll NAME --shard --out DIR`"
+        ) from None
+    if mode & 0o077:
+        raise ConfigurationError(f"{str(folder / 'key.pem')!r} can be read by other users: chmod 600 it")
+    return TlsIdentity(ca_pem, cert_pem, key_pem)
+
+
+class JoiningShard:
+    """One host's end; `run` returns only by an error or by `stop`."""
+
+    def __init__(self, url: str, identity: TlsIdentity | None, shard: int, load: Load) -> None:
+        """Args.
+
+        url: of the provider.
+        identity: None on a loopback port without TLS, which refuses shards.
+        shard: which one to be a replica of.
+        load: from an assignment to the groups; called once, and checked against every later assignment.
+        """
+        self._url, self._identity, self._shard, self._load = url, identity, shard, load
+        self._groups: dict[int, ServedGroup] | None = None
+        self._stopping = threading.Event()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.on_joined: Callable[[], None] = lambda: None
+
+    def run(self) -> None:
+        """Joins, and joins again after every loss.
+
+        Raises:
+            ConfigurationError: weights that differ from the provider's, a shard that it does not have, or a bad URL.
+            AccessError: it does not accept the certificate.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                self._join()
+            except (Unauthenticated, NotPermitted, ConfigurationError):
+                raise
+            except VeilbaseError as exc:
+                _LOGGER.warning("the provider is not there (%s); trying again", type(exc).__name__)
+            if time.monotonic() - began > _LAST_PAUSE_S:
+                pause_s = _FIRST_PAUSE_S
+            self._stopping.wait(pause_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    def stop(self) -> None:
+        """Ends `run` after the product that it is on."""
+        self._stopping.set()
+        self._outgoing.put(None)
+
+    def _join(self) -> None:
+        self._outgoing = queue.SimpleQueue()
+        self._outgoing.put(pack(Join(protocol=PROTOCOL_VERSION, shard=self._shard)))
+        with open_channel(self._url, self._identity) as channel:
+            messages = channel.stream_stream(SHARD_METHOD)(iter(self._outgoing.get, None))
+            is_joined = False
+            try:
+                groups = self._hold(unpack(Assignment, next(messages)))
+                self._outgoing.put(pack(Ready(digests={one: groups[one].info.digest for one in groups})))
+                is_joined = True
+                self.on_joined()
+                self._serve(groups, messages)
+            except StopIteration:
+                pass
+            except grpc.RpcError as exc:
+                if exc.code() == grpc.StatusCode.INVALID_ARGUMENT:
+                    raise ConfigurationError(f"the provider has no shard {self._shard}, or takes none") from None
+                if exc.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                    raise ConfigurationError("the provider holds other weights, or is another release") from None
+                raise translate_status(exc, is_joined) from None
+            finally:
+                messages.cancel()
+
+    def _hold(self, assignment: Assignment) -> dict[int, ServedGroup]:
+        """The assigned groups; loaded at the first time.
+
+        Raises:
+            ConfigurationError: this host's weights are others.
+        """
+        if self._groups is None:
+            self._groups = self._load(assignment)
+        groups = self._groups
+        for group, digest in assignment.digests.items():
+            if group not in groups or groups[group].info.digest != digest:
+                raise ConfigurationError(
+                    f"this host's weights of group {group} are not the provider's ({assignment.model_id}, "
+                    f"{assignment.weights}): --model, --weights and --base-layers must be the same"
+                )
+        return {group: groups[group] for group in assignment.digests}
+
+    def _serve(self, groups: dict[int, ServedGroup], messages: Iterator[bytes]) -> None:
+        assembler: Assembler | None = None
+        for message in messages:
+            header, payload = frame.parse(message)
+            if header.kind is not FrameType.REQUEST or header.call.group not in groups:
+                raise MalformedFrame("expected a request for a group of this shard")
+            if assembler is None:
+                check_tensor_header(header, _MOST.max_rows, _MOST.max_tensor_bytes)
+                assembler = Assembler(header)
+            if assembler.add(header, payload):
+                self._answer(groups[header.call.group], assembler)
+                assembler = None
+            if self._stopping.is_set():
+                return
+
+    def _answer(self, group: ServedGroup, assembler: Assembler) -> None:
+        asked = assembler.header
+        try:
+            reply = executor.product(group, asked.call, assembler.rows())
+        except VeilbaseError as exc:
+            self._refuse(asked.request_id, code_of(exc))
+            return
+        except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel: the type only
+            _LOGGER.error("a product of group %d failed: %s", asked.call.group, type(exc).__name__)
+            self._refuse(asked.request_id, WireCode.INTERNAL)
+            return
+        size = reply.numel() * frame.ITEM_BYTES
+        header = Header(FrameType.REPLY, asked.request_id, asked.call, reply.shape[0], reply.shape[1], 0, size)
+        for message in frame.frames(header, frame.tensor_bytes(reply)):
+            self._outgoing.put(message)
+
+    def _refuse(self, request_id: int, code: int) -> None:
+        self._outgoing.put(Header(FrameType.ERROR, request_id, code=code).pack())
+
+
+def load_groups(model: str, weights: str, base_layers: str | None, assignment: Assignment) -> dict[int, ServedGroup]:
+    """Loads a model and keeps the assigned groups; see `provider.weights.serve_model` for errors."""
+    from provider.models import load, resolve
+    from provider.weights import return_freed_memory, serve_model
+
+    served = serve_model(load(resolve(model)), "native" if weights == "native" else "int8", base_layers)
+    served.bundle.close()
+    kept = {one.info.id: one for one in served.groups if one.info.id in assignment.digests}
+    del served
+    return_freed_memory()
+    return kept
+
+
+def run_shard(
+    url: str, identity: Path, shard: int, model: str, weights: str, base_layers: str | None, threads: int | None
+) -> None:
+    """`provider shard`: until SIGTERM or SIGINT; see `JoiningShard.run` and `load_groups` for arguments and errors."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+    def load(assignment: Assignment) -> dict[int, ServedGroup]:
+        return load_groups(model, weights, base_layers, assignment)
+
+    joining = JoiningShard(url, read_identity(identity), shard, load)
+    joining.on_joined = lambda: print(f"ready shard {shard}", flush=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: sys.exit(0))
+    joining.run()

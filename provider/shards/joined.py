@@ -1,0 +1,145 @@
+"""The front's end of a shard on another host: a replica behind a stream that the shard has opened.
+
+Guarantees: a reply is checked against its request before it is allocated; a shard that goes away, is silent, is revoked
+or breaks the protocol is lost, and whoever waits for it is told at once. What it computes is the operator's trust: it
+holds a certificate of the provider's CA, and tenants that verify see a wrong product of any shard.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+import torch
+
+from provider.executor import check_cols
+from provider.replica import ReplicaLost
+from wire import frame
+from wire.errors import MalformedFrame, VeilbaseError, error_from_code
+from wire.expand import Rows, SeededRows
+from wire.frame import Assembler, Call, Direction, FrameType, Header
+from wire.limits import deadline_s
+from wire.manifest import GroupInfo
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class JoinedShard:
+    """A `provider.replica.Replica` on another host. It does not come back: its host joins anew."""
+
+    can_return = False
+
+    def __init__(self, name: str, groups: dict[int, GroupInfo], is_refused: Callable[[], bool]) -> None:
+        """Args.
+
+        name: for the log.
+        groups: that it holds, by id.
+        is_refused: whether its certificate was revoked; asked before every product.
+        """
+        self.name, self._groups, self._is_refused = name, groups, is_refused
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()  # one product at a time
+        self._expected: Header | None = None
+        self._reply: Assembler | None = None
+        self._outcome: torch.Tensor | VeilbaseError | None = None
+        self._answered = threading.Event()
+        self._is_lost = False
+
+    # ---- a product ------------------------------------------------------------------------------------------------
+
+    def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        """See `Replica.product`."""
+        with self._lock:
+            if self._is_lost or self._is_refused():
+                self.close()
+                raise ReplicaLost
+            num_rows, cols = _shape(self._groups[call.group], call, rows)
+            reply_cols = check_cols(self._groups[call.group], call, cols)
+            payload, number = frame.rows_bytes(rows), next(self._numbers)
+            held = len(payload) + num_rows * reply_cols * frame.ITEM_BYTES
+            size = num_rows * reply_cols * frame.ITEM_BYTES
+            self._reply = self._outcome = None
+            self._answered.clear()
+            self._expected = Header(FrameType.REPLY, number, call, num_rows, reply_cols, 0, size)
+            for message in frame.frames(
+                Header(FrameType.REQUEST, number, call, num_rows, cols, 0, len(payload)), payload
+            ):
+                self._outgoing.put(message)
+            is_answered = self._answered.wait(deadline_s(held))
+            outcome, self._expected = self._outcome, None
+            if isinstance(outcome, torch.Tensor):
+                return outcome
+            if outcome is None:
+                if not is_answered:
+                    _LOGGER.error("shard %s did not answer in time", self.name)
+                self.close()
+                raise ReplicaLost
+            raise outcome
+
+    # ---- its stream -----------------------------------------------------------------------------------------------
+
+    def outgoing(self) -> Iterator[bytes]:
+        """What to send it, until it is lost; for the RPC's thread."""
+        while (message := self._outgoing.get()) is not None:
+            yield message
+
+    def read(self, messages: Iterator[bytes]) -> None:
+        """Takes what it sends, until it goes away; for a thread of its own."""
+        try:
+            for message in messages:
+                self._take(*frame.parse(message))
+        except (grpc.RpcError, VeilbaseError) as exc:
+            if isinstance(exc, VeilbaseError):
+                _LOGGER.error("shard %s broke the protocol: %s", self.name, type(exc).__name__)
+        finally:
+            self.close()
+
+    def _take(self, header: Header, payload: memoryview) -> None:
+        expected = self._expected
+        if expected is None or header.request_id != expected.request_id:
+            raise MalformedFrame("an answer to no request")
+        if header.kind is FrameType.ERROR:
+            self._settle(error_from_code(header.code, header.request_id))
+        elif header.kind is not FrameType.REPLY:
+            raise MalformedFrame("a frame that no shard sends")
+        else:
+            shape = (header.call, header.rows, header.cols, header.total_bytes)
+            if shape != (expected.call, expected.rows, expected.cols, expected.total_bytes):
+                raise MalformedFrame("a reply does not have the shape of its request")
+            if self._reply is None:
+                self._reply = Assembler(header)
+            if self._reply.add(header, payload):
+                self._settle(self._reply.tensor())
+
+    def _settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
+        self._outcome = outcome
+        self._answered.set()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its stream is open."""
+        return not self._is_lost
+
+    # ---- its end --------------------------------------------------------------------------------------------------
+
+    def revive(self, is_over: threading.Event) -> bool:
+        """Its host joins with a new stream, as another replica."""
+        return False
+
+    def close(self) -> None:
+        """Ends its stream; whoever waits finds it lost."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._answered.set()
+            self._outgoing.put(None)
+
+
+def _shape(info: GroupInfo, call: Call, rows: Rows) -> tuple[int, int]:
+    if isinstance(rows, SeededRows):
+        return rows.num_rows, info.in_features if call.direction is Direction.FORWARD else info.out_features
+    return rows.shape[0], rows.shape[1]

@@ -1,0 +1,85 @@
+"""The weights of some groups in one safetensors file without a name, which processes of this machine map and share.
+
+Guarantees: what is read is what the manifest's digests name; nothing is left on disk, however the processes end, since
+the file has no name from the moment it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from provider.group import ServedGroup
+from wire.errors import ConfigurationError
+from wire.manifest import GroupInfo
+from wire.quantise import digest
+
+_PARTS = ("quantised", "alpha", "bias", "native")
+
+
+def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
+    """Writes a file and forgets its name.
+
+    Args:
+        groups: to be written.
+        parent: a folder on the file system to use; None is the system's own for temporary files.
+
+    Returns:
+        A file descriptor, the caller's to close.
+
+    Raises:
+        ConfigurationError: the disk is full, or cannot be written.
+    """
+    tensors, infos = {}, []
+    for group in groups:
+        infos.append(group.info.model_dump(mode="json"))
+        held = {name: getattr(group, name) for name in _PARTS}
+        tensors.update({f"{group.info.id}.{name}": one for name, one in held.items() if one is not None})
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="veilbase-shard-", dir=parent)
+        os.close(descriptor)
+        try:
+            save_file(tensors, name, {"groups": json.dumps(infos)})
+            return os.open(name, os.O_RDONLY | os.O_CLOEXEC)  # after it: what is written may be another file
+        finally:
+            os.unlink(name)
+    except (OSError, SafetensorError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else type(exc).__name__
+        raise ConfigurationError(f"a shard's weights cannot be written to disk: {reason}") from None
+
+
+def read_weights(descriptor: int) -> dict[int, ServedGroup]:
+    """Maps a file's groups, by id; pages that several processes map are in memory once.
+
+    Raises:
+        ConfigurationError: no such file, or not the weights that it names.
+    """
+    try:
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
+            infos = [GroupInfo.model_validate(one) for one in json.loads(file.metadata()["groups"])]
+            names = set(file.keys())
+            return {
+                info.id: _group(info, {part: _tensor(file, names, info, part) for part in _PARTS}) for info in infos
+            }
+    except (OSError, SafetensorError, ValueError, KeyError) as exc:
+        raise ConfigurationError(f"a shard's weights cannot be read: {type(exc).__name__}") from None
+
+
+def _tensor(file: Any, names: set[str], info: GroupInfo, part: str) -> torch.Tensor | None:
+    name = f"{info.id}.{part}"
+    return file.get_tensor(name) if name in names else None
+
+
+def _group(info: GroupInfo, parts: dict[str, torch.Tensor | None]) -> ServedGroup:
+    quantised, alpha = parts["quantised"], parts["alpha"]
+    if quantised is None or alpha is None or digest(quantised, alpha) != info.digest:
+        raise ConfigurationError(f"the weights of group {info.id} are not those of the manifest")
+    return ServedGroup(info, quantised, alpha, parts["bias"], parts["native"])

@@ -1,0 +1,231 @@
+"""A provider whose layers are in processes of their own: a tenant sees no difference, and survives the loss of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from provider.profile import make_scheduler
+from provider.schedule.scheduler import Policy
+from provider.service import Server
+from provider.shards.local import LocalShards
+from provider.shards.router import Shard
+from tenant_sdk import TenantClient
+from tests.rpc.test_cli import Serving, one_line_error, run
+from tests.tenant_sdk.tiny import QUICK, ROWS, chat_model, lora, make_core, serving
+from wire.errors import Unavailable
+from wire.frame import Arithmetic, Call, Direction
+from wire.transport.grpc_client import GrpcConnection
+
+Serve = Callable[..., Serving]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("shards") / "tiny")
+
+
+@pytest.fixture
+def serve(model: Path) -> Iterator[Serve]:
+    running: list[Serving] = []
+
+    def start(*arguments: object) -> Serving:
+        running.append(Serving("--model", model, "--port", 0, *arguments))
+        return running[-1]
+
+    yield start
+    for one in running:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.communicate()
+
+
+def workers(serving: Serving) -> list[int]:
+    """The shards' processes, in the order of their start."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == serving.process.pid and b"provider.shards.worker" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def finetune(url: str, out: Path, mask: str, **changes: Any) -> list[float]:
+    with TenantClient(url, mask=mask) as client:
+        result = client.finetune(ROWS, lora(), str(out), seed=3, **{**QUICK, "max_steps": 24, **changes})
+    return list(result.losses)
+
+
+def kill_at_checkpoint(out: Path, pids: list[int]) -> threading.Thread:
+    def kill() -> None:
+        saved = out.with_name(out.name + ".checkpoints") / "checkpoint-2" / "complete"
+        while not saved.exists() and not out.exists():
+            time.sleep(0.002)
+        assert not out.exists(), "the run was over before"
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    return thread
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses with a provider of one process."""
+    with serving(make_core(model, "int8")) as server:
+        return finetune(f"grpc://127.0.0.1:{server.port}", tmp_path_factory.mktemp("plain") / "run", "off")
+
+
+def test_a_replica_that_is_lost_in_mid_run_changes_nothing(serve: Serve, tmp_path: Path, expected: list[float]) -> None:
+    sharded = serve("--shards", 2, "--replicas", 2)
+    assert finetune(sharded.url, tmp_path / "sharded", "off") == expected
+
+    pids = workers(sharded)
+    assert len(pids) == 4
+    killer = kill_at_checkpoint(tmp_path / "one lost", pids[::2])  # one replica of each shard
+    assert finetune(sharded.url, tmp_path / "one lost", "off") == expected
+    killer.join()
+
+    while len(workers(sharded)) < 4 or set(pids[::2]) & set(workers(sharded)):
+        time.sleep(0.05)  # both are started again
+    killer = kill_at_checkpoint(tmp_path / "masked", workers(sharded)[:1])
+    masked = finetune(sharded.url, tmp_path / "masked", "lattice")
+    killer.join()
+    assert masked == pytest.approx(expected, abs=5e-3)  # other masks: as far apart as rounding is
+
+    pids = workers(sharded)
+    code, out, err = sharded.stop()
+    assert (code, out) == (0, "")
+    assert "was lost" in err
+    assert "Traceback" not in err
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_shard_without_a_replica_is_waited_for(serve: Serve, tmp_path: Path, expected: list[float]) -> None:
+    sharded = serve("--shards", 2)
+    killer = kill_at_checkpoint(tmp_path / "run", workers(sharded)[1:])
+    assert finetune(sharded.url, tmp_path / "run", "off") == expected
+    killer.join()
+    code, _, err = sharded.stop()
+    assert code == 0
+    assert "was started again" in err
+
+
+def test_layers_of_other_shards_go_on(model: Path) -> None:
+    """A shard that is given up is an error at once; the other one does not notice."""
+    core = make_core(model, "int8")
+    local = LocalShards.start(core.served, 2, 1)
+    schedulers = [make_scheduler(core.served, Policy(), profiled=False) for _ in range(2)]
+    core.let_weights_go()
+    server = Server("127.0.0.1", 0, None)
+    server.start(core, [Shard(*one) for one in zip(local.plan, local.replicas, schedulers, strict=True)])
+    connection = GrpcConnection(f"grpc://127.0.0.1:{server.port}")
+
+    def product(group: int, num_rows: int = 20) -> torch.Tensor:
+        info = connection.manifest().groups[group]
+        rows = torch.ones(num_rows, info.in_features, dtype=torch.int32)
+        return connection.submit(Call(group, Direction.FORWARD, Arithmetic.RING), rows, info.out_features).result()
+
+    try:
+        last = len(connection.manifest().groups) - 1
+        product(0)
+        expected = product(last)
+        first = local.replicas[0][0]
+        first._starts.extend([time.monotonic()] * 5)  # as often as it may be started
+        assert first.pid is not None
+        os.kill(first.pid, signal.SIGKILL)
+        for num_rows in (20, 1, 0):
+            with pytest.raises(Unavailable, match="has lost what this layer needs"):
+                product(0, num_rows)
+            assert torch.equal(product(last), expected)
+    finally:
+        connection.close()
+        server.stop()
+        local.close()
+
+
+def test_conflicts_are_one_line(model: Path, tmp_path: Path) -> None:
+    base = ("serve", "--model", model, "--port", 0, "--state", tmp_path)
+    assert "as many as layer groups" in one_line_error(run(*base, "--shards", 900))
+    done = run(*base, "--shards", 0)
+    assert "setting shards" in one_line_error(done)
+
+
+def test_killing_the_front_leaves_nothing(serve: Serve) -> None:
+    before = set(Path(os.environ.get("TMPDIR", "/tmp")).glob("veilbase-shard-*"))
+    sharded = serve("--shards", 2)
+    pids = workers(sharded)
+    assert set(Path(os.environ.get("TMPDIR", "/tmp")).glob("veilbase-shard-*")) == before
+    sharded.process.kill()
+    sharded.process.communicate()
+    give_up_at = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+
+
+def test_a_shard_on_another_host(model: Path, serve: Serve, tmp_path: Path, expected: list[float]) -> None:
+    """The commands of the documentation; the other host is killed in mid-run, and comes back."""
+    state, port = tmp_path / "state", free_port()
+    joining: list[subprocess.Popen[str]] = []
+
+    def join() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "provider", "shard", "--join", url, "--identity", tmp_path / "host"]
+        command += ["--shard", 1, "--model", model, "--threads", 1]
+        joining.append(subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True))
+        assert joining[-1].stdout is not None
+        assert joining[-1].stdout.readline() == "ready shard 1\n"
+        return joining[-1]
+
+    url = f"grpcs://127.0.0.1:{port}"
+    for name, flags in (("host", ["--shard"]), ("acme", [])):
+        run("enroll", name, *flags, "--out", tmp_path / name, "--state", state, "--endpoint", url)
+    try:
+        thread = threading.Thread(target=join)
+        thread.start()  # before there is anything to join
+        sharded = serve("--tls", "--state", state, "--shards", 2, "--remote-shards", "1", "--port", port)
+        thread.join(timeout=60)
+        assert len(workers(sharded)) == 1
+        killer = kill_at_checkpoint(tmp_path / "run", [joining[0].pid])
+        again = threading.Thread(target=lambda: (killer.join(), join()))
+        again.start()
+        with TenantClient(url, identity=tmp_path / "acme", mask="off") as client:
+            result = client.finetune(ROWS, lora(), str(tmp_path / "run"), seed=3, **{**QUICK, "max_steps": 24})
+        again.join(timeout=60)
+        assert list(result.losses) == expected
+        joining[1].terminate()
+        assert joining[1].wait(timeout=30) == 0
+        assert "(shard)" in run("tenants", "--state", state).stdout
+    finally:
+        for one in joining:
+            one.kill()
+            one.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def test_shards_elsewhere_are_asked_for_rightly(model: Path, tmp_path: Path) -> None:
+    base = ("serve", "--model", model, "--port", 0, "--state", tmp_path)
+    assert "add --tls" in one_line_error(run(*base, "--shards", 2, "--remote-shards", "1"))
+    assert "below the 2 of --shards" in one_line_error(run(*base, "--tls", "--shards", 2, "--remote-shards", "2"))
+    done = run("shard", "--join", "grpcs://127.0.0.1:1", "--identity", tmp_path / "none")
+    assert "provider enroll NAME --shard" in one_line_error(done)

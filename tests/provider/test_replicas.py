@@ -1,0 +1,217 @@
+"""Several replicas behind one executor: they share the work, and what a lost one had begun another makes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from provider.batch import RETRY_S, Executor, Job, Outcome
+from provider.core import ProviderCore
+from provider.embedded import make_core
+from provider.profile import latency_model
+from provider.replica import Replica, ReplicaLost
+from provider.schedule.request_class import RequestClass
+from provider.schedule.scheduler import Policy, Scheduler
+from tests.conftest import make_tiny
+from tests.provider.test_batch import CALL, COLS, Answer
+from wire.errors import RemoteFault, Unavailable
+from wire.expand import Rows
+from wire.frame import Call
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+    folder: Path = tmp_path_factory.mktemp("model") / "llama"
+    make_tiny("llama", folder)
+    return make_core(str(folder))
+
+
+class Scripted:
+    """A replica that does what it is told: `script` may block, or raise ReplicaLost."""
+
+    def __init__(self, core: ProviderCore, script: Callable[[int], None] = lambda number: None) -> None:
+        self._core, self._script = core, script
+        self.num_asked = self.num_made = 0
+        self.can_return, self.is_alive = False, True
+        self.may_return = threading.Event()
+        self.is_closed = False
+
+    def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        self.num_asked += 1
+        self._script(self.num_asked)
+        reply = self._core.compute(call, rows)
+        self.num_made += 1
+        return reply
+
+    def revive(self, is_over: threading.Event) -> bool:
+        if not self.can_return:
+            return False
+        while not self.may_return.wait(0.005):
+            if is_over.is_set():
+                return False
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def lost(number: int) -> None:
+    raise ReplicaLost
+
+
+@contextmanager
+def executor_of(core: ProviderCore, *replicas: Replica) -> Iterator[Executor]:
+    # pieces of at most 16 rows, so that one request is several
+    scheduler = Scheduler(Policy(max_wait_s=0.0, max_batch_rows=16), latency_model(core.served, profiled=False))
+    executor = Executor(replicas, scheduler)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def submit(executor: Executor, rows: Rows, tenant: str = "acme") -> Answer:
+    answer = Answer()
+    answer.job = Job(CALL, rows, tenant, RequestClass.FINETUNE, time.monotonic() + 60, answer.take)
+    executor.submit(answer.job)
+    return answer
+
+
+def ring_rows(count: int) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31 - 1, (count, COLS), dtype=torch.int64).to(torch.int32)
+
+
+def is_product(core: ProviderCore, rows: torch.Tensor, outcome: Outcome) -> bool:
+    return isinstance(outcome, torch.Tensor) and torch.equal(outcome, core.compute(CALL, rows))
+
+
+def test_two_replicas_compute_at_the_same_time(core: ProviderCore) -> None:
+    both = threading.Barrier(2, timeout=20)
+    one, other = (Scripted(core, lambda number: both.wait() and None) for _ in range(2))
+    with executor_of(core, one, other) as executor:
+        rows = [ring_rows(16), ring_rows(16)]
+        answers = [submit(executor, each) for each in rows]
+        assert all(is_product(core, each, answer.get()) for each, answer in zip(rows, answers, strict=True))
+    assert one.num_made == other.num_made == 1
+    assert one.is_closed
+    assert other.is_closed
+
+
+def test_pieces_of_one_request_that_end_out_of_order(core: ProviderCore) -> None:
+    last_is_done = threading.Event()
+    slow = Scripted(core, lambda number: last_is_done.wait(20) and None)
+    fast = Scripted(core)
+    with executor_of(core, slow, fast) as executor:
+        rows = ring_rows(160)
+        answer = submit(executor, rows)
+        while slow.num_asked == 0 or fast.num_made < 9:
+            time.sleep(0.001)
+        assert not answer.outcomes  # the last row is there, a piece in the middle is not
+        last_is_done.set()
+        assert is_product(core, rows, answer.get())
+
+
+def test_what_a_lost_replica_had_begun_another_makes(core: ProviderCore) -> None:
+    dies_later = Scripted(core, lambda number: lost(number) if number == 3 else None)
+    other = Scripted(core)
+    with executor_of(core, dies_later, other) as executor:
+        for _ in range(40):
+            rows = ring_rows(40)
+            assert is_product(core, rows, submit(executor, rows).get())
+            if dies_later.num_asked >= 3:
+                break
+        while executor.num_replicas != (1, 1):
+            time.sleep(0.001)
+        rows = ring_rows(40)
+        assert is_product(core, rows, submit(executor, rows).get())
+    assert dies_later.num_made == 2
+    assert dies_later.is_closed
+
+
+def test_a_small_request_that_loses_its_replica_is_queued(core: ProviderCore) -> None:
+    with executor_of(core, Scripted(core, lost), Scripted(core)) as executor:
+        rows = ring_rows(1)
+        assert executor.compute_here("acme", CALL, rows) is None
+        assert is_product(core, rows, submit(executor, rows).get())
+
+
+def test_a_request_that_ends_replicas_is_given_up(core: ProviderCore) -> None:
+    poison = ring_rows(7)
+
+    class Poisoned(Scripted):
+        def product(self, call: Call, rows: Rows) -> torch.Tensor:
+            if rows.num_rows == 7 if not isinstance(rows, torch.Tensor) else rows.shape[0] == 7:
+                raise ReplicaLost
+            return super().product(call, rows)
+
+    with executor_of(core, *(Poisoned(core) for _ in range(3))) as executor:
+        assert isinstance(submit(executor, poison).get(), RemoteFault)
+        rows = ring_rows(8)
+        assert is_product(core, rows, submit(executor, rows).get())
+        assert executor.num_replicas[0] == 1
+
+
+def test_without_a_replica_requests_are_refused_at_once(core: ProviderCore) -> None:
+    with executor_of(core, Scripted(core, lost)) as executor:
+        first = submit(executor, ring_rows(3)).get()
+        assert isinstance(first, Unavailable)
+        while executor.num_replicas[1]:
+            time.sleep(0.001)
+        for rows in (ring_rows(3), ring_rows(0)):
+            outcome = submit(executor, rows).get()
+            assert isinstance(outcome, Unavailable)
+        assert submit(executor, ring_rows(3)).get().retry_s == 0  # type: ignore[union-attr]  # it will not come back
+
+
+def test_a_replica_that_returns(core: ProviderCore) -> None:
+    replica = Scripted(core, lambda number: lost(number) if number == 1 else None)
+    replica.can_return = True
+    with executor_of(core, replica) as executor:
+        while_lost = submit(executor, ring_rows(3)).get()
+        assert isinstance(while_lost, Unavailable)
+        assert while_lost.retry_s == RETRY_S
+        assert executor.num_replicas == (0, 1)
+        replica.may_return.set()
+        while executor.num_replicas != (1, 1):
+            time.sleep(0.001)
+        rows = ring_rows(3)
+        assert is_product(core, rows, submit(executor, rows).get())
+
+
+def test_one_more_replica_while_it_runs(core: ProviderCore) -> None:
+    with executor_of(core, Scripted(core, lost)) as executor:
+        assert isinstance(submit(executor, ring_rows(2)).get(), Unavailable)
+        executor.add(Scripted(core))
+        rows = ring_rows(5)
+        assert is_product(core, rows, submit(executor, rows).get())
+
+
+def test_one_that_goes_away_while_idle_is_noticed(core: ProviderCore) -> None:
+    replica = Scripted(core)
+    replica.can_return = True
+    with executor_of(core, replica) as executor:
+        executor.look()
+        assert executor.num_replicas == (1, 1)
+        replica.is_alive = False
+        executor.look()
+        assert executor.num_replicas == (0, 1)
+        replica.is_alive = True
+        replica.may_return.set()
+        while executor.num_replicas != (1, 1):
+            time.sleep(0.001)
+        rows = ring_rows(3)
+        assert is_product(core, rows, submit(executor, rows).get())
+
+
+def test_closing_while_a_replica_is_being_brought_back(core: ProviderCore) -> None:
+    replica = Scripted(core, lost)
+    replica.can_return = True
+    with executor_of(core, replica) as executor:
+        assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
+    assert replica.is_closed

@@ -1,0 +1,217 @@
+"""Shards in processes of their own: the same replies, a loss in the middle, clear errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from provider.core import ProviderCore
+from provider.embedded import make_core
+from provider.replica import ReplicaLost
+from provider.shards.local import LocalShards
+from provider.shards.plan import make_plan
+from provider.shards.process import ShardProcess
+from provider.shards.shared_rows import KEPT_BYTES, SharedRows
+from tests.conftest import make_tiny
+from wire.errors import ConfigurationError, InvalidTensor, UnknownLayer
+from wire.expand import SeededRows
+from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+    folder: Path = tmp_path_factory.mktemp("model") / "gpt2"
+    make_tiny("gpt2", folder)
+    return make_core(str(folder))
+
+
+@pytest.fixture(scope="module")
+def shards(core: ProviderCore) -> Iterator[LocalShards]:
+    started = LocalShards.start(core.served, 3, 1)
+    yield started
+    started.close()
+
+
+def replica_of(shards: LocalShards, group: int) -> ShardProcess:
+    return next(replicas[0] for ids, replicas in zip(shards.plan, shards.replicas, strict=True) if group in ids)
+
+
+def rows_of(core: ProviderCore, call: Call, num_rows: int) -> torch.Tensor:
+    info = core.manifest().groups[call.group]
+    cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
+    if call.arithmetic is Arithmetic.FLOAT:
+        return torch.randn(num_rows, cols)
+    return torch.randint(-(2**31), 2**31 - 1, (num_rows, cols), dtype=torch.int64).to(torch.int32)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 300])
+def test_every_product_is_the_same(core: ProviderCore, shards: LocalShards, num_rows: int) -> None:
+    for group in range(len(core.manifest().groups)):
+        for direction in Direction:
+            for arithmetic, purpose in ((Arithmetic.RING, Purpose.PRODUCT), (Arithmetic.FLOAT, Purpose.PRODUCT),
+                                        (Arithmetic.FLOAT, Purpose.EFFECT)):  # fmt: skip
+                call = Call(group, direction, arithmetic, purpose)
+                rows = rows_of(core, call, num_rows)
+                reply, expected = replica_of(shards, group).product(call, rows), core.compute(call, rows)
+                assert reply.dtype == DTYPES[arithmetic]
+                assert (
+                    torch.equal(reply, expected) if arithmetic is Arithmetic.RING else torch.allclose(reply, expected)
+                )
+            hint = Call(group, direction, Arithmetic.RING, Purpose.HINT)
+            seeded = SeededRows(bytes(range(32)), 5, num_rows)
+            assert torch.equal(replica_of(shards, group).product(hint, seeded), core.compute(hint, seeded))
+
+
+def test_a_reply_owns_its_memory(core: ProviderCore, shards: LocalShards) -> None:
+    call = Call(0, Direction.FORWARD, Arithmetic.RING)
+    first = replica_of(shards, 0).product(call, rows_of(core, call, 4))
+    kept = first.clone()
+    replica_of(shards, 0).product(call, rows_of(core, call, 4))
+    assert torch.equal(first, kept)
+
+
+def test_faults_of_a_request_are_typed(core: ProviderCore, shards: LocalShards) -> None:
+    call = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
+    broken = rows_of(core, call, 2)
+    broken[1, 1] = float("nan")
+    replica = replica_of(shards, 0)
+    with pytest.raises(InvalidTensor):
+        replica.product(call, broken)
+    with pytest.raises(InvalidTensor):
+        replica.product(call, torch.zeros(2, 7))
+    with pytest.raises(UnknownLayer):
+        replica.product(Call(0, Direction.FORWARD, Arithmetic.FLOAT, Purpose.HINT), SeededRows(bytes(32), 0, 1))
+    rows = rows_of(core, call, 2)
+    assert torch.allclose(replica.product(call, rows), core.compute(call, rows))
+
+
+def test_what_a_large_request_needed_is_given_back() -> None:
+    owner = SharedRows.create(1000)
+    other = SharedRows(os.dup(owner.descriptor))
+    try:
+        other.follow(owner.num_bytes)
+        owner.view(3, 5, torch.int32).copy_(torch.arange(15).view(3, 5))
+        assert torch.equal(other.view(3, 5, torch.int32), torch.arange(15, dtype=torch.int32).view(3, 5))
+        owner.hold(KEPT_BYTES + 1)
+        assert owner.num_bytes == 2 * KEPT_BYTES
+        other.follow(owner.num_bytes)
+        owner.give_back()
+        assert os.fstat(owner.descriptor).st_size == KEPT_BYTES
+        other.follow(owner.num_bytes)
+        with pytest.raises(ValueError, match=r"size|large|buffer"):
+            owner.view(KEPT_BYTES, 1, torch.int32)
+    finally:
+        owner.close()
+        other.close()
+
+
+def test_a_lost_process_is_started_again(core: ProviderCore) -> None:
+    shards = LocalShards.start(core.served, 1, 1)
+    try:
+        replica = replica_of(shards, 0)
+        call = Call(0, Direction.FORWARD, Arithmetic.RING)
+        rows = rows_of(core, call, 3)
+        first = replica.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(ReplicaLost):
+            replica.product(call, rows)
+        with pytest.raises(ReplicaLost):
+            replica.product(call, rows)
+        assert replica.can_return
+        assert replica.revive(threading.Event())
+        assert replica.pid not in (None, first)
+        assert torch.equal(replica.product(call, rows), core.compute(call, rows))
+    finally:
+        shards.close()
+    assert replica.pid is None
+    assert not replica.can_return
+
+
+def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: pytest.LogCaptureFixture) -> None:
+    shards = LocalShards.start(core.served, 1, 1)
+    try:
+        replica = replica_of(shards, 0)
+        replica._weights = os.open(os.devnull, os.O_RDONLY)  # from now on it finds nothing to hold
+        replica._starts.extend([time.monotonic()] * 2)  # some of the times that it may be started
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGKILL)
+        assert not replica.revive(threading.Event())
+        assert len(replica._starts) == 5
+        assert "is given up" in caplog.text
+        with pytest.raises(ReplicaLost):
+            replica.product(Call(0, Direction.FORWARD, Arithmetic.RING), torch.zeros(1, 32, dtype=torch.int32))
+    finally:
+        os.close(replica._weights)
+        shards.close()
+
+
+def test_processes_end_with_the_front_and_not_with_its_signals(core: ProviderCore) -> None:
+    shards = LocalShards.start(core.served, 2, 2)
+    replicas = [*shards.replicas[0], *shards.replicas[1]]
+    pids = [replica.pid for replica in replicas]
+    assert len(set(pids)) == 4
+    for pid in pids:
+        assert pid is not None
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+    call = Call(0, Direction.FORWARD, Arithmetic.RING)
+    rows = rows_of(core, call, 2)
+    for replica in shards.replicas[0]:
+        assert torch.equal(replica.product(call, rows), core.compute(call, rows))
+    process = replicas[0]._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()  # what the end of the front does
+    process.wait(timeout=20)
+    shards.close()
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_weights_that_were_changed_are_refused(core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    from provider.shards import local
+
+    def tampered(groups: object, parent: Path | None) -> int:
+        for group in groups:  # type: ignore[attr-defined]
+            group.quantised[0, 0] ^= 1
+        try:
+            return write(groups, parent)  # type: ignore[arg-type]
+        finally:
+            for group in groups:  # type: ignore[attr-defined]
+                group.quantised[0, 0] ^= 1
+
+    write = local.write_weights
+    monkeypatch.setattr(local, "write_weights", tampered)
+    began = time.monotonic()
+    with pytest.raises(ConfigurationError, match="shard 0-0 could not be started"):
+        LocalShards.start(core.served, 1, 1)
+    assert time.monotonic() - began < 60
+
+
+def test_a_disk_that_cannot_be_written(core: ProviderCore, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be written to disk"):
+        LocalShards.start(core.served, 1, 1, parent=tmp_path / "missing")
+
+
+def test_a_plan_is_whole_and_even(core: ProviderCore) -> None:
+    groups = core.manifest().groups
+    sizes = [group.in_features * group.out_features for group in groups]
+    for num_shards in range(1, len(groups) + 1):
+        plan = make_plan(groups, num_shards)
+        assert [one for shard in plan for one in shard] == [group.id for group in groups]
+        assert all(plan)
+        assert len(plan) == num_shards
+        largest = max(sum(sizes[one] for one in shard) for shard in plan)
+        assert largest <= sum(sizes) / num_shards + max(sizes)
+    with pytest.raises(ConfigurationError, match="as many as layer groups"):
+        make_plan(groups, len(groups) + 1)

@@ -1,0 +1,279 @@
+"""Shards on other hosts: who may join, with which weights, and what a tenant sees when one goes away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from provider.core import ProviderCore
+from provider.group import ServedGroup
+from provider.identity import StateDir
+from provider.profile import make_scheduler
+from provider.schedule.scheduler import Policy
+from provider.service import ProviderService, Server
+from provider.shards.join import JoiningShard, read_identity
+from provider.shards.messages import SHARD_METHOD, Assignment, Join, Ready, pack, unpack
+from provider.shards.plan import make_plan
+from provider.shards.router import Shard
+from provider.tenants import enroll, revoke
+from wire import frame
+from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
+from wire.expand import SeededRows
+from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
+from wire.transport.grpc_client import GrpcConnection, TlsIdentity, open_channel
+
+RING = Arithmetic.RING
+
+
+class Site:
+    """A provider of two shards that has no weights, and hosts that join it."""
+
+    def __init__(self, core: ProviderCore, folder: Path) -> None:
+        self.core, self.folder = core, folder
+        self.state = StateDir(folder / "state")
+        self.plan = make_plan(core.manifest().groups, 2)
+        self.server = Server("127.0.0.1", 0, self.state)
+        front = ProviderCore(replace(core.served, groups=()))
+        self.service: ProviderService = self.server.start(
+            front, [Shard(ids, [], make_scheduler(core.served, Policy(), profiled=False)) for ids in self.plan]
+        )
+        self.url = f"grpcs://127.0.0.1:{self.server.port}"
+        self.connection = GrpcConnection(self.url, self.identity("acme"))
+        self._joining: list[tuple[JoiningShard, threading.Thread]] = []
+
+    def identity(self, name: str, role: str = "tenant") -> TlsIdentity:
+        if not (self.folder / name).exists():
+            enroll(self.state, name, self.folder / name, self.url, role=role)  # type: ignore[arg-type]
+        return read_identity(self.folder / name)
+
+    def join(self, shard: int, name: str = "host") -> JoiningShard:
+        """One more host, once the provider counts on it."""
+        lanes = self.service._executor.executors[shard]._lanes
+        before = {lane.replica for lane in list(lanes)}
+        joining = JoiningShard(self.url, self.identity(name, "shard"), shard, self.load)
+        thread = threading.Thread(target=joining.run)
+        thread.start()
+        self._joining.append((joining, thread))
+        wait_until(lambda: any(lane.replica not in before for lane in list(lanes)))
+        return joining
+
+    def load(self, assignment: Assignment) -> dict[int, ServedGroup]:
+        return {group: self.core.served.groups[group] for group in assignment.digests}
+
+    def product(self, call: Call, rows: torch.Tensor | SeededRows) -> torch.Tensor:
+        info = self.core.manifest().groups[call.group]
+        reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
+        return self.connection.submit(call, rows, reply_cols).result()
+
+    def rows(self, call: Call, count: int) -> torch.Tensor:
+        info = self.core.manifest().groups[call.group]
+        cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
+        if call.arithmetic is Arithmetic.FLOAT:
+            return torch.randn(count, cols)
+        return torch.randint(-(2**31), 2**31 - 1, (count, cols), dtype=torch.int64).to(torch.int32)
+
+    def close(self) -> None:
+        for joining, _ in self._joining:
+            joining.stop()
+        self.connection.close()
+        self.server.stop()
+        for _, thread in self._joining:
+            thread.join(timeout=20)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def site(tiny_core: ProviderCore, tmp_path: Path) -> Iterator[Site]:
+    made = Site(tiny_core, tmp_path)
+    yield made
+    made.close()
+
+
+def test_every_product_of_joined_shards_is_the_same(site: Site) -> None:
+    site.join(0)
+    site.join(1)
+    for group in range(len(site.core.manifest().groups)):
+        for direction in Direction:
+            for arithmetic in Arithmetic:
+                call = Call(group, direction, arithmetic)
+                for count in (0, 1, 7):
+                    rows = site.rows(call, count)
+                    assert torch.allclose(site.product(call, rows), site.core.compute(call, rows))
+            hint = Call(group, direction, RING, Purpose.HINT)
+            seeded = SeededRows(bytes(32), 3, 9)
+            assert torch.equal(site.product(hint, seeded), site.core.compute(hint, seeded))
+    call = Call(0, Direction.FORWARD, RING)
+    rows = site.rows(call, 4096)  # several pieces, and frames
+    assert torch.equal(site.product(call, rows), site.core.compute(call, rows))
+
+
+def test_a_fault_of_a_request_is_no_loss(site: Site) -> None:
+    site.join(0)
+    call = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
+    broken = site.rows(call, 20)
+    broken[3, 3] = float("inf")
+    with pytest.raises(InvalidTensor):
+        site.product(call, broken)
+    assert site.service.num_replicas[0] == (1, 1)
+
+
+def test_a_host_that_leaves_and_one_that_comes(site: Site) -> None:
+    """Meanwhile the tenant waits, and sends the same bytes again."""
+    first = site.join(0)
+    call = Call(0, Direction.FORWARD, RING)
+    rows = site.rows(call, 20)
+    expected = site.core.compute(call, rows)
+    assert torch.equal(site.product(call, rows), expected)
+    first.stop()
+    wait_until(lambda: site.service.num_replicas[0] == (0, 0))
+    answers: list[torch.Tensor] = []
+    asking = threading.Thread(target=lambda: answers.append(site.product(call, rows)))
+    asking.start()
+    site.join(0, "another")
+    asking.join(timeout=30)
+    assert torch.equal(answers[0], expected)
+
+
+def test_one_of_two_hosts_is_lost(site: Site) -> None:
+    one = site.join(0)
+    site.join(0, "another")
+    assert site.service.num_replicas[0] == (2, 2)
+    call = Call(0, Direction.FORWARD, RING)
+    one.stop()
+    for _ in range(30):
+        rows = site.rows(call, 20)
+        assert torch.equal(site.product(call, rows), site.core.compute(call, rows))
+    wait_until(lambda: site.service.num_replicas[0] == (1, 1))
+
+
+def test_a_tenant_is_no_shard_and_a_shard_no_tenant(site: Site) -> None:
+    with pytest.raises(Unauthenticated):
+        JoiningShard(site.url, site.identity("acme"), 0, site.load).run()
+    with pytest.raises(Unauthenticated):
+        GrpcConnection(site.url, site.identity("host", "shard")).manifest()
+    assert site.service.num_replicas == [(0, 0), (0, 0)]
+
+
+def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
+    site.join(0)
+    call = Call(0, Direction.FORWARD, RING)
+    site.product(call, site.rows(call, 20))
+    revoke(site.state, "host")
+    site.service._executor.executors[0]._may_be_joined = False  # nobody else is expected
+    with pytest.raises(Unavailable):
+        site.product(call, site.rows(call, 20))
+    wait_until(lambda: site.service.num_replicas[0] == (0, 0))
+
+
+def test_weights_that_differ_are_refused_at_both_ends(site: Site) -> None:
+    def others(assignment: Assignment) -> dict[int, ServedGroup]:
+        groups = site.load(assignment)
+        info = groups[0].info.model_copy(update={"digest": "0" * 64})
+        return {**groups, 0: replace(groups[0], info=info)}
+
+    with pytest.raises(ConfigurationError, match="weights of group 0 are not the provider's"):
+        JoiningShard(site.url, site.identity("host", "shard"), 0, others).run()
+    status = speak(site, [pack(Join(protocol=PROTOCOL_VERSION, shard=0)), pack(Ready(digests={0: "0" * 64}))])
+    assert status is grpc.StatusCode.FAILED_PRECONDITION
+    assert site.service.num_replicas[0] == (0, 0)
+
+
+def test_a_shard_that_there_is_not(site: Site) -> None:
+    with pytest.raises(ConfigurationError, match="no shard 7"):
+        JoiningShard(site.url, site.identity("host", "shard"), 7, site.load).run()
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (b"", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"{}", grpc.StatusCode.INVALID_ARGUMENT),
+        (b"\xff" * 900_000, grpc.StatusCode.INVALID_ARGUMENT),
+        (pack(Join(protocol=PROTOCOL_VERSION + 1, shard=0)), grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+)
+def test_a_first_word_that_is_none(site: Site, first: bytes, expected: grpc.StatusCode) -> None:
+    assert speak(site, [first]) is expected
+
+
+def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
+    """The status that a host's words come to."""
+    with open_channel(site.url, site.identity("host", "shard")) as channel:
+        call = channel.stream_stream(SHARD_METHOD)(iter(words))
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in call:
+                pass
+        code: grpc.StatusCode = caught.value.code()
+        return code
+
+
+@pytest.mark.parametrize("what", ["shape", "number", "kind", "bytes"])
+def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
+    """What it was to compute, another host does."""
+    answered = threading.Event()
+
+    def words() -> Iterator[bytes]:
+        yield pack(Join(protocol=PROTOCOL_VERSION, shard=0))
+        yield pack(Ready(digests={one: site.core.manifest().groups[one].digest for one in site.plan[0]}))
+        asked.wait(30)
+        header = headers[0]
+        reply = Header(FrameType.REPLY, header.request_id, header.call, header.rows, 64, 0, header.rows * 64 * 4)
+        if what == "shape":
+            reply.rows, reply.total_bytes = header.rows + 1, (header.rows + 1) * 64 * 4
+        elif what == "number":
+            reply.request_id += 1
+        elif what == "kind":
+            reply.kind = FrameType.WELCOME
+        yield b"x" if what == "bytes" else reply.pack() + bytes(64)
+        answered.wait(30)
+
+    asked, headers = threading.Event(), []
+
+    def host() -> None:
+        with open_channel(site.url, site.identity("host", "shard")) as channel:
+            call = channel.stream_stream(SHARD_METHOD)(words())
+            try:
+                unpack(Assignment, next(call))
+                for message in call:
+                    headers.append(frame.parse(message)[0])
+                    asked.set()
+            except grpc.RpcError:
+                pass
+
+    thread = threading.Thread(target=host)
+    thread.start()
+    wait_until(lambda: site.service.num_replicas[0][0] == 1)
+    call = Call(0, Direction.FORWARD, RING)
+    rows = site.rows(call, 20)
+    answers: list[torch.Tensor] = []
+    asking = threading.Thread(target=lambda: answers.append(site.product(call, rows)))
+    asking.start()
+    asked.wait(30)
+    site.join(0, "another")
+    asking.join(timeout=40)
+    assert torch.equal(answers[0], site.core.compute(call, rows))
+    answered.set()
+    thread.join(timeout=20)
+
+
+def test_without_tls_nobody_joins(tiny_core: ProviderCore) -> None:
+    server = Server("127.0.0.1", 0, None)
+    server.start(tiny_core)
+    try:
+        with pytest.raises(ConfigurationError, match="takes none"):
+            JoiningShard(f"grpc://127.0.0.1:{server.port}", None, 0, lambda assignment: {}).run()
+    finally:
+        server.stop()
