@@ -73,6 +73,13 @@ def serve(
     log_format: Annotated[
         Literal["text", "json"] | None, typer.Option(help="Of the log on stderr.", show_default="text")
     ] = None,
+    parallel: Annotated[
+        Literal["none", "tensor", "fsdp"] | None,
+        typer.Option(help="Processes started by torchrun make each product together.", show_default="none"),
+    ] = None,
+    parallel_timeout_s: Annotated[
+        float | None, typer.Option(help="The longest that one of them waits for another.", show_default="60")
+    ] = None,
 ) -> None:
     """Serve a model; prints `ready URL` when it answers."""
     flags = {name: value for name, value in locals().items() if name != "config"}

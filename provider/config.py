@@ -38,6 +38,8 @@ class ProviderSettings(BaseSettings):
         metrics_port: loopback port of Prometheus' metrics; 0 picks one, None opens none.
         health_port: the same for gRPC's health service.
         log_format: `json` writes an object a line.
+        parallel: several processes make each product together; torchrun starts them.
+        parallel_timeout_s: with `parallel`, the longest that one waits for another.
         tenant_limits: by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
     """
 
@@ -64,6 +66,8 @@ class ProviderSettings(BaseSettings):
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
     health_port: int | None = Field(default=None, ge=0, le=65_535)
     log_format: Literal["text", "json"] = "text"
+    parallel: Literal["none", "tensor", "fsdp"] = "none"
+    parallel_timeout_s: float = Field(default=60.0, ge=1, le=3600)
     tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
 
     @classmethod
@@ -91,6 +95,13 @@ class ProviderSettings(BaseSettings):
             raise ConfigurationError(
                 f"expected --remote-shards below the {self.shards} of --shards, counted from 0, "
                 f"got {max(self.shards_elsewhere)}"
+            )
+
+    def check_parallel(self) -> None:
+        """Raises ConfigurationError for `parallel` together with shards or replicas."""
+        if self.parallel != "none" and (self.shards > 1 or self.replicas > 1 or self.shards_elsewhere):
+            raise ConfigurationError(
+                "with --parallel all processes make each product, with --shards and --replicas one of them: give one"
             )
 
     def check_exposure(self) -> None:

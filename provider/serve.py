@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
+from provider.parallel.environment import rank_here
 
 if TYPE_CHECKING:
     from provider.admission import Admission
@@ -45,10 +46,16 @@ def serve(settings: ProviderSettings) -> None:
     """
     settings.check_exposure()
     settings.check_shards()
+    settings.check_parallel()
+    rank = rank_here(settings.parallel)
     share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees it
+    if rank:
+        from provider.parallel.start import help_out
+
+        return help_out(settings)
     from provider.admission import Admission  # here, not above: torch takes seconds to import
     from provider.operations.usage import FILE_NAME, UsageBook
     from provider.service import Server
@@ -127,10 +134,15 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
     from provider.core import ProviderCore
     from provider.models import load, resolve
     from provider.record import Recorder
-    from provider.weights import serve_model
+    from provider.weights import return_freed_memory, serve_model
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    ranks = None
+    if settings.parallel != "none":
+        from provider.parallel.start import meet
+
+        ranks = meet(settings.parallel_timeout_s)
     source = resolve(settings.model)
     _LOGGER.info("loading %s", source.model_id)
     parent = settings.state if settings.tls else None
@@ -149,6 +161,13 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
         "serving %d layers in %d groups, %s weights, %.0f MB",
         num_layers, len(served.groups), settings.weights, served.weight_bytes / 1e6,
     )  # fmt: skip
+    if ranks is not None:
+        from provider.parallel.start import lead
+
+        core = lead(settings, ranks, served, recorder)
+        del served  # this rank has kept its share
+        return_freed_memory()
+        return core
     return ProviderCore(served, recorder)
 
 
@@ -159,7 +178,7 @@ def _make_shards(
     from provider.service import whole
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
-        return [whole(core, _make_scheduler(settings, core, admission))]
+        return [whole(core, _make_scheduler(settings, core, admission, core.compute))]
     from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 

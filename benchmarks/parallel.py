@@ -1,0 +1,128 @@
+"""One process, tensor parallel and FSDP2: rows a second through all served layers, and memory of each process.
+
+All providers are up at once and are asked in turn, over gRPC on loopback, in ring arithmetic. Each rank has one thread;
+one process is shown with one and with two. Ranks talk by gloo over loopback: a real network is slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import interleaved, rss_mb
+
+NUM_ROWS = (1, 512)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+WAYS = {
+    "one process, 1 thread": ((), ("--threads", "1")),
+    "one process, 2 threads": ((), ("--threads", "2")),
+    "tensor parallel, 2 ranks": (TORCHRUN, ("--threads", "1", "--parallel", "tensor")),
+    "FSDP2, 2 ranks": (TORCHRUN, ("--threads", "1", "--parallel", "fsdp")),
+}
+PEER = "one process, 2 threads"
+
+
+@dataclass
+class Served:
+    """A provider that is up; seconds of each pass by number of rows and direction."""
+
+    url: str
+    pids: list[int]
+    ready_mb: list[float] = field(default_factory=list)
+    seconds: dict[tuple[int, str], list[float]] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
+    """One provider of SmolLM2-135M without TLS."""
+    command = [sys.executable, *launcher, "-m", "provider", "serve", "--port", "0", *options]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        if not line.startswith("ready "):
+            raise SystemExit((folder / "log").read_text()[-2000:])
+        yield Served(line.split()[1], _children(process.pid) if launcher else [process.pid])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60)
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return sorted(int(child) for task in tasks for child in task.read_text().split())
+
+
+def passes(url: str, num_rows: int) -> dict[str, Callable[[], Any]]:
+    """One pass through all groups, forward, or back through them; one request at a time, as a tenant sends them."""
+    import torch
+
+    from wire.frame import Arithmetic, Call, Direction
+    from wire.transport.grpc_client import GrpcConnection
+
+    connection = GrpcConnection(url)
+    groups = connection.manifest().groups
+    widths = {width for group in groups for width in (group.in_features, group.out_features)}
+    rows = {width: torch.randint(-(2**31), 2**31, (num_rows, width), dtype=torch.int32) for width in widths}
+
+    def forward() -> None:
+        for group in groups:
+            call = Call(group.id, Direction.FORWARD, Arithmetic.RING)
+            connection.submit(call, rows[group.in_features], group.out_features).result()
+
+    def backward() -> None:
+        for group in reversed(groups):
+            call = Call(group.id, Direction.BACKWARD, Arithmetic.RING)
+            connection.submit(call, rows[group.out_features], group.in_features).result()
+
+    return {"forward": forward, "backward": backward}
+
+
+def run(repeats: int) -> dict[str, Served]:
+    """Every way, measured in turn."""
+    with contextlib.ExitStack() as stack:
+        found = {}
+        for name, (launcher, options) in WAYS.items():
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            found[name] = stack.enter_context(serving(folder, launcher, options))
+        for one in found.values():
+            one.ready_mb = [rss_mb(pid) for pid in one.pids]
+        for num_rows in NUM_ROWS:
+            runs = {name: passes(one.url, num_rows) for name, one in found.items()}
+            for direction in ("forward", "backward"):
+                seconds = interleaved({name: run[direction] for name, run in runs.items()}, repeats)
+                for name, values in seconds.items():
+                    found[name].seconds[num_rows, direction] = values
+    return found
+
+
+def report(found: dict[str, Served]) -> None:
+    """Prints a table."""
+    columns = list(found[PEER].seconds)
+    print(f"rows a second (time relative to {PEER}: median over the pairs)")
+    print("| | " + " | ".join(f"{rows} {direction}" for rows, direction in columns) + " | MB a process when ready |")
+    print("|---" * (len(columns) + 2) + "|")
+    for name, one in found.items():
+        cells = []
+        for column in columns:
+            own, peer = one.seconds[column], found[PEER].seconds[column]
+            ratio = statistics.median(a / b for a, b in zip(own, peer, strict=True))
+            cells.append(f"{column[0] / statistics.median(own):.1f} ({ratio:.2f}×)")
+        print(f"| {name} | " + " | ".join(cells) + f" | {', '.join(f'{mb:.0f}' for mb in one.ready_mb)} |")
+
+
+def main(repeats: int = 5) -> None:
+    """Measures and prints."""
+    report(run(repeats))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5)

@@ -1,0 +1,93 @@
+"""What rank 0 tells the others before every product: a message of fixed size, plain numbers, never a pickle.
+
+Few rows travel in the message itself. A decode row in a message of its own took four times as long, since gloo's
+receiver has to say that it is ready for each (docs/placement.md).
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from wire.expand import Rows, SeededRows
+from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
+
+_HEAD = struct.Struct("<8q32s32x")
+_HEAD_NUMBERS = _HEAD.size // 4
+INLINE_NUMBERS = 8192
+"""So many numbers of rows fit into a message: one row of most layers. 32 KiB more cost microseconds on loopback."""
+NUM_NUMBERS = _HEAD_NUMBERS + INLINE_NUMBERS
+_NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+
+
+class Operation(IntEnum):
+    """What the ranks do next."""
+
+    STOP = 0
+    HEARTBEAT = 1
+    PRODUCT = 2
+
+
+@dataclass(frozen=True)
+class Command:
+    """One operation.
+
+    Attributes:
+        call: which product.
+        num_rows, cols: shape of the rows; `cols` is 0 with a seed.
+        rows: where they are few, or their seed; None where they follow by themselves.
+    """
+
+    operation: Operation
+    call: Call = _NO_CALL
+    num_rows: int = 0
+    cols: int = 0
+    rows: Rows | None = None
+
+    @classmethod
+    def product(cls, call: Call, rows: Rows) -> Command:
+        """The command for one product."""
+        if isinstance(rows, SeededRows):
+            return cls(Operation.PRODUCT, call, rows.num_rows, 0, rows)
+        inline = rows if rows.numel() <= INLINE_NUMBERS else None
+        return cls(Operation.PRODUCT, call, rows.shape[0], rows.shape[1], inline)
+
+    def pack(self) -> torch.Tensor:
+        """int32, shape (NUM_NUMBERS,)."""
+        call, rows = self.call, self.rows
+        first_row, seed = (rows.first_row, rows.seed) if isinstance(rows, SeededRows) else (0, b"")
+        head = _HEAD.pack(
+            self.operation, call.group, call.direction, call.arithmetic, call.purpose, self.num_rows, self.cols,
+            first_row, seed,
+        )  # fmt: skip
+        numbers = torch.zeros(NUM_NUMBERS, dtype=torch.int32)
+        numbers[:_HEAD_NUMBERS] = torch.frombuffer(bytearray(head), dtype=torch.int32)
+        if isinstance(rows, torch.Tensor):
+            numbers[_HEAD_NUMBERS : _HEAD_NUMBERS + rows.numel()] = rows.reshape(-1).view(torch.int32)  # the same bits
+        return numbers
+
+    @classmethod
+    def unpack(cls, numbers: torch.Tensor) -> Command:
+        """Reads what `pack` made; rows are a view of it.
+
+        Raises:
+            ValueError: numbers that are no command.
+        """
+        operation, group, direction, arithmetic, purpose, num_rows, cols, first_row, seed = _HEAD.unpack(
+            numbers[:_HEAD_NUMBERS].numpy().tobytes()
+        )
+        call = Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
+        rows: Rows | None = None
+        if call.purpose is Purpose.HINT:
+            rows = SeededRows(seed, first_row, num_rows)
+        elif num_rows * cols <= INLINE_NUMBERS:
+            flat = numbers[_HEAD_NUMBERS : _HEAD_NUMBERS + num_rows * cols]
+            rows = flat.view(DTYPES[call.arithmetic]).view(num_rows, cols)
+        return cls(Operation(operation), call, num_rows, cols, rows)
+
+    def empty_rows(self) -> torch.Tensor:
+        """Room for the rows that follow."""
+        return torch.empty(self.num_rows, self.cols, dtype=DTYPES[self.call.arithmetic])

@@ -1,0 +1,211 @@
+"""Products by all ranks: rank 0 dispatches, the others follow, and all enter each collective in the same order.
+
+Guarantees: a request that is wrong is refused at rank 0, before any rank hears of it; a rank that fails to compute
+still takes part in what it owes the others, and says so in the number that every part ends with; a rank that is gone
+makes this product fail within the timeout, and every later one at once. Ranks that entered collectives in different
+orders would get wrong numbers without an error: hence one dispatcher, and one lock.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import torch
+
+from provider import executor
+from provider.parallel.command import NUM_NUMBERS, Command, Operation
+from provider.parallel.ranks import RankLost, Ranks, together
+from provider.parallel.sharding import Block, Sharding
+from provider.weights import ServedModel
+from wire.errors import InvalidTensor, RemoteFault, Unavailable, VeilbaseError
+from wire.expand import Rows, SeededRows
+from wire.frame import DTYPES, Arithmetic, Call, Direction, check_rows
+
+_LOGGER = logging.getLogger(__name__)
+_HEARTBEATS = 4
+"""In the time after which a rank that waits for rank 0 gives up."""
+
+
+class Dispatcher:
+    """Rank 0's `provider.batch.Product`; safe under threads."""
+
+    def __init__(self, served: ServedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
+        """Args.
+
+        served: for its shapes; its weights are not used.
+        ranks: the others wait in `follow`.
+        sharding: this rank's weights.
+        timeout_s: of the ranks.
+        """
+        self._served, self._ranks, self._sharding = served, ranks, sharding
+        self._lock = threading.Lock()
+        self._is_lost = False
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, args=(timeout_s / _HEARTBEATS,), daemon=True)
+        self._heart.start()
+
+    def __call__(self, call: Call, rows: Rows) -> torch.Tensor:
+        """One product; arguments, reply and refusals as of `provider.executor.compute`.
+
+        Raises:
+            RemoteFault: a rank failed, or is gone.
+            Unavailable: a rank has been lost before.
+        """
+        reply_cols = self._check(call, rows)
+        if _num_rows(rows) == 0:
+            return torch.empty(0, reply_cols, dtype=DTYPES[call.arithmetic])
+        with self._lock:
+            self._check_alive()
+            try:
+                command = Command.product(call, rows)
+                self._tell(command)
+                if command.rows is None and isinstance(rows, torch.Tensor):
+                    rows = self._ranks.broadcast(rows.contiguous())
+                return _lead(self._ranks, self._sharding, call, rows, reply_cols)
+            except VeilbaseError:
+                raise  # all ranks have done what they owed each other
+            except Exception as exc:  # noqa: BLE001 - `RankLost`, or no memory: who knows where the other ranks are
+                self._lose(f"during a product ({type(exc).__name__})")
+                raise RemoteFault("a process of this provider is gone, or too late") from None
+
+    def _check(self, call: Call, rows: Rows) -> int:
+        """Everything that `provider.executor.compute` refuses; returns the numbers per row of the reply."""
+        check_rows(call, rows)
+        reply_cols = executor.check_call(self._served, call, self._cols(call, rows))
+        is_checked = call.arithmetic is Arithmetic.FLOAT and _num_rows(rows) > 0
+        if is_checked and isinstance(rows, torch.Tensor) and not executor.all_finite(rows):
+            raise InvalidTensor("a row holds NaN or infinity")
+        return reply_cols
+
+    def _cols(self, call: Call, rows: Rows) -> int:
+        if isinstance(rows, torch.Tensor):
+            return rows.shape[1]
+        if call.group >= len(self._served.groups):
+            return 0  # which `check_call` does not look at
+        info = self._served.groups[call.group].info
+        return info.in_features if call.direction is Direction.FORWARD else info.out_features
+
+    def _check_alive(self) -> None:
+        if self._is_lost:
+            raise Unavailable("this provider has lost one of its processes: it has to be started again")
+
+    def _tell(self, command: Command) -> None:
+        self._ranks.tell(command.pack())
+
+    def _lose(self, when: str) -> None:
+        self._is_lost = True
+        _LOGGER.error("a rank was lost %s: no product can be made any more, start the provider again", when)
+
+    def _beat(self, every_s: float) -> None:
+        """Tells ranks that wait that rank 0 is there, and finds out that one is not."""
+        while not self._ended.wait(every_s):
+            with self._lock:
+                if self._is_lost:
+                    return
+                try:
+                    self._tell(Command(Operation.HEARTBEAT))
+                except RankLost:
+                    self._lose("while nothing was computed")
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+        self._ended.set()
+        self._heart.join()
+        with self._lock:
+            if self._is_lost:
+                return
+            self._is_lost = True
+            try:
+                self._tell(Command(Operation.STOP))
+                self._ranks.leave()
+            except RankLost:
+                _LOGGER.error("a rank was lost before the end")
+
+
+def follow(ranks: Ranks, sharding: Sharding) -> None:
+    """Computes what rank 0 asks for, until it says stop.
+
+    Raises:
+        RankLost: rank 0 is gone, or silent for longer than its heartbeat allows.
+    """
+    while True:
+        command = Command.unpack(ranks.hear(torch.empty(NUM_NUMBERS, dtype=torch.int32)))
+        if command.operation is Operation.STOP:
+            return ranks.leave()
+        if command.operation is Operation.PRODUCT:
+            rows = ranks.broadcast(command.empty_rows()) if command.rows is None else command.rows
+            _help(ranks, sharding, command.call, rows)
+
+
+def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: int) -> torch.Tensor:
+    """Rank 0's part of a product, and the whole reply."""
+    num_rows = _num_rows(rows)
+    blocks = sharding.blocks(call, num_rows)
+    if sharding.adds(call):
+        flat = _flat_share(sharding, call, rows, blocks[0])
+        ranks.reduce(flat)
+        _check_failures(flat[-1:])
+        return flat[:-1].view(num_rows, reply_cols)
+    reply = torch.empty(num_rows, reply_cols, dtype=DTYPES[call.arithmetic])
+    # asked for before the own part is computed, so that parts that come early are taken in meanwhile
+    coming = [_Coming(ranks, rank, block, reply) for rank, block in enumerate(blocks) if rank and all(block.shape)]
+    flat = _flat_share(sharding, call, rows, blocks[0])
+    failures = [part.take() for part in coming]
+    _check_failures(torch.cat([flat[-1:], *failures]))
+    blocks[0].of(reply).copy_(flat[:-1].view(blocks[0].shape))
+    return reply
+
+
+class _Coming:
+    """A part of a reply that another rank sends."""
+
+    def __init__(self, ranks: Ranks, rank: int, block: Block, reply: torch.Tensor) -> None:
+        self._block, self._reply = block, reply
+        self._flat = torch.empty(_flat_size(block), dtype=reply.dtype)
+        self._work = ranks.receive(self._flat, rank)
+
+    def take(self) -> torch.Tensor:
+        """Puts the part in its place; returns the number that says whether it is good."""
+        with together():
+            self._work.wait()
+        self._block.of(self._reply).copy_(self._flat[:-1].view(self._block.shape))
+        return self._flat[-1:]
+
+
+def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
+    """Another rank's part of a product."""
+    block = sharding.blocks(call, _num_rows(rows))[ranks.rank]
+    flat = _flat_share(sharding, call, rows, block)
+    if sharding.adds(call):
+        ranks.reduce(flat)
+    elif all(block.shape):
+        ranks.send(flat)
+
+
+def _flat_share(sharding: Sharding, call: Call, rows: Rows, block: Block) -> torch.Tensor:
+    """This rank's part, flat, and a last number: 0, or 1 where it could not be computed (then the rest is zeros).
+
+    A number more in the same message: a message of its own would cost every decode row another turn.
+    """
+    flat = torch.zeros(_flat_size(block), dtype=DTYPES[call.arithmetic])
+    with sharding.weights(call):
+        try:
+            flat[:-1].view(block.shape).copy_(sharding.share(call, rows))
+        except Exception as exc:  # noqa: BLE001 - the others wait for this part, whatever happened here
+            _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
+            flat.zero_()[-1] = 1
+    return flat
+
+
+def _flat_size(block: Block) -> int:
+    return len(block.rows) * len(block.columns) + 1
+
+
+def _check_failures(numbers: torch.Tensor) -> None:
+    if bool(numbers.any()):
+        raise RemoteFault("the provider failed while computing")
+
+
+def _num_rows(rows: Rows) -> int:
+    return rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]

@@ -1,0 +1,30 @@
+"""What torchrun tells a process of itself. Needs no torch, so that a mistake is reported at once."""
+
+from __future__ import annotations
+
+import os
+
+from wire.errors import ConfigurationError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def rank_here(parallel: str) -> int:
+    """This process's rank; 0 where there is one process only.
+
+    Args:
+        parallel: as `--parallel`.
+
+    Raises:
+        ConfigurationError: `parallel` without torchrun, or torchrun's several processes without `parallel`.
+    """
+    if parallel == "none":
+        if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ConfigurationError("torchrun has started several processes: add --parallel tensor, or do without it")
+        return 0
+    if not all(os.environ.get(name) for name in _VARIABLES) or not os.environ["RANK"].isdecimal():
+        raise ConfigurationError(
+            f"--parallel {parallel} is several processes: start it with "
+            f"torchrun --nproc-per-node 2 --master-port 29500 -m provider serve --parallel {parallel}"
+        )
+    return int(os.environ["RANK"])

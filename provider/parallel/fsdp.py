@@ -1,0 +1,96 @@
+"""FSDP2 as in the Symbiosis paper, to compare: every rank holds rows of each weight, and every product gathers them.
+
+A rank computes its share of a product's rows, as data parallel does, so one decode row is computed by rank 0 alone
+while all ranks pay for the gathering. Source: Symbiosis, section on sharding with FSDP; PyTorch's `fully_shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from provider import executor
+from provider.group import ServedGroup
+from provider.parallel.ranks import Ranks, together
+from provider.parallel.sharding import Block, split, without_weights
+from provider.weights import ServedModel
+from wire.expand import Rows, SeededRows
+from wire.frame import Call, Direction
+
+
+class GatheredLayers:
+    """One rank's rows of every weight; a `provider.parallel.sharding.Sharding`."""
+
+    def __init__(self, served: ServedModel, ranks: Ranks) -> None:
+        """Shards every group; the caller then drops the whole weights.
+
+        Args:
+            served: whole weights.
+            ranks: all of them, here at once.
+        """
+        self._served, self._rank, self._size = without_weights(served), ranks.rank, ranks.size
+        mesh = DeviceMesh.from_group(ranks.group, "cpu")
+        with together():
+            self._layers = [_shard(group, mesh) for group in served.groups]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that this rank's weights take while none is gathered."""
+        parts = [p.to_local() for layer in self._layers for p in layer.parameters()]  # type: ignore[attr-defined]
+        parts += [t for group in self._served.groups for t in (group.alpha, group.bias) if t is not None]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def adds(self, call: Call) -> bool:
+        """Never: a rank has the whole weight."""
+        return False
+
+    def blocks(self, call: Call, num_rows: int) -> list[Block]:
+        """Each rank has some of the rows."""
+        info = self._served.groups[call.group].info
+        reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
+        return [Block(rows, range(reply_cols)) for rows in split(num_rows, self._size)]
+
+    @contextmanager
+    def weights(self, call: Call) -> Iterator[None]:
+        """Holds the layer's whole weight, gathered from all ranks."""
+        layer = self._layers[call.group]
+        with together():
+            layer.unshard()
+        try:
+            yield
+        finally:
+            layer.reshard()
+
+    def share(self, call: Call, rows: Rows) -> torch.Tensor:
+        """The product of this rank's rows; shape (rows of this rank, features of the reply)."""
+        layer, group = self._layers[call.group], self._served.groups[call.group]
+        whole = replace(group, quantised=layer.quantised.data, native=getattr(layer, "native", None))
+        served = ServedModel(self._served.manifest, (whole,), self._served.bundle)
+        return executor.compute(served, replace(call, group=0), self._own_rows(rows))
+
+    def _own_rows(self, rows: Rows) -> Rows:
+        if isinstance(rows, SeededRows):
+            own = split(rows.num_rows, self._size)[self._rank]
+            return SeededRows(rows.seed, rows.first_row + own.start, len(own))
+        own = split(rows.shape[0], self._size)[self._rank]
+        return rows[own.start : own.stop]
+
+
+class _Layer(FSDPModule, nn.Module):
+    """What `fully_shard` makes of a layer."""
+
+    quantised: nn.Parameter
+
+
+def _shard(group: ServedGroup, mesh: DeviceMesh) -> _Layer:
+    layer = nn.Module()
+    layer.quantised = nn.Parameter(group.quantised, requires_grad=False)
+    if group.native is not None:
+        layer.native = nn.Parameter(group.native, requires_grad=False)
+    return fully_shard(layer, mesh=mesh, reshard_after_forward=True)  # type: ignore[return-value]

@@ -1,0 +1,142 @@
+"""`provider serve --parallel`: of the processes that torchrun starts, rank 0 is the provider, the others help it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from provider.config import ProviderSettings
+from provider.core import ProviderCore
+from provider.models import load, resolve
+from provider.parallel.dispatch import Dispatcher, follow
+from provider.parallel.ranks import RankLost, Ranks
+from provider.parallel.sharding import Sharding, without_weights
+from provider.parallel.tensor_parallel import ColumnSlices
+from provider.record import Recorder
+from provider.weights import ServedModel, return_freed_memory, serve_model
+from wire.errors import Unavailable
+from wire.expand import Rows
+from wire.frame import Call
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class ParallelCore(ProviderCore):
+    """Rank 0's core: products by all ranks."""
+
+    def __init__(self, served: ServedModel, dispatcher: Dispatcher, recorder: Recorder | None = None) -> None:
+        """Args: served: without weights here."""
+        super().__init__(served, recorder)
+        self._dispatcher = dispatcher
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """One product; see `Dispatcher`."""
+        return self._dispatcher(call, rows)
+
+    def close(self) -> None:
+        """Ends the other ranks and the recording."""
+        try:
+            self._dispatcher.close()
+        finally:
+            super().close()
+
+
+def meet(timeout_s: float) -> Ranks:
+    """Waits for all ranks; until they are there a signal ends this process at once, as nothing has begun.
+
+    Raises:
+        ConfigurationError: they cannot be met.
+    """
+    with _ended_by_signals():
+        return Ranks(timeout_s)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A handler in Python would wait for the call into torch to come back."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def lead(
+    settings: ProviderSettings, ranks: Ranks, served: ServedModel, recorder: Recorder | None = None
+) -> ParallelCore:
+    """Rank 0: keeps its share of the weights.
+
+    Args:
+        settings: `parallel` is set.
+        served: whole weights; the caller drops it.
+        recorder: or None.
+
+    Raises:
+        ConfigurationError: another rank has other weights, or ended.
+    """
+    sharding = take_share(settings.parallel, ranks, served)
+    described = without_weights(served)
+    return ParallelCore(described, Dispatcher(described, ranks, sharding, settings.parallel_timeout_s), recorder)
+
+
+def help_out(settings: ProviderSettings) -> None:
+    """Any other rank, until rank 0 stops.
+
+    Args:
+        settings: those of rank 0.
+
+    Raises:
+        ConfigurationError: the model cannot be loaded, or another rank has other weights, or ended.
+        Unavailable: rank 0 is gone.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    ranks = meet(settings.parallel_timeout_s)
+    served = serve_model(load(resolve(settings.model)), settings.weights, settings.base_layers)
+    served.bundle.close()  # rank 0 hands it out
+    sharding = take_share(settings.parallel, ranks, served)
+    del served
+    return_freed_memory()
+    _LOGGER.info("rank %d of %d holds its share", ranks.rank, ranks.size)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # torchrun tells every rank to stop, but rank 0 has requests to answer
+    try:
+        follow(ranks, sharding)
+    except RankLost:
+        raise Unavailable(f"rank {ranks.rank} ends: another rank is gone, or too late") from None
+
+
+def take_share(parallel: str, ranks: Ranks, served: ServedModel) -> Sharding:
+    """Compares the whole weights with the other ranks', and keeps this rank's part; the caller drops `served`.
+
+    Raises:
+        ConfigurationError: another rank has other weights, or ended.
+    """
+    ranks.check_equal(fingerprint(parallel, served))
+    if parallel == "fsdp":
+        from provider.parallel.fsdp import GatheredLayers  # a second and a half to import
+
+        return GatheredLayers(served, ranks)
+    return ColumnSlices(served, ranks.rank, ranks.size)
+
+
+def fingerprint(parallel: str, served: ServedModel) -> bytes:
+    """32 bytes of everything that ranks must have in common: how they share, and every number of the weights."""
+    sha = hashlib.sha256(f"{parallel} {served.manifest.weights} {len(served.groups)}\n".encode())
+    for group in served.groups:
+        sha.update(group.info.digest.encode())  # of the whole W̃ and α
+        for tensor in (group.bias, group.native):
+            if tensor is not None:
+                sha.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return sha.digest()

@@ -1,0 +1,111 @@
+"""Tensor parallel: every rank holds a slice of each group's columns, for layers too big for one device.
+
+Forward, a rank multiplies by its columns and the replies stand side by side. Backward, it takes the matching columns
+of the rows, multiplies by its slice transposed, and the ranks' products are added: in ring arithmetic exactly, since
+addition mod 2^32 has no order; in float within rounding.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+
+from provider import executor
+from provider.group import ServedGroup
+from provider.parallel.sharding import Block, split
+from provider.weights import ServedModel
+from wire import ring
+from wire.expand import Rows, SeededRows
+from wire.frame import Arithmetic, Call, Direction
+from wire.manifest import GroupInfo
+
+_HINT_SCRATCH_BYTES = 64 << 20
+"""As in provider/executor.py: a hint's rows are expanded and multiplied in pieces that need no more."""
+
+
+class ColumnSlices:
+    """One rank's columns of every group; a `provider.parallel.sharding.Sharding`."""
+
+    def __init__(self, served: ServedModel, rank: int, size: int) -> None:
+        """Copies this rank's slices out of whole weights, which the caller then drops.
+
+        Args:
+            served: whole weights.
+            rank, size: of this process, and how many there are.
+        """
+        self._infos = [group.info for group in served.groups]
+        self._columns = [split(info.out_features, size) for info in self._infos]
+        self._rank = rank
+        slices = (_slice(group, columns[rank]) for group, columns in zip(served.groups, self._columns, strict=True))
+        self._narrow = ServedModel(served.manifest, tuple(slices), served.bundle)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that this rank's weights take."""
+        return self._narrow.weight_bytes
+
+    def adds(self, call: Call) -> bool:
+        """Backward, since each rank has seen some of the columns only."""
+        return call.direction is Direction.BACKWARD
+
+    def blocks(self, call: Call, num_rows: int) -> list[Block]:
+        """Forward, columns side by side; backward, summands."""
+        if self.adds(call):
+            whole = Block(range(num_rows), range(self._infos[call.group].in_features))
+            return [whole] * len(self._columns[call.group])
+        return [Block(range(num_rows), columns) for columns in self._columns[call.group]]
+
+    def weights(self, call: Call) -> AbstractContextManager[None]:
+        """Nothing to do: they are here."""
+        return nullcontext()
+
+    def share(self, call: Call, rows: Rows) -> torch.Tensor:
+        """The product with this rank's columns.
+
+        Args:
+            call: checked.
+            rows: shape (num_rows, features of the direction), or their seed.
+
+        Returns:
+            Forward, shape (num_rows, columns of this rank); backward, (num_rows, in_features), a summand.
+        """
+        if call.direction is Direction.FORWARD:
+            return executor.compute(self._narrow, call, rows)
+        info, columns = self._infos[call.group], self._columns[call.group][self._rank]
+        if isinstance(rows, SeededRows):
+            return _backward_hint(self._narrow.groups[call.group].quantised, info, columns, rows)
+        if not columns:  # fewer columns than ranks
+            return torch.zeros(rows.shape[0], info.in_features, dtype=rows.dtype)
+        part = rows[:, columns.start : columns.stop]
+        return executor.compute(self._narrow, call, part if call.arithmetic is Arithmetic.RING else part.contiguous())
+
+
+def _slice(group: ServedGroup, columns: range) -> ServedGroup:
+    """A group of its own with some of the columns; its info has their number, and everything else of the whole."""
+    kept = slice(columns.start, columns.stop)
+    return replace(
+        group,
+        info=group.info.model_copy(update={"out_features": len(columns)}),
+        quantised=_owned(group.quantised[:, kept]),
+        alpha=_owned(group.alpha[kept]),
+        bias=None if group.bias is None else _owned(group.bias[kept]),
+        native=None if group.native is None else _owned(group.native[:, kept]),
+    )
+
+
+def _owned(view: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy: a view would keep the whole weight in memory."""
+    return view.clone(memory_format=torch.contiguous_format)
+
+
+def _backward_hint(weight: torch.Tensor, info: GroupInfo, columns: range, rows: SeededRows) -> torch.Tensor:
+    """A seed's rows, this rank's columns of them, times its slice transposed; int32, shape (num_rows, in_features)."""
+    reply = torch.empty(rows.num_rows, info.in_features, dtype=torch.int32)
+    row_bytes = 8 * info.out_features + 16 * info.in_features
+    for piece in rows.split(max(1, _HINT_SCRATCH_BYTES // row_bytes)):
+        start = piece.first_row - rows.first_row
+        numbers = piece.expand(info.out_features)[:, columns.start : columns.stop]
+        reply[start : start + piece.num_rows] = ring.product(numbers, weight.t())
+    return reply

@@ -1,0 +1,204 @@
+"""Two ranks give what one process gives; whatever one of them does, the other one is not left waiting."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from provider import executor
+from provider.parallel.command import Command, Operation
+from provider.parallel.tensor_parallel import ColumnSlices
+from tests.provider.parallel.conftest import Follower, Team
+from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavailable, UnknownLayer
+from wire.expand import Rows, SeededRows
+from wire.frame import Arithmetic, Call, Direction, Purpose
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
+CALL = Call(0, FORWARD, RING)
+HINT = Call(0, BACKWARD, RING, Purpose.HINT)
+
+
+@pytest.fixture
+def each(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Leaves no process group behind, whatever a test came to."""
+    yield monkeypatch
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rows_of(team: Team, call: Call, num_rows: int) -> Rows:
+    info = team.whole.groups[call.group].info
+    cols = info.in_features if call.direction is FORWARD else info.out_features
+    if call.purpose is Purpose.HINT:
+        return SeededRows(bytes(range(32)), 2**40 - 300, num_rows)
+    if call.arithmetic is FLOAT:
+        return torch.randn(num_rows, cols)
+    return torch.randint(-(2**31), 2**31, (num_rows, cols), dtype=torch.int32)
+
+
+def calls(team: Team) -> list[Call]:
+    """Every call that there is."""
+    pairs = [(RING, purpose) for purpose in Purpose] + [(FLOAT, Purpose.PRODUCT), (FLOAT, Purpose.EFFECT)]
+    return [Call(group.info.id, way, *pair) for group in team.whole.groups for way in Direction for pair in pairs]
+
+
+@pytest.mark.parametrize("parallel", ["tensor", "fsdp"])
+@pytest.mark.parametrize(("kind", "weights"), [("llama", "native"), ("gpt2", "int8")])
+def test_every_product_is_that_of_one_process(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch, parallel: str, kind: str, weights: str
+) -> None:
+    team = follower.join(each, parallel, models[kind], weights)
+    assert {group.info.out_features % 2 for group in team.whole.groups} == {0, 1}
+    for call in calls(team):
+        for num_rows in (0, 1, 5, 300):  # the last are too many to travel with the command
+            rows = rows_of(team, call, num_rows)
+            expected = executor.compute(team.whole, call, rows)
+            reply = team.core.compute(call, rows)
+            if call.arithmetic is RING:
+                assert reply.dtype == torch.int32
+                assert torch.equal(reply, expected), (call, num_rows)
+            else:
+                torch.testing.assert_close(reply, expected, rtol=1e-5, atol=1e-5)
+    team.core.close()
+    assert follower.answer() == "stopped"
+
+
+BAD = [
+    (Call(99, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32), UnknownLayer),
+    (replace(HINT, group=99), SeededRows(bytes(32), 0, 1), UnknownLayer),
+    (replace(HINT, arithmetic=FLOAT), SeededRows(bytes(32), 0, 1), UnknownLayer),
+    (HINT, torch.zeros(1, 32, dtype=torch.int32), InvalidTensor),
+    (CALL, SeededRows(bytes(32), 0, 1), InvalidTensor),
+    (CALL, torch.zeros(1, 31, dtype=torch.int32), InvalidTensor),
+    (CALL, torch.zeros(0, 31, dtype=torch.int32), InvalidTensor),
+    (CALL, torch.zeros(1, 32), InvalidTensor),
+    (Call(0, FORWARD, FLOAT), torch.full((2, 32), float("nan")), InvalidTensor),
+    (Call(0, BACKWARD, FLOAT), torch.full((2, 64), float("inf")), InvalidTensor),
+]
+
+
+def test_what_is_wrong_is_refused_before_any_rank_hears_of_it(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
+) -> None:
+    team = follower.join(each, "tensor", models["llama"])
+    with each.context() as patch:
+        patch.setattr(team.dispatcher, "_tell", lambda command: pytest.fail("the ranks were told"))
+        for call, rows, error in BAD:
+            for product in (team.core.compute, lambda *request: executor.compute(team.whole, *request)):
+                with pytest.raises(error):
+                    product(call, rows)
+    rows = rows_of(team, CALL, 3)
+    assert torch.equal(team.core.compute(CALL, rows), executor.compute(team.whole, CALL, rows))
+    team.core.close()
+    assert follower.answer() == "stopped"
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_a_rank_that_cannot_compute_fails_that_product_alone(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch, direction: Direction
+) -> None:
+    team = follower.join(each, "tensor", models["llama"], broken_group=1)
+    good, bad = Call(0, direction, RING), Call(1, direction, RING)
+    for call in (bad, replace(bad, arithmetic=FLOAT)):
+        with pytest.raises(RemoteFault):
+            team.core.compute(call, rows_of(team, call, 4))
+    rows = rows_of(team, good, 4)
+    assert torch.equal(team.core.compute(good, rows), executor.compute(team.whole, good, rows))
+    with each.context() as patch:
+        patch.setattr(ColumnSlices, "share", lambda *_: 1 / 0)  # rank 0's own
+        with pytest.raises(RemoteFault):
+            team.core.compute(good, rows)
+    assert torch.equal(team.core.compute(good, rows), executor.compute(team.whole, good, rows))
+    team.core.close()
+    assert follower.answer() == "stopped"
+
+
+def test_ranks_with_different_weights_are_refused_on_every_rank(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match="same weights"):
+        follower.join(each, "tensor", models["llama"], other_model=models["gpt2"])
+    assert follower.answer().startswith("ConfigurationError: the ranks do not hold the same weights")
+
+
+def test_a_rank_waits_as_long_as_rank_0_is_there(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
+) -> None:
+    team = follower.join(each, "tensor", models["llama"], timeout_s=2.0)
+    beats, tell, enough = [], team.dispatcher._tell, threading.Event()
+
+    def count(command: Command) -> None:
+        tell(command)
+        beats.append(command.operation)
+        if len(beats) == 5:  # two and a half seconds
+            enough.set()
+
+    each.setattr(team.dispatcher, "_tell", count)
+    assert enough.wait(30)
+    assert set(beats) == {Operation.HEARTBEAT}
+    rows = rows_of(team, CALL, 3)
+    assert torch.equal(team.core.compute(CALL, rows), executor.compute(team.whole, CALL, rows))
+    team.dispatcher._ended.set()  # no more beats
+    assert follower.answer().startswith("Unavailable: rank 1 ends")
+
+
+def test_a_rank_whose_rank_0_is_gone_ends(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
+) -> None:
+    team = follower.join(each, "tensor", models["llama"])
+    team.dispatcher._ended.set()
+    began = time.monotonic()
+    team.dispatcher._ranks.leave()
+    assert follower.answer().startswith("Unavailable: rank 1 ends")
+    assert time.monotonic() - began < 10  # long before the timeout
+
+
+@pytest.mark.parametrize("parallel", ["tensor", "fsdp"])
+def test_a_rank_that_hangs_is_a_typed_error_within_the_timeout(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch, parallel: str
+) -> None:
+    team = follower.join(each, parallel, models["llama"], timeout_s=2.0)
+    rows = rows_of(team, CALL, 3)
+    team.core.compute(CALL, rows)
+    follower.process.send_signal(signal.SIGSTOP)
+    try:
+        fails_soon_and_then_at_once(team, rows, within_s=6.0)
+    finally:
+        follower.process.send_signal(signal.SIGCONT)
+    assert follower.answer().startswith("Unavailable: rank 1 ends")
+
+
+def test_a_rank_that_dies_is_a_typed_error_long_before_the_timeout(
+    tmp_path: Path, models: dict[str, Path], each: pytest.MonkeyPatch
+) -> None:
+    follower = Follower(tmp_path / "log")
+    try:
+        team = follower.join(each, "tensor", models["llama"])
+        rows = rows_of(team, CALL, 3)
+        team.core.compute(CALL, rows)
+        follower.process.kill()
+        follower.process.wait(timeout=30)
+        fails_soon_and_then_at_once(team, rows, within_s=5.0)
+    finally:
+        follower.end()
+
+
+def fails_soon_and_then_at_once(team: Team, rows: Rows, within_s: float) -> None:
+    began = time.monotonic()
+    with pytest.raises((RemoteFault, Unavailable)):  # the latter where a heartbeat found out first
+        team.core.compute(CALL, rows)
+    assert time.monotonic() - began < within_s
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="started again"):
+        team.core.compute(CALL, rows)
+    team.core.close()
+    assert time.monotonic() - began < 1
