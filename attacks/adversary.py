@@ -27,7 +27,8 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """The tokens of one prompt of the view (its place in `passes.prompts`), as far as they were given to a layer."""
+    """The first tokens of one prompt of the view (its place in `passes.prompts`): all that were given to a layer, or
+    as far as the adversary tried. Whoever tries a token and has no idea names any: what is not named was not tried."""
 
     prompt: int
     token_ids: tuple[int, ...]

@@ -11,8 +11,9 @@ from typing import Any
 
 from attacks.adversaries import byte_statistics
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
+from attacks.finding import Finding
 from attacks.gain import Gain, measure
-from attacks.judge import Finding, judge
+from attacks.judge import judge
 from attacks.passes import Opened
 from attacks.public_model import PublicModel
 from attacks.report import Result

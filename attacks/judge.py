@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
 
-from attacks.adversaries.gradient_view import LABELS, TOKENS
 from attacks.adversary import Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
-from attacks.passes import Pass, passes, places
-from attacks.public_model import Block, PublicModel
+from attacks.finding import Finding, verdict_of
+from attacks.judge_facts import first_step, judge_batch, judge_facts, judge_tokens
+from attacks.passes import places
+from attacks.public_model import Block
 from attacks.truth import Batch, Truth
 from attacks.view import Message, View
 from wire import ring
 
 _Rows = TypeVar("_Rows", StolenRows, StolenDifference)
-_DRAWS = 400
-_TAIL = 0.005
 _SHRUNK = 0.99
 """A guess shrunk towards zero has an error a little below 1 without any knowledge."""
 _MAX_JUDGED = 200
@@ -32,24 +30,6 @@ _MAX_JUDGED = 200
 _MAX_ROWS = 8
 """Of one message: its rows share what an adversary got wrong, so that many of them say little more than a few, and a
 training step's would outweigh all prompts'."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table.
-
-    Attributes:
-        module: kind of layer, `tokens`, `rows` or the name of a fact.
-        interval: 99% interval of the baseline.
-        verdict: wins, above baseline, or at baseline.
-    """
-
-    module: str
-    metric: str
-    value: float
-    baseline: float
-    interval: tuple[float, float]
-    verdict: str
 
 
 def judge(
@@ -65,29 +45,12 @@ def judge(
     facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
         *_judge_deltas([claim for claim in claims if isinstance(claim, StolenDelta)], truth),
-        *_judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent, truth.public),
+        *judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent),
         *_judge_rows([claim for claim in claims if isinstance(claim, StolenRows)], known),
         *_judge_differences([claim for claim in claims if isinstance(claim, StolenDifference)], known),
-        *_judge_facts(facts, truth, sent),
-        *_judge_batch(facts, view, truth.public, trained),
+        *judge_facts(facts, truth, sent),
+        *judge_batch(facts, view, truth.public, trained),
     ]
-
-
-def _verdict(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
-    if not math.isfinite(value):
-        return "at baseline"
-    if wins:
-        return "wins"
-    beyond = value > interval[1] if larger_is_better else value < interval[0]
-    return "above baseline" if beyond else "at baseline"
-
-
-def _interval(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
-    """Mean of a baseline, and its 99% interval."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
-    low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
-    return float(values.mean()), (low, high)
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
@@ -115,13 +78,15 @@ def _judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
     for kind, values in errors.items():
         error = _median(values)
         found.append(
-            Finding(kind, "relative error", error, 1.0, (1.0, 1.0), _verdict(error, (_SHRUNK, 1.0), error < 0.1, False))
+            Finding(
+                kind, "relative error", error, 1.0, (1.0, 1.0), verdict_of(error, (_SHRUNK, 1.0), error < 0.1, False)
+            )
         )
         size = min(numel for _, numel in cosines[kind])
         half = 2.576 / math.sqrt(size * len(values))
         value = sum(cosine for cosine, _ in cosines[kind]) / len(values)
         found.append(
-            Finding(kind, "cosine with ΔW", value, 0.0, (-half, half), _verdict(value, (-half, half), value > 0.99))
+            Finding(kind, "cosine with ΔW", value, 0.0, (-half, half), verdict_of(value, (-half, half), value > 0.99))
         )
     return found
 
@@ -194,33 +159,6 @@ def _median(values: Iterable[float]) -> float:
     return float(torch.tensor(list(values), dtype=torch.float64).quantile(0.5))  # `median` takes the lower of two
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------------
-
-
-def _judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]], public: PublicModel) -> list[Finding]:
-    pairs = [
-        (got, wanted)  # a token that was not named is a wrong one
-        for claim in claims
-        if claim.prompt < len(sent)
-        for got, wanted in itertools.zip_longest(
-            claim.token_ids[: len(sent[claim.prompt])], sent[claim.prompt], fillvalue=-1
-        )
-    ]
-    if not pairs:
-        return []
-    got, wanted = torch.tensor(pairs).T
-    rate = float((got == wanted).float().mean())
-    # guesses drawn from the true tokens themselves, as many as were compared
-    everything = torch.tensor([token for ids in sent for token in ids])
-
-    def guess(generator: torch.Generator) -> float:
-        drawn, true = (everything[torch.randint(len(everything), (len(pairs),), generator=generator)] for _ in range(2))
-        return float((drawn == true).float().mean())
-
-    baseline, interval = _interval(guess)
-    return [Finding("tokens", "recovery rate", rate, baseline, interval, _verdict(rate, interval, rate > 0.9))]
-
-
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +168,7 @@ class _KnownRows:
     def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]], trained: Sequence[Batch]) -> None:
         self._truth, self._sent, self._trained = truth, sent, trained
         self._places = places(view)
-        self._step = _first_step(view)
+        self._step = first_step(view)
         self._messages = {message.seq: message for message in view.select("product")}
         self._of_prompt: dict[int, dict[int, torch.Tensor]] = {}
         self._of_step: dict[int, torch.Tensor] = {}
@@ -321,7 +259,7 @@ def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tenso
     half = 2.576 * spread / math.sqrt(len(values))
     interval = (baseline - half, baseline + half)
     value = float(values.mean())
-    return [Finding(module, "row cosine", value, baseline, interval, _verdict(value, interval, value > 0.99))]
+    return [Finding(module, "row cosine", value, baseline, interval, verdict_of(value, interval, value > 0.99))]
 
 
 def _thinned(rows: torch.Tensor) -> torch.Tensor:
@@ -330,64 +268,3 @@ def _thinned(rows: torch.Tensor) -> torch.Tensor:
 
 def _row_cosines(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cosine_similarity(got, wanted, dim=1).nan_to_num()
-
-
-# ---- facts ----------------------------------------------------------------------------------------------------------
-
-
-def _judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Facts read from metadata; those that the judge has no truth for are left out."""
-    config = next(iter(truth.adapted.peft_config.values()))
-    changes_inputs = config.peft_type.value in ("IA3", "OFT", "BOFT")
-    answers: dict[str, object] = {"PEFT kind": "changes inputs" if changes_inputs else "adds to outputs"}
-    adapted = {layer for layer, delta in truth.deltas.items() if bool(delta.any())}
-    for group in truth.manifest.groups:
-        if any(name.partition("[")[0] in {layer.name for layer in group.layers} for name in adapted):
-            answers["lowest adapted layer"] = group.layers[0].name
-            break
-    if sent:
-        answers["prompt tokens"] = ",".join(str(len(ids)) for ids in sent)
-    return [
-        Finding(name, "right", right, 0.0, (0.0, 0.0), "wins" if right else "at baseline")
-        for name, right in (
-            (claim.name, float(claim.value == answers[claim.name])) for claim in claims if claim.name in answers
-        )
-    ]
-
-
-# ---- batches --------------------------------------------------------------------------------------------------------
-
-
-def _first_step(view: View) -> Pass | None:
-    return next((one for one in passes(view) if one.is_training), None)
-
-
-def _judge_batch(
-    claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
-) -> list[Finding]:
-    """Tokens and labels of the first training pass, padding included, row after row as the provider was sent them."""
-    step = _first_step(view)
-    if step is None or not trained:
-        return []
-    wanted = {TOKENS: trained[0].token_ids.flatten()}
-    head = None if public.head_group is None else step.backward.get(public.head_group)
-    if head is not None:
-        targets = trained[0].targets
-        is_whole = head.num_rows == targets.numel()
-        wanted[LABELS] = targets.flatten() if is_whole else targets[trained[0].has_logits]
-    return [_listed_finding(claim, wanted[claim.name]) for claim in claims if claim.name in wanted and claim.value]
-
-
-def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
-    """Share that is right. The baseline is the claim's own list in another order: a batch is mostly padding and places
-    without a label, which one guess for all of them would name."""
-    listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
-    got = torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1)
-    rate = float((got == wanted).float().mean())
-
-    def shuffle(generator: torch.Generator) -> float:
-        return float((got[torch.randperm(len(got), generator=generator)] == wanted).float().mean())
-
-    baseline, interval = _interval(shuffle)
-    wins = rate > max(0.9, interval[1])
-    return Finding(claim.name, "recovery rate", rate, baseline, interval, _verdict(rate, interval, wins))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attacks.controls.control import ControlResult
-from attacks.judge import Finding
+from attacks.finding import Finding
 
 NOTE = (
     "“At baseline” says that this adversary, on this traffic, did no better than guessing. It is not evidence of "

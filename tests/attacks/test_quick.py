@@ -10,7 +10,7 @@ import pytest
 
 import attacks
 from attacks import extract_lora, gate, recover_prompts
-from attacks.judge import Finding
+from attacks.finding import SHARE_TRIED, Finding
 from attacks.report import Result
 
 
@@ -117,6 +117,8 @@ NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.0
         (replace(NEAR.finding, value=-0.03), True),
         (replace(NEAR.finding, metric="recovery rate", value=1.0, baseline=0.3, interval=(0.0, 0.6)), True),
         (replace(NEAR.finding, metric="claimed", value=9.0, interval=(0.0, 0.0)), False),
+        (replace(NEAR.finding, metric=SHARE_TRIED, value=1.0, interval=(0.0, 0.0)), False),
+        (replace(NEAR.finding, metric="recovery rate", value=1.0, verdict="wins where tried"), True),
         (replace(NEAR.finding, metric="certain claims", value=1.0, interval=(0.0, 0.0)), True),
         (Finding("training tokens", "recovery rate", 0.02, 0.01, (0.0, 0.027), ""), False),
         (Finding("training tokens", "recovery rate", 0.1, 0.01, (0.0, 0.027), ""), True),
@@ -135,10 +137,13 @@ def test_the_gate_notices_a_mask_that_weakens(finding: Finding, alarm: bool) -> 
 def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
     weak = Result("off", "ring", "layer-0 lookup", Finding("tokens", "recovery rate", 0.5, 0.0, (0.0, 0.0), ""))
     tokens = replace(weak, finding=replace(weak.finding, value=1.0))
+    tried = replace(tokens, finding=replace(tokens.finding, metric=SHARE_TRIED))
     batch = replace(tokens, adversary="gradient-view", finding=replace(tokens.finding, module="training tokens"))
-    assert gate.standing([tokens, batch]) == []
-    assert gate.standing([weak, batch])
-    assert gate.standing([replace(tokens, adversary="closed-form"), batch])
+    assert gate.standing([tokens, tried, batch]) == []
+    assert gate.standing([weak, tried, batch])
+    assert gate.standing([replace(tokens, adversary="closed-form"), tried, batch])
+    few = replace(tried, finding=replace(tried.finding, value=0.2))
+    assert gate.standing([tokens, few, batch]), "a few tokens are not the prompts"
 
 
 def test_the_gate_asks_less_of_rows_that_were_opened_on_a_real_model() -> None:
@@ -170,7 +175,7 @@ def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> Non
 def test_the_gate_asks_for_every_metric() -> None:
     found = Finding("o_proj", "relative error", 50.0, 1.0, (1.0, 1.0), "at baseline")
     lost = gate.standing([Result("off", "float", "closed-form", found)])
-    assert len(lost) == 6  # o_proj, v_proj, down_proj, gain, and the tokens of prompts and of a training step
+    assert len(lost) == 7  # o_proj, v_proj, down_proj, gain; prompts' tokens and how many were tried; a step's tokens
 
 
 IN_THE_VICTIM = """

@@ -1,0 +1,69 @@
+"""One line of a report: a metric beside its random baseline, with the baseline's 99% interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+SHARE_TRIED = "share tried"
+"""Metric: how many of all tokens an adversary named, right or wrong."""
+_DRAWS = 400
+_TAIL = 0.005
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        module: kind of layer, `tokens`, `rows` or the name of a fact.
+        interval: 99% interval of the baseline.
+        verdict: wins, wins where tried, above baseline, or at baseline; of a count, what was counted.
+    """
+
+    module: str
+    metric: str
+    value: float
+    baseline: float
+    interval: tuple[float, float]
+    verdict: str
+
+
+def verdict_of(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
+    """Names what a value beside its baseline says."""
+    if not math.isfinite(value):
+        return "at baseline"
+    if wins:
+        return "wins"
+    beyond = value > interval[1] if larger_is_better else value < interval[0]
+    return "above baseline" if beyond else "at baseline"
+
+
+def baseline_of(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
+    """Mean of a baseline, and its 99% interval."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
+    low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
+    return float(values.mean()), (low, high)
+
+
+def share_right(module: str, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
+    """Share of ids that are right, at their places.
+
+    The baseline is the claim's own list in another order: naming the same id everywhere, or only ids that are the same
+    in every prompt, is no better than that.
+
+    Args:
+        got, wanted: int64, the same shape (num_ids,), at least one.
+    """
+    rate = float((got == wanted).float().mean())
+
+    def shuffle(generator: torch.Generator) -> float:
+        return float((got[torch.randperm(len(got), generator=generator)] == wanted).float().mean())
+
+    baseline, interval = baseline_of(shuffle)
+    wins = rate > max(0.9, interval[1])
+    return Finding(module, "recovery rate", rate, baseline, interval, verdict_of(rate, interval, wins))
