@@ -53,10 +53,14 @@ class StolenDifference:
 
 @dataclass(frozen=True)
 class StolenFact:
-    """Something read from metadata, such as the number of prompt tokens."""
+    """Something read from metadata, such as the number of prompt tokens.
+
+    Attributes:
+        value: a tuple says: one of these, which look alike to the adversary.
+    """
 
     name: str
-    value: str | int | float
+    value: str | int | float | tuple[str, ...]
 
 
 Claim = StolenDelta | StolenTokens | StolenRows | StolenDifference | StolenFact

@@ -14,6 +14,7 @@ from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, S
 from attacks.finding import Finding
 from attacks.gain import Gain, measure
 from attacks.judge import judge
+from attacks.judge_facts import in_words
 from attacks.passes import Opened
 from attacks.public_model import PublicModel
 from attacks.report import Result
@@ -159,7 +160,8 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
         count = sum(isinstance(claim, kind) for claim in claims)
         if count:
             found.append(Finding(name, "claimed", float(count), 0.0, (0.0, 0.0), "not judged"))
-    return found
+    facts = [claim for claim in claims if isinstance(claim, StolenFact) and claim.name != FAILED]
+    return [*found, *(Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", in_words(one)) for one in facts)]
 
 
 def _worth(gain: Gain, folder: Path) -> list[Finding]:

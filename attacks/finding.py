@@ -22,6 +22,7 @@ class Finding:
         module: kind of layer, `tokens`, `rows` or the name of a fact.
         interval: 99% interval of the baseline.
         verdict: wins, wins where tried, above baseline, or at baseline; of a count, what was counted.
+        said: what was claimed or answered, in words, where that can be shown.
     """
 
     module: str
@@ -30,6 +31,7 @@ class Finding:
     baseline: float
     interval: tuple[float, float]
     verdict: str
+    said: str = ""
 
 
 def verdict_of(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from attacks.adversaries.gradient_view import LABELS, TOKENS
+from attacks.adversaries.traffic_shape import BOFT, IA3, KIND, KIND_IF_FINETUNE, KINDS, LORA, LOWEST, MEMBERS, OFT
 from attacks.adversary import StolenFact, StolenTokens
 from attacks.finding import SHARE_TRIED, Finding, share_right
 from attacks.passes import Pass, passes
@@ -15,6 +17,8 @@ from attacks.public_model import PublicModel
 from attacks.truth import Batch, Truth
 from attacks.view import View
 
+_KIND_OF = {"LORA": LORA, "ADALORA": LORA, "VERA": LORA, "IA3": IA3, "OFT": OFT, "BOFT": BOFT}
+"""By PEFT's own names; of those whose ΔW the judge can take."""
 _WHOLE = 0.9
 """Share of all tokens below which a win is one over the tokens that were tried, and no more."""
 
@@ -42,23 +46,52 @@ def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) 
 
 
 def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Facts read from metadata; those that the judge has no truth for are left out."""
-    config = next(iter(truth.adapted.peft_config.values()))
-    changes_inputs = config.peft_type.value in ("IA3", "OFT", "BOFT")
-    answers: dict[str, object] = {"PEFT kind": "changes inputs" if changes_inputs else "adds to outputs"}
-    adapted = {layer for layer, delta in truth.deltas.items() if bool(delta.any())}
-    for group in truth.manifest.groups:
-        if any(name.partition("[")[0] in {layer.name for layer in group.layers} for name in adapted):
-            answers["lowest adapted layer"] = group.layers[0].name
-            break
+    """Facts read from metadata; those that the judge has no truth for are left out.
+
+    A claim that names several kinds or layers, one of which is right, is compared with naming as many at random.
+    """
+    answers: dict[str, tuple[str, float]] = {}
     if sent:
-        answers["prompt tokens"] = ",".join(str(len(ids)) for ids in sent)
-    return [
-        Finding(name, "right", right, 0.0, (0.0, 0.0), "wins" if right else "at baseline")
-        for name, right in (
-            (claim.name, float(claim.value == answers[claim.name])) for claim in claims if claim.name in answers
-        )
-    ]
+        answers["prompt tokens"] = ",".join(str(len(ids)) for ids in sent), math.inf
+    kind = _KIND_OF.get(next(iter(truth.adapted.peft_config.values())).peft_type.value)
+    if kind is not None:
+        answers[KIND] = answers[KIND_IF_FINETUNE] = kind, len(KINDS)
+    adapted = {layer.partition("[")[0] for layer, delta in truth.deltas.items() if bool(delta.any())}
+    groups = [[layer.name for layer in group.layers] for group in truth.manifest.groups]
+    lowest = next((names for names in groups if adapted & set(names)), None)
+    if lowest is not None:
+        answers[LOWEST] = lowest[0], len(groups)
+    changed = adapted & _changing_inputs(truth, kind)
+    for names in groups:
+        if len(names) > 1 and changed & set(names):
+            answers[MEMBERS] = "+".join(name for name in names if name in changed), 2 ** len(names) - 1
+            break
+    return [_fact_finding(claim, *answers[claim.name]) for claim in claims if claim.name in answers]
+
+
+def _changing_inputs(truth: Truth, kind: str | None) -> set[str]:
+    """Layers whose input the adapter changes."""
+    modules = dict(truth.adapted.base_model.model.named_modules())
+    return {
+        name
+        for name in modules
+        if kind in (OFT, BOFT) or (kind == IA3 and getattr(modules[name], "is_feedforward", False))
+    }
+
+
+def _fact_finding(claim: StolenFact, answer: str, num_choices: float) -> Finding:
+    named = claim.value if isinstance(claim.value, tuple) else (str(claim.value),)
+    right = answer in named
+    baseline = min(1.0, len(named) / num_choices)
+    verdict = "at baseline" if not right or baseline == 1.0 else "wins" if len(named) == 1 else "above baseline"
+    return Finding(claim.name, "right", float(right), baseline, (baseline, baseline), verdict, in_words(claim))
+
+
+def in_words(claim: StolenFact) -> str:
+    """The claim as a report shows it."""
+    if not isinstance(claim.value, tuple):
+        return str(claim.value)
+    return claim.value[0] if len(claim.value) == 1 else f"one of {', '.join(claim.value)}"
 
 
 def first_step(view: View) -> Pass | None:
