@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,11 @@ def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert extract_lora.main(["--list"]) == 0
-    assert "closed-form" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "closed-form" in listed
+    for program in ("attacks.active", "attacks.game", "attacks.growth"):
+        assert f"python -m {program} " in listed
+        assert importlib.util.find_spec(program) is not None
 
 
 NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.02, 0.0, (-0.01, 0.01), ""))
