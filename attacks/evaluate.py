@@ -173,5 +173,13 @@ def _worth(gain: Gain, folder: Path) -> list[Finding]:
     )
     return [
         Finding("adapter", "stolen task gain", gain.gain, 0.0, (0.0, 0.0), verdict),
-        Finding("adapter", "agreement of answers", gain.agreement, base, (base, base), agrees),
+        Finding("adapter", "agreement of answers", gain.agreement, base, (base, base), agrees, _first_answer(gain)),
     ]
+
+
+def _first_answer(gain: Gain) -> str:
+    """The first private answer as each adapter gives it; all that were tried are in answers.json."""
+    if not gain.answers:
+        return ""
+    said = dict(zip(_WHO, gain.answers[0], strict=True))
+    return ", ".join(f"{who} “{said[who].strip()}”" for who in reversed(_WHO))
