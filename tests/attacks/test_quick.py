@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import attacks
-from attacks import extract_lora, gate, recover_prompts
+from attacks import extract_lora, gate, quick_model, recover_prompts
+from attacks.catalogue import MODULES
 from attacks.finding import SHARE_TRIED, Finding
 from attacks.report import Result
 
@@ -29,9 +32,42 @@ def read(folder: Path) -> list[Result]:
     ]  # fmt: skip
 
 
+def cpu_s() -> float:
+    """Of this process and of those that it started and that ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def check_files(folder: Path) -> None:
+    """Everything that a report has is there, is whole, and says in words what was stolen."""
+    report = json.loads((folder / "report.json").read_text())
+    assert report["results"]
+    assert all(one["wins"] for one in report["controls"])
+    assert len(report["controls"]) == len(MODULES)
+    told = (folder / "report.md").read_text()
+    assert told.count("\n| ") > len(report["results"])
+    for plot in ("recovered_adapters.svg", "recovered_prompts.svg"):
+        bars = [one for one in ElementTree.parse(folder / plot).iter() if one.tag.endswith("}path")]  # noqa: S314
+        assert len(bars) > 10, plot
+    answer = str(quick_model.FACTS[0]["completion"]).strip()
+    stolen = folder / "stolen" / "off-float-closed-form"
+    assert (stolen / "adapter_model.safetensors").stat().st_size > 0
+    assert json.loads((stolen / "answers.json").read_text())[0]["stolen"].strip() == answer
+    quoted = f"closed-form, adapter: stolen “{answer}”, victim “{answer}”, base “"
+    (line,) = [one for one in told.splitlines() if one.startswith(f"- {quoted}")]
+    assert "off, float" in line
+    assert f"base “{answer}”" not in line
+    assert "lattice" not in line
+
+
 @pytest.mark.timeout(400)
 def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run, and all that is asked of it: tests of a module may go to several processes, so nothing is shared."""
+    before = cpu_s()
     assert extract_lora.main(["--out", str(tmp_path)]) == 0
+    # a minute on two free cores (104 s measured); the clock says little on a machine that does other work, too
+    assert cpu_s() - before < 120
+    check_files(tmp_path)
     results = read(tmp_path)
     assert {(one.mask, one.arithmetic) for one in results} == {
         ("off", "float"), ("off", "ring"), ("gaussian-pool", "float"), ("lattice", "ring"),
@@ -64,8 +100,6 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for arithmetic in ("float", "ring"):
         for thief in ("closed-form", "substitute"):
             assert gains["off", arithmetic, thief] >= 0.9
-    assert (tmp_path / "recovered_adapters.svg").is_file()
-    assert (tmp_path / "stolen" / "off-float-closed-form" / "adapter_model.safetensors").is_file()
     assert "| lattice | ring |" in capsys.readouterr().out
 
 
