@@ -27,7 +27,8 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """The tokens of one prompt of the view (its place in `passes.prompts`), as far as they were given to a layer."""
+    """The first tokens of one prompt of the view (its place in `passes.prompts`): all that were given to a layer, or
+    as far as the adversary tried. Whoever tries a token and has no idea names any: what is not named was not tried."""
 
     prompt: int
     token_ids: tuple[int, ...]
@@ -52,10 +53,14 @@ class StolenDifference:
 
 @dataclass(frozen=True)
 class StolenFact:
-    """Something read from metadata, such as the number of prompt tokens."""
+    """Something read from metadata, such as the number of prompt tokens.
+
+    Attributes:
+        value: a tuple says: one of these, which look alike to the adversary.
+    """
 
     name: str
-    value: str | int | float
+    value: str | int | float | tuple[str, ...]
 
 
 Claim = StolenDelta | StolenTokens | StolenRows | StolenDifference | StolenFact

@@ -11,7 +11,8 @@ from wire.errors import ConfigurationError
 MODULES = (
     "layer0_lookup", "deep_state", "closed_form", "substitute",
     "traffic_shape", "gradient_view", "gradient_equations",
-    "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "subspace", "low_bits", "seed_search",
+    "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "principal_components", "subspace",
+    "low_bits", "seed_search",
     "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction", "collusion", "byte_statistics",
 )  # fmt: skip
 """Files of attacks/adversaries, each with a control of the same name in attacks/controls."""

@@ -28,6 +28,13 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 MASKS = "off,gaussian-pool,lattice"
 
+OTHER_PROGRAMS = {
+    "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
+    "attacks.game": "a distinguisher game: which of two prompts was sent, thousands of times over",
+    "attacks.growth": "time of lattice reduction at toy dimensions, beside the published estimates",
+}
+"""Adversaries that need more than a recording, or none: --list names them, `--adversaries` does not take them."""
+
 if TYPE_CHECKING:
     from attacks.evaluate import Case
     from attacks.view import View
@@ -50,6 +57,9 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         if options.list:
             for one in adversaries(default):
                 print(f"{one.name:22} {one.summary}")
+            print("\nprograms of their own:")
+            for module, summary in OTHER_PROGRAMS.items():
+                print(f"python -m {module:15} {summary}")
             return 0
         options.out.mkdir(parents=True, exist_ok=True)
         return _run(options, default if options.adversaries is None else options.adversaries)
@@ -75,7 +85,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument("--adapter", type=Path, help="PEFT folder to attack in place of one that is trained")
     parser.add_argument("--view", type=Path, help="a recording of `provider serve --record` in place of a victim")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report")
-    parser.add_argument("--list", action="store_true", help="names the adversaries")
+    parser.add_argument("--list", action="store_true", help="names the adversaries, and the programs beside this one")
     return parser
 
 

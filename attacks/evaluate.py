@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, S
 from attacks.finding import Finding, unclaimed, verdict_on
 from attacks.gain import Gain, Worth, measure
 from attacks.judge import judge
+from attacks.judge_facts import in_words
 from attacks.passes import Opened
 from attacks.public_model import PublicModel
 from attacks.report import Result
@@ -166,14 +167,18 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
         count = sum(isinstance(claim, kind) for claim in claims)
         if count:
             found.append(Finding(name, "claimed", float(count), 0.0, (0.0, 0.0), "not judged"))
-    return found
+    facts = [claim for claim in claims if isinstance(claim, StolenFact) and claim.name != FAILED]
+    return [
+        *found,
+        *(Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", said=in_words(one)) for one in facts),
+    ]
 
 
 def _worth(gain: Gain, folder: Path) -> list[Finding]:
     (folder / "answers.json").write_text(json.dumps([dict(zip(_WHO, each, strict=True)) for each in gain.answers]))
     return [
         _worth_of("stolen task gain", gain.gain),
-        _worth_of("agreement of answers", gain.agreement),
+        replace(_worth_of("agreement of answers", gain.agreement), said=_first_answer(gain)),
     ]
 
 
@@ -183,3 +188,11 @@ def _worth_of(metric: str, worth: Worth) -> Finding:
     interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
     verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))
     return Finding("adapter", metric, worth.value, worth.baseline, interval, verdict, worth.spread)
+
+
+def _first_answer(gain: Gain) -> str:
+    """The first private answer as each adapter gives it; all that were tried are in answers.json."""
+    if not gain.answers:
+        return ""
+    said = dict(zip(_WHO, gain.answers[0], strict=True))
+    return ", ".join(f"{who} “{said[who].strip()}”" for who in reversed(_WHO))

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-_DRAWS = 400
-_TAIL = 0.005
 NO_CLAIM = "no claim"
 """Verdict on an adversary that said nothing: neither right nor wrong, and no evidence that nothing was there."""
+SHARE_TRIED = "share tried"
+"""Metric: how many of all tokens an adversary named, right or wrong."""
+_DRAWS = 400
+_TAIL = 0.005
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,10 @@ class Finding:
     Attributes:
         module: kind of layer, `tokens`, `rows` or the name of a fact.
         interval: 99% interval of the baseline.
-        verdict: wins, above baseline, at baseline, or no claim, where value is not a number.
+        verdict: wins, wins where tried, above baseline, at baseline, or no claim, where value is not a number; of a
+            count, what was counted.
         spread: 99% interval of the value itself, by bootstrap; None where nothing was drawn from a population.
+        said: what was claimed or answered, in words, where that can be shown.
     """
 
     module: str
@@ -32,6 +36,7 @@ class Finding:
     interval: tuple[float, float]
     verdict: str
     spread: tuple[float, float] | None = None
+    said: str = ""
 
 
 def unclaimed(module: str, metric: str, baseline: float = 0.0) -> Finding:
@@ -55,3 +60,22 @@ def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tu
     values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
     return float(values.mean()), (low, high)
+
+
+def share_right(module: str, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
+    """Share of ids that are right, at their places.
+
+    The baseline is the claim's own list in another order: naming the same id everywhere, or only ids that are the same
+    in every prompt, is no better than that.
+
+    Args:
+        got, wanted: int64, the same shape (num_ids,), at least one.
+    """
+    rate = float((got == wanted).float().mean())
+
+    def shuffle(generator: torch.Generator) -> float:
+        return float((got[torch.randperm(len(got), generator=generator)] == wanted).float().mean())
+
+    baseline, interval = guesses(shuffle)
+    wins = rate > max(0.9, interval[1])
+    return Finding(module, "recovery rate", rate, baseline, interval, verdict_on(rate, interval, wins))

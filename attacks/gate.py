@@ -9,14 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from attacks.finding import SHARE_TRIED
 from attacks.report import Result
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
 METADATA = "traffic-shape"
 """Its facts are not protected by any mask, and DESIGN says so."""
+_COUNTS = ("claimed", SHARE_TRIED)
+"""How much was claimed, which says nothing about what is right."""
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
 _MOST_SLACK = 0.3
+_WORTHS = ("stolen task gain", "agreement of answers")
+_MOST_WORTH = 0.1
+"""What a thief may seem to gain from a private mask."""
 _ADAPTER = {
     ("adapter", "stolen task gain"): 0.9,
     ("o_proj", "relative error"): 1e-3,
@@ -26,7 +32,7 @@ _ADAPTER = {
 _OPENED_ERROR = 0.05
 """Of ΔW through `gaussian-pool` on a real model: the masks that were taken off are many times the rows, and leave their
 rounding in them (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
-_TOKENS = {("tokens", "recovery rate"): 0.99}
+_TOKENS = {("tokens", "recovery rate"): 0.99, ("tokens", SHARE_TRIED): 0.99}
 _BATCH = {("training tokens", "recovery rate"): 0.99}
 _FALLS = {
     ("off", "float"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
@@ -53,17 +59,17 @@ def weakened(results: Sequence[Result]) -> list[str]:
 
 def _beats_chance(one: Result) -> bool:
     found = one.finding
-    if not math.isfinite(found.value) or found.metric == "claimed":  # claimed: nobody knew the truth
+    if not math.isfinite(found.value) or found.metric in _COUNTS:
         return False
-    if found.verdict == "wins":
+    if found.verdict.startswith("wins"):  # where it tried, too
         return True
     if found.metric == "certain claims":
         return found.value > 0
     if found.metric == "relative error":
         return found.value < _LEAST_ERROR
+    if found.metric in _WORTHS:  # compared with the base model; not by their own interval, which few questions widen
+        return found.value > found.baseline + _MOST_WORTH
     half = (found.interval[1] - found.interval[0]) / 2
-    if half == 0:  # gains and agreements: compared with the base model
-        return found.value > found.baseline + 0.1
     distance = found.value - found.baseline
     if "cosine" in found.metric:  # the opposite of the truth is the truth, too
         distance = abs(distance)

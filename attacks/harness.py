@@ -7,6 +7,7 @@ get the recording alone. Every process is ended by its own handle. Nothing here 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -42,14 +43,19 @@ def record(
     if layers is not None:
         options += ["--record-layers", layers]
     runs = [run.model_copy(update={"identity": folder / f"identity-{run.label}"}) for run in masks]
-    with _provider(folder, model, options, runs) as url:
+    environment = dict(os.environ)
+    if job.num_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(job.num_threads)
+    with _provider(folder, model, options, runs, environment) as url:
         work = job.model_copy(update={"url": url, "runs": runs})
         (folder / "job.json").write_text(work.model_dump_json())
         log = folder / "victim.log"
         with log.open("w") as output:
             command = [sys.executable, "-W", "ignore", "-m", "attacks.victim", str(folder / "job.json")]
             try:  # `run` kills the process when anything is raised here, a signal's SystemExit too
-                done = subprocess.run(command, stdout=output, stderr=output, timeout=_VICTIM_S, check=False)
+                done = subprocess.run(
+                    command, stdout=output, stderr=output, timeout=_VICTIM_S, check=False, env=environment
+                )
             except subprocess.TimeoutExpired:
                 raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from None
         if done.returncode:
@@ -57,13 +63,19 @@ def record(
 
 
 @contextlib.contextmanager
-def _provider(folder: Path, model: str, options: list[str], runs: list[Run]) -> Iterator[str]:
+def _provider(
+    folder: Path, model: str, options: list[str], runs: list[Run], environment: dict[str, str]
+) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state"
     command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--model", model]
     with (folder / "provider.log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--state", str(state), *options], stdout=subprocess.PIPE, stderr=log, text=True
+            [*command, "--state", str(state), *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
         )
     too_late = threading.Timer(_START_S, process.kill)
     too_late.start()

@@ -13,14 +13,13 @@ from typing import TypeVar
 
 import torch
 
-from attacks.adversaries.gradient_view import LABELS, TOKENS
 from attacks.adversary import Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
 from attacks.finding import Finding as Finding
-from attacks.finding import guesses, verdict_on
+from attacks.finding import verdict_on
 from attacks.judge_adapters import judge_deltas
 from attacks.judge_adapters import kind_of as kind_of
-from attacks.passes import Pass, passes, places
-from attacks.public_model import PublicModel
+from attacks.judge_facts import first_step, judge_batch, judge_facts, judge_tokens
+from attacks.passes import places
 from attacks.truth import Batch, Truth
 from attacks.view import Message, View
 from wire import ring
@@ -46,39 +45,12 @@ def judge(
     facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
         *judge_deltas([claim for claim in claims if isinstance(claim, StolenDelta)], truth),
-        *_judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent, truth.public),
+        *judge_tokens([claim for claim in claims if isinstance(claim, StolenTokens)], sent),
         *_judge_rows([claim for claim in claims if isinstance(claim, StolenRows)], known),
         *_judge_differences([claim for claim in claims if isinstance(claim, StolenDifference)], known),
-        *_judge_facts(facts, truth, sent),
-        *_judge_batch(facts, view, truth.public, trained),
+        *judge_facts(facts, truth, sent),
+        *judge_batch(facts, view, truth.public, trained),
     ]
-
-
-# ---- tokens ---------------------------------------------------------------------------------------------------------
-
-
-def _judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]], public: PublicModel) -> list[Finding]:
-    pairs = [
-        (got, wanted)  # a token that was not named is a wrong one
-        for claim in claims
-        if claim.prompt < len(sent)
-        for got, wanted in itertools.zip_longest(
-            claim.token_ids[: len(sent[claim.prompt])], sent[claim.prompt], fillvalue=-1
-        )
-    ]
-    if not pairs:
-        return []
-    got, wanted = torch.tensor(pairs).T
-    rate = float((got == wanted).float().mean())
-    # guesses drawn from the true tokens themselves, as many as were compared
-    everything = torch.tensor([token for ids in sent for token in ids])
-
-    def guess(generator: torch.Generator) -> float:
-        drawn, true = (everything[torch.randint(len(everything), (len(pairs),), generator=generator)] for _ in range(2))
-        return float((drawn == true).float().mean())
-
-    baseline, interval = guesses(guess)
-    return [Finding("tokens", "recovery rate", rate, baseline, interval, verdict_on(rate, interval, rate > 0.9))]
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -90,7 +62,7 @@ class _KnownRows:
     def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]], trained: Sequence[Batch]) -> None:
         self._truth, self._sent, self._trained = truth, sent, trained
         self._places = places(view)
-        self._step = _first_step(view)
+        self._step = first_step(view)
         self._messages = {message.seq: message for message in view.select("product")}
         self._of_prompt: dict[int, dict[int, torch.Tensor]] = {}
         self._of_step: dict[int, torch.Tensor] = {}
@@ -190,64 +162,3 @@ def _thinned(rows: torch.Tensor) -> torch.Tensor:
 
 def _row_cosines(got: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cosine_similarity(got, wanted, dim=1).nan_to_num()
-
-
-# ---- facts ----------------------------------------------------------------------------------------------------------
-
-
-def _judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Facts read from metadata; those that the judge has no truth for are left out."""
-    config = next(iter(truth.adapted.peft_config.values()))
-    changes_inputs = config.peft_type.value in ("IA3", "OFT", "BOFT")
-    answers: dict[str, object] = {"PEFT kind": "changes inputs" if changes_inputs else "adds to outputs"}
-    adapted = {layer for layer, delta in truth.deltas.items() if bool(delta.any())}
-    for group in truth.manifest.groups:
-        if any(name.partition("[")[0] in {layer.name for layer in group.layers} for name in adapted):
-            answers["lowest adapted layer"] = group.layers[0].name
-            break
-    if sent:
-        answers["prompt tokens"] = ",".join(str(len(ids)) for ids in sent)
-    return [
-        Finding(name, "right", right, 0.0, (0.0, 0.0), "wins" if right else "at baseline")
-        for name, right in (
-            (claim.name, float(claim.value == answers[claim.name])) for claim in claims if claim.name in answers
-        )
-    ]
-
-
-# ---- batches --------------------------------------------------------------------------------------------------------
-
-
-def _first_step(view: View) -> Pass | None:
-    return next((one for one in passes(view) if one.is_training), None)
-
-
-def _judge_batch(
-    claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
-) -> list[Finding]:
-    """Tokens and labels of the first training pass, padding included, row after row as the provider was sent them."""
-    step = _first_step(view)
-    if step is None or not trained:
-        return []
-    wanted = {TOKENS: trained[0].token_ids.flatten()}
-    head = None if public.head_group is None else step.backward.get(public.head_group)
-    if head is not None:
-        targets = trained[0].targets
-        is_whole = head.num_rows == targets.numel()
-        wanted[LABELS] = targets.flatten() if is_whole else targets[trained[0].has_logits]
-    return [_listed_finding(claim, wanted[claim.name]) for claim in claims if claim.name in wanted and claim.value]
-
-
-def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
-    """Share that is right. The baseline is the claim's own list in another order: a batch is mostly padding and places
-    without a label, which one guess for all of them would name."""
-    listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
-    got = torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1)
-    rate = float((got == wanted).float().mean())
-
-    def shuffle(generator: torch.Generator) -> float:
-        return float((got[torch.randperm(len(got), generator=generator)] == wanted).float().mean())
-
-    baseline, interval = guesses(shuffle)
-    wins = rate > max(0.9, interval[1])
-    return Finding(claim.name, "recovery rate", rate, baseline, interval, verdict_on(rate, interval, wins))

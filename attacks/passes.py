@@ -21,12 +21,13 @@ class Pass:
 
     Attributes:
         forward, backward: group id to message; a group that was asked for several times (IA3, OFT) by its first.
-        repeats: the other forward messages of such a group, in order.
+        repeats, backward_repeats: the other messages of such a group, in order.
     """
 
     forward: Mapping[int, Message]
     backward: Mapping[int, Message]
     repeats: Mapping[int, tuple[Message, ...]]
+    backward_repeats: Mapping[int, tuple[Message, ...]]
 
     @property
     def num_rows(self) -> int:
@@ -43,25 +44,31 @@ def passes(view: View) -> list[Pass]:
     """All passes of one tenant's view, in order."""
     only_group = len({message.group for message in view.select("product")}) == 1
     found: list[Pass] = []
-    forward: dict[int, Message] = {}
-    backward: dict[int, Message] = {}
-    repeats: dict[int, tuple[Message, ...]] = {}
+    forward, backward, repeats, backward_repeats = _Firsts(), _Firsts(), _Others(), _Others()
     last = -1
     for message in view.select("product"):
         if message.direction == "backward":
-            backward.setdefault(message.group, message)
+            _add(message, backward, backward_repeats)
             continue
         if forward and (backward or message.group < last or (only_group and message.group == last)):
-            found.append(Pass(forward, backward, repeats))
-            forward, backward, repeats = {}, {}, {}
+            found.append(Pass(forward, backward, repeats, backward_repeats))
+            forward, backward, repeats, backward_repeats = _Firsts(), _Firsts(), _Others(), _Others()
         last = message.group
-        if message.group in forward:
-            repeats[message.group] = (*repeats.get(message.group, ()), message)
-        else:
-            forward[message.group] = message
+        _add(message, forward, repeats)
     if forward or backward:
-        found.append(Pass(forward, backward, repeats))
+        found.append(Pass(forward, backward, repeats, backward_repeats))
     return found
+
+
+_Firsts = dict[int, Message]
+_Others = dict[int, tuple[Message, ...]]
+
+
+def _add(message: Message, firsts: _Firsts, others: _Others) -> None:
+    if message.group in firsts:
+        others[message.group] = (*others.get(message.group, ()), message)
+    else:
+        firsts[message.group] = message
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from attacks.finding import NO_CLAIM
+from attacks.finding import NO_CLAIM, SHARE_TRIED
 from attacks.report import Result
 
 _FLOOR, _CEILING = 1e-8, 1e2
@@ -18,13 +18,20 @@ def draw(folder: Path, results: Sequence[Result]) -> list[Path]:
         return []
     results = [one for one in results if one.finding.verdict != NO_CLAIM]
     errors = [one for one in results if one.finding.metric == "relative error"]
-    rates = [one for one in results if one.finding.metric == "recovery rate"]
+    rates = [one for one in results if one.finding.metric in ("recovery rate", SHARE_TRIED)]
     drawn = []
     if errors:
         title = "Error of stolen ΔW (1 = guessing zero)"
         drawn.append(_bars(folder / "recovered_adapters.svg", errors, title, log=True))
     if rates:
-        drawn.append(_bars(folder / "recovered_prompts.svg", rates, "Share of tokens recovered", log=False))
+        drawn.append(
+            _bars(
+                folder / "recovered_prompts.svg",
+                rates,
+                "Share of tokens recovered, of those that were tried",
+                log=False,
+            )
+        )
     return drawn
 
 
@@ -36,11 +43,11 @@ def _bars(file: Path, results: Sequence[Result], title: str, log: bool) -> Path:
 
     labels = [f"{one.mask}, {one.arithmetic}\n{one.adversary}" for one in results]
     rows = list(dict.fromkeys(labels))
-    modules = list(dict.fromkeys(one.finding.module for one in results))
+    modules = list(dict.fromkeys(map(_bar, results)))
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.6 * len(rows)), layout="constrained")
     height = 0.8 / len(modules)
     for place, module in enumerate(modules):
-        chosen = [(label, one) for label, one in zip(labels, results, strict=True) if one.finding.module == module]
+        chosen = [(label, one) for label, one in zip(labels, results, strict=True) if _bar(one) == module]
         values = [min(max(one.finding.value, _FLOOR), _CEILING) if log else one.finding.value for _, one in chosen]
         places = [rows.index(label) + (place - (len(modules) - 1) / 2) * height for label, _ in chosen]
         axes.barh(places, values, height, label=module)
@@ -53,3 +60,8 @@ def _bars(file: Path, results: Sequence[Result], title: str, log: bool) -> Path:
     figure.savefig(file)
     pyplot.close(figure)
     return file
+
+
+def _bar(one: Result) -> str:
+    """What a bar is named: how many tokens were tried stands beside how many of these were right."""
+    return f"{one.finding.module}: {SHARE_TRIED}" if one.finding.metric == SHARE_TRIED else one.finding.module

@@ -11,6 +11,8 @@ from pathlib import Path
 from attacks.controls.control import ControlResult
 from attacks.finding import NO_CLAIM, Finding
 
+_LONGEST = 240
+"""Characters of a claim in words; report.json has the whole of it."""
 NOTE = (
     "“At baseline” says that this adversary, on this traffic, did no better than guessing. It is not evidence of "
     "security: what `lattice`, `pad` and `shares` protect rests on the assumptions in docs/threat-model.md."
@@ -45,6 +47,7 @@ def write(
                 "interval": list(one.finding.interval),
                 "spread": None if one.finding.spread is None else list(one.finding.spread),
                 "verdict": one.finding.verdict,
+                **({"said": one.finding.said} if one.finding.said else {}),
             }
             for one in results
         ],
@@ -102,4 +105,32 @@ def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: S
             f"| {sign} {control.needed:.3g} | {'yes' if control.wins else 'NO'} |"
         )
     said = [f"- {note}" for note in notes]
-    return [*table, "", NOTE, "", "Positive controls: the same code where it should win.", "", *checks, "", *said]
+    words = [f"- {what} ({'; '.join(where)})" for what, where in _words(results).items()]
+    told = ["", "What was said, in words:", "", *words] if words else []
+    return [
+        *table,
+        *told,
+        "",
+        NOTE,
+        "",
+        "Positive controls: the same code where it should win.",
+        "",
+        *checks,
+        "",
+        *said,
+    ]
+
+
+def _words(results: Sequence[Result]) -> dict[str, list[str]]:
+    """What was said, and through which masks: metadata says the same through all of them."""
+    found: dict[str, list[str]] = {}
+    for one in results:
+        if one.finding.said:
+            what = f"{one.adversary}, {one.finding.module}: {_clipped(one.finding.said)}"
+            found.setdefault(what, []).append(f"{one.mask}, {one.arithmetic}")
+    return found
+
+
+def _clipped(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -44,6 +44,7 @@ class Job(BaseModel):
         questions: a user's messages, sent and answered after the prompts.
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
         truth: folder for what only the judge may read.
+        num_threads: of the victim and its provider; None leaves it to torch.
     """
 
     url: str
@@ -64,6 +65,7 @@ class Job(BaseModel):
     num_answered: int
     answer_tokens: int
     truth: Path
+    num_threads: int | None = None
 
 
 def main(job: Job) -> None:

@@ -3,7 +3,8 @@
 Messages of one group, direction and number of rows are taken for repetitions. Noise of their mean falls with the root
 of their number; principal components of the mean below the edge of the noise's spectrum are left out. The same numbers
 under uniform noise mod 2^32 have no mean, so it fails there. Does not tell whether messages are repetitions: where they
-are not, its claim is wrong. Source: Marchenko and Pastur, 1967, for the edge √T + √d of a noise matrix's spectrum.
+are not, its claim is wrong (attacks/adversaries/principal_components.py takes several prompts under one mask). Source:
+Marchenko and Pastur, 1967, for the edge √T + √d of a noise matrix's spectrum.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def clean_mean(repeats: torch.Tensor) -> torch.Tensor:
 
 
 ADVERSARY = Adversary(
-    "averaging-pca",
+    "averaging",
     "a prompt repeated under fresh noise: mean and principal components of its messages",
     attack,
 )

@@ -2,7 +2,8 @@
 
 Position by position, every token of the vocabulary is put behind what was found so far and sent through the public
 first block; the one whose state points most nearly where the seen row does is taken. The adapter moves states a little
-and the right token stays the nearest. Works on rows up to a factor, so on ring rows too.
+and the right token stays the nearest. Works on rows up to a factor, so on ring rows too. What it tries is bounded by
+`_BUDGET` and `_MAX_PROMPTS`, and claims end there: the judge shows the rate over tried tokens beside their share.
 Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
 """
 

@@ -31,12 +31,12 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _alike(view: View) -> list[list[Message]]:
-    """Messages of one group, direction, arithmetic and number of rows, where there are two, in order of arrival."""
+    """Messages of one group, direction, arithmetic and number of rows, where there are two; the largest sets first."""
     found: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:
             found[message.group, message.direction, message.arithmetic, message.num_rows].append(message)
-    return [messages for messages in found.values() if len(messages) > 1]
+    return sorted((messages for messages in found.values() if len(messages) > 1), key=len, reverse=True)
 
 
 ADVERSARY = Adversary(

@@ -1,54 +1,124 @@
-"""`traffic-shape`: what the order and the row counts of messages say; no tensor is read.
+"""`traffic-shape`: what the order and the row counts of messages say; no tensor is read, and recordings hold no times.
 
-Works under every mask: token counts, layers, directions and timing are not protected, as docs/threat-model.md states.
+Works under every mask: token counts, layers and directions are not protected, as docs/threat-model.md states.
 
-Token counts need a KV cache, or prompts of more than one token (attacks/passes.py). A pass that does not reach every
-group is recomputation under gradient checkpointing and belongs to the training pass before it.
+Token counts need a KV cache, or prompts of more than one token (attacks/passes.py); a soft prompt's rows count as
+tokens. A pass that does not reach every group is recomputation under gradient checkpointing and belongs to the training
+pass before it.
 
-A tenant sends a gradient to a group when the group's input depends on something that is trained. An adapter that adds
-to outputs (LoRA) makes that so for the next group up, one that changes inputs (OFT, BOFT, IA3 before feed-forward
-layers) for its own: hence `lowest adapted layer`, which names the first layer of a group, not a member of it.
+A tenant sends a gradient to a group when the group's input depends on something that is trained. A method that adds to
+outputs (LoRA) makes that so for the next group up, one that changes inputs (OFT, BOFT, IA3 before feed-forward layers)
+for its own. Layers of a group share a call only while they read the same input, so changed inputs show as further
+calls, and their number says which layers may be changed. Traffic that several kinds make alike is claimed as one of
+these, never as one that is likely: OFT and BOFT always look the same, as do LoRA and the IA3 that scales outputs. It
+takes all training of a view to be of one kind.
 
-Guesses wrong where a method changes no input that several layers share (OFT of o_proj alone, PEFT's default IA3): its
-groups are asked once, as ever, so it passes for LoRA, and OFT of o_proj is placed one group too low. Prompt tuning
-passes for an adapter of the first group. Requests that were split at the provider's limit of rows pass for repeated
-ones.
+`client.finetune` computes logits of all places for soft prompts and prefixes only, which the output head's row count
+shows where the provider has the head. Other trainers compute all logits always: what assumes `client.finetune` is a
+claim of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attacks.adversary import Adversary, Claim, StolenFact
 from attacks.passes import Opened, Pass, passes
 from attacks.public_model import PublicModel
 from attacks.view import Message, View
+from wire.manifest import Manifest
 
-CHANGES_INPUTS, ADDS_TO_OUTPUTS = "changes inputs", "adds to outputs"
+LORA, IA3, OFT, BOFT = "LoRA", "IA3", "OFT", "BOFT"
+PROMPT, P_TUNING, PREFIX = "prompt tuning", "P-tuning", "prefix tuning"
+NORMS, EMBEDDINGS = "norm tuning", "trained embeddings"
+KINDS = (LORA, IA3, OFT, BOFT, PROMPT, P_TUNING, PREFIX, NORMS, EMBEDDINGS)
+"""LoRA stands for every method that adds to a layer's output."""
+KIND, KIND_IF_FINETUNE = "PEFT kind", "PEFT kind, if client.finetune trained it"
+LOWEST, MEMBERS = "lowest adapted layer", "layers with changed inputs"
+_CHANGES_INPUTS = (IA3, OFT, BOFT)
+_LEARNS_PROMPTS = (PROMPT, P_TUNING, PREFIX)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One pass as metadata: rows of each forward group, and the groups that gradients reached."""
+    """One pass as metadata.
+
+    Attributes:
+        num_rows: tokens, over the whole batch.
+        calls, backward: group to how often it was given all rows. A request that was split counts once.
+        head_rows: of the output head; None where it stays with the tenant.
+    """
 
     num_rows: int
-    groups: frozenset[int]
-    backward: frozenset[int]
+    calls: Mapping[int, int]
+    backward: Mapping[int, int]
+    head_rows: int | None
 
 
-def shapes(view: View) -> list[Shape]:
+@dataclass(frozen=True)
+class Training:
+    """What the training passes of a view say together.
+
+    Attributes:
+        groups: all that were seen, ascending.
+        lowest: the lowest that a gradient reached; None without gradients.
+        repeated: groups that were asked several times in one pass: their layers do not all read the same input.
+        has_few_logits: whether in each training pass the head was given fewer rows than there were tokens; None where
+            no head was seen.
+    """
+
+    groups: tuple[int, ...]
+    lowest: int | None
+    repeated: frozenset[int]
+    has_few_logits: bool | None
+
+    @property
+    def below(self) -> int | None:
+        """The group under the lowest that a gradient reached."""
+        lower = [group for group in self.groups if self.lowest is not None and group < self.lowest]
+        return lower[-1] if lower else None
+
+
+def shapes(view: View, head_group: int | None = None) -> list[Shape]:
     """All passes of a view, recomputation joined to the pass that it belongs to."""
     found: list[Shape] = []
     everything = {message.group for message in view.select("product", "forward")}
     for one in passes(view):
-        shape = Shape(one.num_rows, frozenset(one.forward), frozenset(one.backward))
-        if found and shape.groups < everything:
-            last = found.pop()
-            shape = Shape(last.num_rows, last.groups | shape.groups, last.backward | shape.backward)
-        found.append(shape)
+        shape = _shape(one, head_group)
+        found.append(_joined(found.pop(), shape) if found and set(shape.calls) < everything else shape)
     return found
+
+
+def _shape(one: Pass, head_group: int | None) -> Shape:
+    forward = _rows(one.forward, one.repeats)
+    backward = _rows(one.backward, one.backward_repeats)
+    head_rows = forward.get(head_group) if head_group is not None else None
+    counted = Counter(rows for group, rows in (forward or backward).items() if group != head_group)
+    # most groups are asked once; of two candidates the other is a multiple
+    tokens = min((rows for rows, count in counted.items() if count == max(counted.values())), default=one.num_rows)
+    calls, gradients = (
+        {group: 1 if group == head_group else max(1, round(rows / max(1, tokens))) for group, rows in each.items()}
+        for each in (forward, backward)
+    )
+    return Shape(tokens, calls, gradients, head_rows)
+
+
+def _rows(first: Mapping[int, Message], repeats: Mapping[int, tuple[Message, ...]]) -> dict[int, int]:
+    return {
+        group: message.num_rows + sum(other.num_rows for other in repeats.get(group, ()))
+        for group, message in first.items()
+    }
+
+
+def _joined(one: Shape, more: Shape) -> Shape:
+    """Recomputed calls are the same calls again; gradients come once."""
+    groups = {*one.calls, *more.calls}
+    calls = {group: max(one.calls.get(group, 0), more.calls.get(group, 0)) for group in groups}
+    backward = dict(Counter(one.backward) + Counter(more.backward))
+    return Shape(one.num_rows, calls, backward, one.head_rows)
 
 
 def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
@@ -65,69 +135,129 @@ def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
     return counted
 
 
-def repeated_groups(view: View) -> frozenset[int]:
-    """Groups that were asked several times in a pass: their members do not read the same input."""
-    asked: Counter[tuple[int, int]] = Counter()
-    for number, message in _forward_by_pass(view):
-        asked[number, message.group] += 1
-    return frozenset(group for (_, group), count in asked.items() if count > 1)
+def summarise(view: View, found: Sequence[Shape]) -> Training:
+    """Everything that the claims about the adapter rest on."""
+    groups = tuple(sorted({message.group for message in view.select("product")}))
+    steps = [one for one in found if one.backward]
+    reached = {group for one in steps for group in one.backward}
+    repeated = frozenset(group for one in found for group, count in one.calls.items() if count > 1)
+    heads = [one.head_rows < one.num_rows for one in steps if one.head_rows is not None]
+    return Training(groups, min(reached, default=None), repeated, all(heads) if heads else None)
 
 
-def _forward_by_pass(view: View) -> Iterator[tuple[int, Message]]:
-    """Forward messages with the number of their pass, by the same rule as `passes`."""
-    firsts = [_first_seq(one) for one in passes(view)]
-    number = -1
-    for message in view.select("product"):
-        if number + 1 < len(firsts) and message.seq >= firsts[number + 1]:
-            number += 1
-        if message.direction == "forward":
-            yield number, message
+def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, ...]:
+    """All kinds that could have made this traffic, whoever trained the adapter; in the order of KINDS."""
+    if seen.repeated:
+        return _CHANGES_INPUTS  # and no GPT-2, whose groups have one layer each
+    if seen.lowest is None:
+        return KINDS
+    could: set[str] = set()
+    if seen.below is not None:
+        could |= {LORA, IA3}
+    if len(manifest.groups[seen.lowest].layers) == 1:  # several layers of one group would not share their changed input
+        could |= set(_CHANGES_INPUTS)
+    if seen.below is None:
+        could |= {PROMPT, P_TUNING, NORMS, EMBEDDINGS}
+    if not model.blocks or seen.lowest == model.blocks[0].o.group:
+        could.add(PREFIX)
+    if not model.blocks or seen.lowest in _normed(model):
+        could.add(NORMS)
+    if seen.has_few_logits:
+        could -= set(_LEARNS_PROMPTS)
+    if model.style == "gpt2":
+        could -= {OFT, BOFT}  # PEFT refuses them on a Conv1D
+    return tuple(kind for kind in KINDS if kind in could)
 
 
-def _first_seq(one: Pass) -> int:
-    return min(message.seq for message in (*one.forward.values(), *one.backward.values()))
+def _normed(model: PublicModel) -> set[int | None]:
+    """Groups whose input comes from a norm layer."""
+    return {model.head_group, *(layer.group for block in model.blocks for layer in (block.q, block.up[0]))}
 
 
-def lowest_adapted(found: Sequence[Shape], repeated: frozenset[int], groups: Sequence[int]) -> int | None:
-    """Group of the lowest adapted layer; None without gradients.
+def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
+    """Those of them whose logits `client.finetune` would have computed as they were; see the module's text."""
+    if seen.has_few_logits is None:
+        return tuple(could)
+    return tuple(kind for kind in could if (kind in _LEARNS_PROMPTS) != seen.has_few_logits)
 
-    Args:
-        groups: ids that were seen, ascending.
-    """
-    reached = set().union(*(one.backward for one in found))
-    if not reached:
-        return None
-    lowest = min(reached)
-    below = [group for group in groups if group < lowest]
-    return lowest if lowest in repeated or not below else below[-1]
+
+def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
+    """First layers of the groups that may hold the lowest adapted layer; `before L` where no base layer need be."""
+    if seen.lowest is None:
+        return ()
+    own = manifest.groups[seen.lowest].layers
+    names = [] if seen.below is None else [manifest.groups[seen.below].layers[0].name]
+    if seen.lowest in seen.repeated:
+        # a call that sent no gradient back read an input that depends on nothing trained, so nothing lies below
+        unchanged = any(one.backward[seen.lowest] < one.calls[seen.lowest] for one in _reaching(found, seen.lowest))
+        return (own[0].name,) if unchanged else (*names, own[0].name)
+    if not {LORA, IA3} & set(could):
+        names = []
+    if len(own) == 1 and {OFT, BOFT, IA3} & set(could):
+        names.append(own[0].name)
+    if {PROMPT, P_TUNING, PREFIX, NORMS, EMBEDDINGS} & set(could):
+        names.append(f"before {own[0].name}")
+    return tuple(names)
+
+
+def _reaching(found: Sequence[Shape], group: int) -> list[Shape]:
+    return [one for one in found if group in one.backward and group in one.calls]
+
+
+def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
+    """Sets of layers, joined by `+`, whose changed inputs would make the lowest repeated group's calls."""
+    if not seen.repeated:
+        return ()
+    group = min(seen.repeated)
+    is_lowest = group == seen.lowest and seen.below is None
+    layers = [layer.name for layer in manifest.groups[group].layers]
+    calls = max(one.calls.get(group, 0) for one in found)
+    gradients = {one.backward[group] for one in _reaching(found, group)}
+    fits = []
+    for size in range(1, len(layers) + 1):
+        for changed in itertools.combinations(range(len(layers)), size):
+            # where something below is trained every call sends a gradient, changed input or not
+            told = {size} if is_lowest else {size, calls}
+            if num_calls(len(layers), changed) == calls and gradients <= told:
+                fits.append("+".join(layers[place] for place in changed))
+    return tuple(fits)
+
+
+def num_calls(num_members: int, changed: Iterable[int]) -> int:
+    """Calls of one group: a layer shares the call just before it if both read the unchanged input."""
+    reads = [place if place in set(changed) else None for place in range(num_members)]
+    return 1 + sum(here is not None or here != before for before, here in itertools.pairwise(reads))
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
     if opened is not None:
         return []  # opened rows have the shape that was seen before
-    found = shapes(view)
+    found = shapes(view, model.head_group)
     prompts, steps = prompt_lengths(found), [one.num_rows for one in found if one.backward]
-    repeated = repeated_groups(view)
-    groups = sorted({message.group for message in view.select("product")})
     claims: list[Claim] = []
     if prompts:
         # the last token of an answer is never given to a layer
-        claims.append(StolenFact("prompt tokens", _joined(given + answered - 1 for given, answered in prompts)))
-        claims.append(StolenFact("answer tokens", _joined(answered for _, answered in prompts)))
-    lowest = lowest_adapted(found, repeated, groups)
-    if lowest is not None:
-        claims.append(StolenFact("lowest adapted layer", view.manifest.groups[lowest].layers[0].name))
-    if groups:
-        claims.append(StolenFact("PEFT kind", CHANGES_INPUTS if repeated else ADDS_TO_OUTPUTS))
+        claims.append(StolenFact("prompt tokens", _listed(given + answered - 1 for given, answered in prompts)))
+        claims.append(StolenFact("answer tokens", _listed(answered for _, answered in prompts)))
+    seen = summarise(view, found)
+    could = kinds(seen, view.manifest, model)
+    if len(could) < len(KINDS):
+        claims.append(StolenFact(KIND, could))
+        if if_finetune(could, seen) != could:
+            claims.append(StolenFact(KIND_IF_FINETUNE, if_finetune(could, seen)))
+    claims.append(StolenFact(LOWEST, lowest_adapted(seen, could, found, view.manifest)))
+    claims.append(StolenFact(MEMBERS, changed_members(seen, found, view.manifest)))
     if steps:
-        claims.append(StolenFact("training rows per step", _joined(steps)))
-    return claims
+        claims.append(StolenFact("training rows per step", _listed(steps)))
+    return [claim for claim in claims if not isinstance(claim, StolenFact) or claim.value != ()]
 
 
-def _joined(numbers: Iterator[int] | Sequence[int]) -> str:
+def _listed(numbers: Iterable[int]) -> str:
     return ",".join(map(str, numbers))
 
 
 ADVERSARY = Adversary(
-    "traffic-shape", "sizes, order and directions alone: lengths, training rows, lowest adapted layer", _attack
+    "traffic-shape",
+    "sizes, order and directions alone: lengths, training rows, PEFT kind, lowest adapted layer",
+    _attack,
 )

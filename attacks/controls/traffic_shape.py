@@ -1,4 +1,7 @@
-"""Traffic of a known shape, under a mask that hides everything else: messages of zeros say it all."""
+"""Traffic of a known shape, under a mask that hides everything else: messages of zeros say it all.
+
+Beside it real traffic of adapters of each kind, which attacks/controls/peft_traffic.py trains.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,22 @@ from pathlib import Path
 
 import torch
 
-from attacks.adversaries.traffic_shape import ADDS_TO_OUTPUTS, ADVERSARY, CHANGES_INPUTS
+from attacks.adversaries.traffic_shape import (
+    ADVERSARY,
+    BOFT,
+    IA3,
+    KIND,
+    LORA,
+    LOWEST,
+    NORMS,
+    OFT,
+    PREFIX,
+)
 from attacks.adversary import StolenFact
+from attacks.controls import peft_traffic
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import manifest, no_model
+from attacks.public_model import PublicModel
 from attacks.synthetic import Exchange, write_recording
 from attacks.view import View
 
@@ -23,26 +38,36 @@ STEPS = (96, 64)
 
 
 def control() -> ControlResult:
-    """Share of right facts over two tenants, one with an adapter of each kind."""
+    """Share of right facts over rows of zeros, and over adapters that a real tenant trains at a real provider."""
     right = total = 0
     with tempfile.TemporaryDirectory() as scratch:
         for number, changes_inputs in enumerate((False, True)):
-            view = record(Path(scratch) / str(number), changes_inputs)
-            claims = ADVERSARY.attack(view, no_model(), None)
-            got = {claim.name: claim.value for claim in claims if isinstance(claim, StolenFact)}
+            got = claimed(record(Path(scratch) / str(number), changes_inputs), no_model())
             wanted = facts(changes_inputs)
             right += sum(got.get(name) == value for name, value in wanted.items())
             total += len(wanted)
-    return ControlResult(ADVERSARY.name, "rows of zeros", "share of right facts", right / total, 1.0, False)
+        site = peft_traffic.Site(Path(scratch))
+        for name in peft_traffic.CHOSEN:
+            example = peft_traffic.LLAMA[name]
+            here = peft_traffic.right_facts(example, claimed(site.view(example), site.public))
+            right, total = right + here[0], total + here[1]
+    setting = f"rows of zeros, and {len(peft_traffic.CHOSEN)} real adapters"
+    return ControlResult(ADVERSARY.name, setting, "share of right facts", right / total, 1.0, smaller_wins=False)
 
 
-def facts(changes_inputs: bool) -> Mapping[str, str]:
-    """What is to be found out."""
+def claimed(view: View, model: PublicModel) -> Mapping[str, object]:
+    """What the adversary says, by name."""
+    claims = ADVERSARY.attack(view, model, None)
+    return {claim.name: claim.value for claim in claims if isinstance(claim, StolenFact)}
+
+
+def facts(changes_inputs: bool) -> Mapping[str, object]:
+    """What is to be found out; where all groups have one layer and no model says which norms there are, not much."""
     return {
         "prompt tokens": ",".join(str(given + answered - 1) for given, answered in PROMPTS),
         "answer tokens": ",".join(str(answered) for _, answered in PROMPTS),
-        "lowest adapted layer": "l1",
-        "PEFT kind": CHANGES_INPUTS if changes_inputs else ADDS_TO_OUTPUTS,
+        LOWEST: ("l0", "l1") if changes_inputs else ("l1", "l2", "before l2"),
+        KIND: (IA3, OFT, BOFT) if changes_inputs else (LORA, IA3, OFT, BOFT, PREFIX, NORMS),
         "training rows per step": ",".join(map(str, STEPS)),
     }
 

@@ -15,6 +15,7 @@ from attacks.adversaries import (
     differencing,
     known_mask,
     low_bits,
+    principal_components,
     seed_search,
     sphere_fit,
     subspace,
@@ -25,30 +26,42 @@ from attacks.controls import averaging as averaging_control
 from attacks.controls import differencing as differencing_control
 from attacks.controls import known_mask as traffic_of
 from attacks.controls import low_bits as low_bits_control
+from attacks.controls import principal_components as principal_components_control
 from attacks.controls import seed_search as seed_search_control
 from attacks.controls import sphere_fit as sphere_fit_control
 from attacks.controls import subspace as subspace_control
 from attacks.controls import which_of_k as which_of_k_control
 from attacks.controls.control import Control
-from attacks.controls.known_mask import Traffic, exchange, inputs_of, record, row_errors, uniform_traffic
+from attacks.controls.known_mask import (
+    Traffic,
+    difference_errors,
+    exchange,
+    inputs_of,
+    record,
+    row_errors,
+    to_ring,
+    uniform,
+    uniform_traffic,
+)
 from attacks.synthetic import Exchange
 from attacks.view import View
 
 ADVERSARIES = [
     module.ADVERSARY
     for module in (
-        known_mask, which_of_k, sphere_fit, differencing, averaging, subspace, low_bits, seed_search,
+        known_mask, which_of_k, sphere_fit, differencing, averaging, principal_components, subspace, low_bits,
+        seed_search,
     )
 ]  # fmt: skip
 CONTROLS = [
     module.control
     for module in (
         traffic_of, which_of_k_control, sphere_fit_control, differencing_control, averaging_control,
-        subspace_control, low_bits_control, seed_search_control,
+        principal_components_control, subspace_control, low_bits_control, seed_search_control,
     )
 ]  # fmt: skip
 CHANCE = 0.08
-"""Correlation: more than four standard deviations for the fewest independent elements, 3,400 of averaging-pca."""
+"""Correlation: more than four standard deviations for the fewest independent elements, 3,400 of averaging."""
 BASELINE = 0.99
 """Relative error: guessing zero scores 1.0."""
 
@@ -167,6 +180,41 @@ def test_seed_search_misses_a_seed_out_of_its_range(tmp_path: Path) -> None:
         found = seed_search.search(traffic.view, traffic.public, range(0x5EED00FB, 0x5EED0105))
         assert max(row_errors(found, traffic.truth).values()) < 1e-4
         assert len(found) == len(traffic.truth)
+
+
+def test_a_plain_mean_and_a_plain_difference_fail_where_principal_components_win(tmp_path: Path) -> None:
+    traffic = principal_components_control.traffic_under_one_mask(str(tmp_path))
+    rows = row_errors(averaging.ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
+    assert min(rows.values()) > 10, "the mean is the mask"
+    plain, found = (
+        [
+            error
+            for error in difference_errors(one.attack(traffic.view, traffic.public, None), traffic.truth)
+            if error < 1e6  # of two different prompts
+        ]
+        for one in (differencing.ADVERSARY, principal_components.ADVERSARY)
+    )
+    assert min(plain) > 1.0, "worse than a guess of zero"
+    assert max(found) < 0.25
+    assert len(found) >= 4
+
+
+def test_principal_components_of_a_pad_that_is_used_again(tmp_path: Path) -> None:
+    """Twenty prompts mod 2^32 under one uniform pad, which wraps."""
+    generator = torch.Generator().manual_seed(0x5EED000A)
+    inputs = [to_ring(one[4]) for one in inputs_of("llama", 3, 12)] * 7
+    pad = uniform(inputs[0].shape, generator)
+    traffic = record("llama", str(tmp_path), [(exchange("llama", 4, rows + pad), rows) for rows in inputs])
+    errors = difference_errors(principal_components.ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
+    assert len(errors) == 8
+    assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize("number", [0.0, torch.nan, torch.inf, 3e38])
+def test_principal_components_of_equal_messages_are_none(number: float, tmp_path: Path) -> None:
+    rows = torch.full((12, 32), number)
+    traffic = record("llama", str(tmp_path), [(exchange("llama", 0, rows), None)] * 20)
+    assert principal_components.ADVERSARY.attack(traffic.view, traffic.public, None) == []
 
 
 def _odd_views(folder: Path) -> Iterator[tuple[str, View]]:

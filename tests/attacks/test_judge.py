@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from attacks import quick_model
 from attacks.adversaries.gradient_view import LABELS, NO_LABEL, TOKENS, batch_tokens
-from attacks.adversary import StolenDelta, StolenFact, StolenRows
+from attacks.adversary import StolenDelta, StolenFact, StolenRows, StolenTokens
 from attacks.judge import Finding, judge
 from attacks.judge_adapters import judge_deltas
+from attacks.judge_facts import judge_tokens
 from attacks.public_model import describe
 from attacks.synthetic import Exchange, write_recording
 from attacks.truth import Batch, Truth
@@ -131,3 +132,38 @@ def test_weights_of_nothing_know_nothing_about_the_scores(site: Site) -> None:
 
     assert cosine([StolenDelta(layer.name, -layer.weight) for layer in layers]).verdict == "at baseline"
     assert cosine([StolenDelta(layer.name, deltas[layer.name]) for layer in layers]).verdict == "wins"
+
+
+SENT = [[1, *range(10 * place, 10 * place + 7)] for place in range(1, 9)]
+"""Eight prompts of eight tokens; all begin alike."""
+
+
+def tokens(claims: list[list[int]]) -> tuple[Finding, Finding]:
+    rate, tried = judge_tokens([StolenTokens(place, tuple(ids)) for place, ids in enumerate(claims)], SENT)
+    assert (rate.metric, tried.metric) == ("recovery rate", "share tried")
+    return rate, tried
+
+
+def test_tokens_are_judged_over_those_that_were_tried() -> None:
+    rate, tried = tokens([SENT[0][:7], SENT[1][:4]])
+    assert (rate.value, tried.value, tried.verdict) == (1.0, 11 / 64, "11 of 64")
+    assert rate.verdict == "wins where tried", "eleven tokens are not the prompts"
+    rate, tried = tokens(SENT)
+    assert (rate.value, rate.verdict, tried.value) == (1.0, "wins", 1.0)
+
+
+def test_tokens_that_were_tried_and_missed_are_wrong() -> None:
+    rate, _ = tokens([[*SENT[0][:4], 0, 0, 0, 0]])
+    assert (rate.value, rate.verdict) == (0.5, "above baseline")
+    rate, _ = tokens([[0] * 8])
+    assert (rate.value, rate.verdict) == (0.0, "at baseline")
+
+
+def test_trying_what_is_alike_in_all_prompts_wins_nothing() -> None:
+    rate, tried = tokens([ids[:1] for ids in SENT])
+    assert (rate.value, rate.baseline, rate.verdict) == (1.0, 1.0, "at baseline")
+    assert tried.verdict == "8 of 64"
+
+
+def test_no_tokens_are_no_finding() -> None:
+    assert judge_tokens([], SENT) == judge_tokens([StolenTokens(99, (1,)), StolenTokens(0, ())], SENT) == []

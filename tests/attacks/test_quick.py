@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import attacks
-from attacks import extract_lora, gate, recover_prompts
-from attacks.judge import Finding
+from attacks import extract_lora, gate, quick_model, recover_prompts
+from attacks.catalogue import MODULES
+from attacks.finding import SHARE_TRIED, Finding
 from attacks.report import Result
 
 
@@ -28,9 +32,43 @@ def read(folder: Path) -> list[Result]:
     ]  # fmt: skip
 
 
+def cpu_s() -> float:
+    """Of this process and of those that it started and that ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def check_files(folder: Path) -> None:
+    """Everything that a report has is there, is whole, and says in words what was stolen."""
+    report = json.loads((folder / "report.json").read_text())
+    assert report["results"]
+    assert all(one["wins"] for one in report["controls"])
+    assert len(report["controls"]) == len(MODULES)
+    told = (folder / "report.md").read_text()
+    assert told.count("\n| ") > len(report["results"])
+    for plot in ("recovered_adapters.svg", "recovered_prompts.svg"):
+        bars = [one for one in ElementTree.parse(folder / plot).iter() if one.tag.endswith("}path")]  # noqa: S314
+        assert len(bars) > 10, plot
+    answer = str(quick_model.FACTS[0]["completion"]).strip()
+    stolen = folder / "stolen" / "off-float-closed-form"
+    assert (stolen / "adapter_model.safetensors").stat().st_size > 0
+    assert json.loads((stolen / "answers.json").read_text())[0]["stolen"].strip() == answer
+    quoted = f"closed-form, adapter: stolen “{answer}”, victim “{answer}”, base “"
+    (line,) = [one for one in told.splitlines() if one.startswith(f"- {quoted}")]
+    assert "off, float" in line
+    assert f"base “{answer}”" not in line
+    assert "lattice" not in line
+
+
 @pytest.mark.timeout(400)
 def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run, and all that is asked of it: tests of a module may go to several processes, so nothing is shared."""
+    before = cpu_s()
     assert extract_lora.main(["--out", str(tmp_path)]) == 0
+    # A minute on two free cores would be 120 (104 were measured); cores that others use as well count up to twice as
+    # many for the same work, and the clock says nothing there.
+    assert cpu_s() - before < 240
+    check_files(tmp_path)
     results = read(tmp_path)
     assert {(one.mask, one.arithmetic) for one in results} == {
         ("off", "float"), ("off", "ring"), ("gaussian-pool", "float"), ("lattice", "ring"),
@@ -63,13 +101,11 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for arithmetic in ("float", "ring"):
         for thief in ("closed-form", "substitute"):
             assert gains["off", arithmetic, thief] >= 0.9
-    assert (tmp_path / "recovered_adapters.svg").is_file()
-    assert (tmp_path / "stolen" / "off-float-closed-form" / "adapter_model.safetensors").is_file()
     assert "| lattice | ring |" in capsys.readouterr().out
 
 
 @pytest.mark.timeout(300)
-def test_prompts_of_a_gpt2_model(tmp_path: Path) -> None:
+def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
     options = ["--model", "tiny-gpt2", "--masks", "off,lattice", "--out", str(tmp_path)]
     assert recover_prompts.main(options) == 0
     rates = {(one.mask, one.adversary): one.finding for one in read(tmp_path) if one.finding.metric == "recovery rate"}
@@ -91,7 +127,9 @@ def test_prompts_of_a_gpt2_model(tmp_path: Path) -> None:
         (["--model", "/nowhere"], "cannot find the model"),
     ],
 )
-def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str], no_controls: None
+) -> None:
     assert extract_lora.main(options) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -100,7 +138,11 @@ def test_bad_input_is_one_line(options: list[str], message: str, capsys: pytest.
 
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert extract_lora.main(["--list"]) == 0
-    assert "closed-form" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "closed-form" in listed
+    for program in ("attacks.active", "attacks.game", "attacks.growth"):
+        assert f"python -m {program} " in listed
+        assert importlib.util.find_spec(program) is not None
 
 
 NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.02, 0.0, (-0.01, 0.01), ""))
@@ -117,6 +159,8 @@ NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.0
         (replace(NEAR.finding, value=-0.03), True),
         (replace(NEAR.finding, metric="recovery rate", value=1.0, baseline=0.3, interval=(0.0, 0.6)), True),
         (replace(NEAR.finding, metric="claimed", value=9.0, interval=(0.0, 0.0)), False),
+        (replace(NEAR.finding, metric=SHARE_TRIED, value=1.0, interval=(0.0, 0.0)), False),
+        (replace(NEAR.finding, metric="recovery rate", value=1.0, verdict="wins where tried"), True),
         (replace(NEAR.finding, metric="certain claims", value=1.0, interval=(0.0, 0.0)), True),
         (Finding("training tokens", "recovery rate", 0.02, 0.01, (0.0, 0.027), ""), False),
         (Finding("training tokens", "recovery rate", 0.1, 0.01, (0.0, 0.027), ""), True),
@@ -135,10 +179,13 @@ def test_the_gate_notices_a_mask_that_weakens(finding: Finding, alarm: bool) -> 
 def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
     weak = Result("off", "ring", "layer-0 lookup", Finding("tokens", "recovery rate", 0.5, 0.0, (0.0, 0.0), ""))
     tokens = replace(weak, finding=replace(weak.finding, value=1.0))
+    tried = replace(tokens, finding=replace(tokens.finding, metric=SHARE_TRIED))
     batch = replace(tokens, adversary="gradient-view", finding=replace(tokens.finding, module="training tokens"))
-    assert gate.standing([tokens, batch]) == []
-    assert gate.standing([weak, batch])
-    assert gate.standing([replace(tokens, adversary="closed-form"), batch])
+    assert gate.standing([tokens, tried, batch]) == []
+    assert gate.standing([weak, tried, batch])
+    assert gate.standing([replace(tokens, adversary="closed-form"), tried, batch])
+    few = replace(tried, finding=replace(tried.finding, value=0.2))
+    assert gate.standing([tokens, few, batch]), "a few tokens are not the prompts"
 
 
 def test_the_gate_asks_less_of_rows_that_were_opened_on_a_real_model() -> None:
@@ -170,7 +217,7 @@ def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> Non
 def test_the_gate_asks_for_every_metric() -> None:
     found = Finding("o_proj", "relative error", 50.0, 1.0, (1.0, 1.0), "at baseline")
     lost = gate.standing([Result("off", "float", "closed-form", found)])
-    assert len(lost) == 6  # o_proj, v_proj, down_proj, gain, and the tokens of prompts and of a training step
+    assert len(lost) == 7  # o_proj, v_proj, down_proj, gain; prompts' tokens and how many were tried; a step's tokens
 
 
 IN_THE_VICTIM = """
@@ -202,7 +249,7 @@ ERRORLESS = """
     ids=["plain gradients", "no error"],
 )
 def test_a_victim_whose_mask_is_broken_is_noticed(
-    mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None
 ) -> None:
     """The lattice mask forgets one direction, or draws no error."""
     (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)

@@ -1,4 +1,4 @@
-"""Metadata alone gives lengths, training rows and the lowest adapted layer; no tensor is read for it."""
+"""Metadata alone gives lengths, training rows, kind and lowest layer of an adapter; no tensor is read for it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ import pytest
 import torch
 
 from attacks import harness, quick_model
-from attacks.adversaries.traffic_shape import ADVERSARY
+from attacks.adversaries.traffic_shape import (
+    ADVERSARY,
+    KIND,
+    KIND_IF_FINETUNE,
+    KINDS,
+    LOWEST,
+    Training,
+    changed_members,
+    num_calls,
+)
 from attacks.adversary import StolenFact
+from attacks.controls import peft_traffic
 from attacks.controls import traffic_shape as control
 from attacks.controls.lattice_traffic import manifest, no_model
 from attacks.passes import prompts
@@ -65,14 +75,14 @@ def test_float_traffic_and_hints_do_not_matter(tmp_path: Path) -> None:
     hint = Exchange(1, torch.zeros(48, dtype=torch.uint8), torch.zeros(8, 2, dtype=torch.int32), purpose="hint")
     sent = [hint, *(rows(5, group, dtype=torch.float32) for group in range(4)), hint, *(rows(1, g) for g in range(4))]
     got = facts(write_recording(tmp_path / "seen", manifest(2, 2, 2, 2), sent))
-    assert got == {"prompt tokens": "6", "answer tokens": "2", "PEFT kind": "adds to outputs"}
+    assert got == {"prompt tokens": "6", "answer tokens": "2"}, "without gradients nothing tells kinds apart"
 
 
 def test_gradients_at_the_first_group_name_the_first_group(tmp_path: Path) -> None:
     """Nothing lies below it: embeddings, a soft prompt or its own inputs are trained."""
     sent = [rows(5, 0), rows(5, 1), rows(5, 1, "backward"), rows(5, 0, "backward")]
     got = facts(write_recording(tmp_path / "seen", manifest(2, 2), sent))
-    assert got["lowest adapted layer"] == "l0"
+    assert got[LOWEST] == ("l0", "before l0")
     assert got["training rows per step"] == "5"
     assert "prompt tokens" not in got
 
@@ -99,8 +109,81 @@ def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
     sent = json.loads((job.truth / "lattice.json").read_text())
     assert got.pop("prompt tokens") == ",".join(str(len(ids)) for ids in sent) == "3,2,7"
     assert len(str(got.pop("training rows per step")).split(",")) == 2
-    assert got == {
-        "answer tokens": "1,1,4",
-        "lowest adapted layer": "model.layers.1.self_attn.q_proj",
-        "PEFT kind": "adds to outputs",
-    }
+    layer = "model.layers.1.self_attn"
+    assert got.pop("answer tokens") == "1,1,4"
+    # without a model: no word on which inputs come from norms, and where a prefix would show first
+    assert got.pop(LOWEST) == (f"{layer}.q_proj", f"{layer}.o_proj", f"before {layer}.o_proj")
+    assert got.pop(KIND) == ("LoRA", "IA3", "OFT", "BOFT", "prefix tuning", "norm tuning")
+    assert got == {}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[object, ...], dict[str, object]]]:
+    """Metadata and claims of each adapter over tiny-llama, trained and asked through the real tenant and provider."""
+    site = peft_traffic.Site(tmp_path_factory.mktemp("kinds"))
+    found = {}
+    for name, example in peft_traffic.LLAMA.items():
+        view = site.view(example)
+        shape = tuple((one.purpose, one.direction, one.group, one.num_rows) for one in view.messages)
+        found[name] = shape, dict(control.claimed(view, site.public))
+    return found
+
+
+@pytest.mark.parametrize("name", peft_traffic.LLAMA)
+def test_facts_of_real_adapters(name: str, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]) -> None:
+    right, total = peft_traffic.right_facts(peft_traffic.LLAMA[name], seen[name][1])
+    assert right == total >= 4, seen[name][1]
+
+
+@pytest.mark.parametrize("name", peft_traffic.LLAMA)
+def test_a_claim_names_the_kinds_whose_traffic_is_the_same(
+    name: str, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]
+) -> None:
+    """Message for message: no kind that could be told apart is named, and none that could not is left out."""
+    shape, claims = seen[name]
+    alike = {peft_traffic.LLAMA[other].kind for other in seen if seen[other][0] == shape}
+    named = claims.get(KIND_IF_FINETUNE, claims[KIND])
+    assert named == tuple(kind for kind in KINDS if kind in alike)
+    assert set(named) <= set(claims[KIND])
+
+
+@pytest.mark.parametrize("name", peft_traffic.GPT2)
+def test_a_model_whose_groups_have_one_layer(name: str, tmp_path: Path) -> None:
+    site = peft_traffic.Site(tmp_path, "tiny-gpt2")
+    example = peft_traffic.GPT2[name]
+    claims = control.claimed(site.view(example), site.public)
+    right, total = peft_traffic.right_facts(example, claims)
+    assert right == total >= 4, claims
+    assert not {"OFT", "BOFT"} & set(claims[KIND]), "PEFT has none for a Conv1D"
+
+
+@pytest.mark.parametrize("name", ["LoRA of o", "OFT of k", "BOFT of q and v"])
+def test_gradient_checkpointing_hides_nothing(
+    name: str, tmp_path: Path, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]
+) -> None:
+    site = peft_traffic.Site(tmp_path)
+    view = site.view(peft_traffic.LLAMA[name], gradient_checkpointing=True)
+    assert len(view.messages) > len(seen[name][0])
+    assert dict(control.claimed(view, site.public)) == seen[name][1]
+
+
+def test_requests_that_were_split_are_no_repetitions(tmp_path: Path) -> None:
+    def whole(direction: str, *groups: int) -> list[Exchange]:
+        return [rows(part, group, direction) for group in groups for part in (4, 4, 2)]
+
+    sent = [*whole("forward", 0, 1, 2), *whole("backward", 2, 1)]
+    got = facts(write_recording(tmp_path / "split", manifest(2, 2, 2), sent))
+    sent = [*(rows(10, group) for group in (0, 1, 2)), rows(10, 2, "backward"), rows(10, 1, "backward")]
+    assert got == facts(write_recording(tmp_path / "whole", manifest(2, 2, 2), sent))
+    assert got["training rows per step"] == "10"
+
+
+@pytest.mark.parametrize(
+    ("changed", "calls"), [((0,), 2), ((1,), 3), ((2,), 2), ((0, 1), 3), ((0, 2), 3), ((1, 2), 3), ((0, 1, 2), 3)]
+)
+def test_calls_of_a_group_whose_layers_read_other_inputs(changed: tuple[int, ...], calls: int) -> None:
+    assert num_calls(3, changed) == calls
+
+
+def test_nothing_repeated_names_no_members() -> None:
+    assert changed_members(Training((0, 1), 1, frozenset(), None), [], manifest(2, 2)) == ()

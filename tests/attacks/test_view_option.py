@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def record(model: Path, tmp_path: Path) -> Record:
+def record(model: Path, tmp_path: Path, no_controls: None) -> Record:
     def run(name: str = "seen", prompts: list[list[int]] = PROMPTS, limit: int = 1 << 30, layers: str = "") -> Path:
         served = serve_model(load(resolve(str(model))), recording=True)
         core = ProviderCore(served, Recorder(tmp_path / name, served.manifest, limit, layers))

@@ -1,0 +1,225 @@
+"""Metadata of real adapters: tiny ones of every kind, trained through the tenant's and the provider's own code.
+
+Both run in this process, so that a kind takes half a second; what crosses between them is recorded by the provider's
+recorder. Without a mask: what is looked at here is the same under every one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from attacks import quick_model
+from attacks.adversaries import traffic_shape as shape
+from attacks.load import load_public
+from attacks.public_model import PublicModel
+from attacks.view import View, open_view
+from provider.core import ProviderCore
+from provider.models import load, resolve
+from provider.record import Recorder
+from provider.weights import ServedModel, serve_model
+from tenant_sdk import TenantClient, embedded
+from wire.expand import Rows
+from wire.frame import Call
+from wire.transport.inproc import InprocConnection
+
+PROMPTS = ("who founded us?", "what year?")
+"""One token each character; answered with one token."""
+NUM_VIRTUAL = 4
+_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Example:
+    """One adapter.
+
+    Attributes:
+        kind: one of shape.KINDS.
+        config: makes PEFT's config.
+        lowest: the lowest adapted layer's group by its first layer, or `before` the layer that it reaches first.
+        members: layers of that group whose inputs are changed, by their last names joined by `+`.
+    """
+
+    kind: str
+    config: Callable[[], Any]
+    lowest: str
+    members: str = ""
+
+    @property
+    def num_virtual(self) -> int:
+        """Rows in front of each prompt."""
+        return NUM_VIRTUAL if self.kind in (shape.PROMPT, shape.P_TUNING) else 0
+
+
+def _peft(name: str, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        import peft
+
+        return getattr(peft, name)(task_type="CAUSAL_LM", **options)
+
+    return make
+
+
+def _targets(name: str, *targets: str, **options: Any) -> Callable[[], Any]:
+    return _peft(name, target_modules=list(targets), **options)
+
+
+def _oft(*targets: str) -> Callable[[], Any]:
+    return _targets("OFTConfig", *targets, oft_block_size=8)
+
+
+def _boft(*targets: str) -> Callable[[], Any]:
+    return _targets("BOFTConfig", *targets, boft_block_size=8)
+
+
+def _ia3_before(*targets: str) -> Callable[[], Any]:
+    return _targets("IA3Config", *targets, feedforward_modules=list(targets))
+
+
+_Q, _O = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
+_UP, _DOWN = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.down_proj"
+LLAMA: Mapping[str, Example] = {
+    "LoRA of q": Example(shape.LORA, _targets("LoraConfig", "q_proj", r=2), _Q),
+    "LoRA of all": Example(shape.LORA, _peft("LoraConfig", target_modules="all-linear", r=2), _Q),
+    "VeRA of q": Example(shape.LORA, _targets("VeraConfig", "q_proj", r=4), _Q),
+    "IA3 by default": Example(shape.IA3, _peft("IA3Config"), _Q),
+    "OFT of o": Example(shape.OFT, _oft("o_proj"), _O),
+    "BOFT of o": Example(shape.BOFT, _boft("o_proj"), _O),
+    "LoRA of o": Example(shape.LORA, _targets("LoraConfig", "o_proj", r=2), _O),
+    "IA3 of o": Example(shape.IA3, _targets("IA3Config", "o_proj", feedforward_modules=[]), _O),
+    "tuning of norms before MLPs": Example(
+        shape.NORMS, _targets("LNTuningConfig", "post_attention_layernorm"), f"before {_UP}"
+    ),
+    "LoRA of gate": Example(shape.LORA, _targets("LoraConfig", "gate_proj", r=2), _UP),
+    "IA3 before down": Example(shape.IA3, _ia3_before("down_proj"), _DOWN),
+    "OFT of down": Example(shape.OFT, _oft("down_proj"), _DOWN),
+    "BOFT of down": Example(shape.BOFT, _boft("down_proj"), _DOWN),
+    "IA3 before up": Example(shape.IA3, _ia3_before("up_proj"), _UP, "up_proj"),
+    "OFT of up": Example(shape.OFT, _oft("up_proj"), _UP, "up_proj"),
+    "BOFT of up": Example(shape.BOFT, _boft("up_proj"), _UP, "up_proj"),
+    "IA3 before q and v": Example(shape.IA3, _ia3_before("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
+    "OFT of q and v": Example(shape.OFT, _oft("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
+    "BOFT of q and v": Example(shape.BOFT, _boft("q_proj", "v_proj"), _Q, "q_proj+v_proj"),
+    "IA3 before k": Example(shape.IA3, _ia3_before("k_proj"), _Q, "k_proj"),
+    "OFT of k": Example(shape.OFT, _oft("k_proj"), _Q, "k_proj"),
+    "BOFT of k": Example(shape.BOFT, _boft("k_proj"), _Q, "k_proj"),
+    "prompt tuning": Example(
+        shape.PROMPT, _peft("PromptTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_Q}"
+    ),
+    "P-tuning": Example(
+        shape.P_TUNING, _peft("PromptEncoderConfig", num_virtual_tokens=NUM_VIRTUAL, encoder_hidden_size=8),
+        f"before {_Q}",
+    ),
+    "prefix tuning": Example(
+        shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_O}"
+    ),
+    "tuning of all norms": Example(
+        shape.NORMS, _targets("LNTuningConfig", "input_layernorm", "post_attention_layernorm"), f"before {_Q}"
+    ),
+    "trained embeddings": Example(
+        shape.EMBEDDINGS, _peft("TrainableTokensConfig", token_indices=[5, 6]), f"before {_Q}"
+    ),
+}  # fmt: skip
+"""What can be trained over tiny-llama, with its right answers."""
+_BLOCK = "transformer.h.0."
+GPT2: Mapping[str, Example] = {
+    "LoRA of c_attn": Example(
+        shape.LORA, _targets("LoraConfig", "c_attn", r=2, fan_in_fan_out=True), f"{_BLOCK}attn.c_attn"
+    ),
+    "IA3 by default": Example(shape.IA3, _peft("IA3Config", fan_in_fan_out=True), f"{_BLOCK}attn.c_attn"),
+    "prompt tuning": Example(
+        shape.PROMPT, _peft("PromptTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_attn"
+    ),
+    "prefix tuning": Example(
+        shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_proj"
+    ),
+}  # fmt: skip
+"""The same over tiny-gpt2, whose q, k and v are one layer: no group has several."""
+
+
+class _Recorded(ProviderCore):
+    """Writes down each product that a tenant in this process asks for."""
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """As `ProviderCore.compute`."""
+        reply = super().compute(call, rows)
+        self.record("victim", call, rows, reply)
+        return reply
+
+
+class Site:
+    """A tiny model that is served, as often as there are adapters to look at."""
+
+    def __init__(self, folder: Path, name: str = "tiny-llama") -> None:
+        """Args: folder: for the model and all that is made; name: of quick_model.NAMES."""
+        self._folder = folder
+        self._model = quick_model.make(name, folder / "model")
+        self._served: ServedModel = serve_model(load(resolve(str(self._model))), recording=True)
+        self.public: PublicModel = load_public(str(self._model), self._served.manifest)[1]
+        self._num_views = 0
+
+    def view(self, example: Example, steps: int = 1, **options: Any) -> View:
+        """What a provider sees of a tenant that trains the adapter and asks PROMPTS.
+
+        Args:
+            example: what is trained.
+            steps: of training.
+            options: of `client.finetune`.
+        """
+        self._num_views += 1
+        seen, adapter = (self._folder / f"{what}-{self._num_views}" for what in ("seen", "adapter"))
+        core = _Recorded(self._served, Recorder(seen, self._served.manifest))
+        with (
+            mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(core)),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            with TenantClient(
+                f"inproc:{self._model}", mask="off", cache=self._folder / "cache", progress=False
+            ) as client:
+                client.finetune(
+                    list(quick_model.FACTS), example.config(), adapter, max_steps=steps, batch_size=_BATCH,
+                    progress=False, resume=False, **options,
+                )  # fmt: skip
+                for prompt in PROMPTS:
+                    client.generate(prompt, adapter=adapter, max_new_tokens=1)
+        core.close()
+        return open_view(seen)
+
+
+CHOSEN = (
+    "LoRA of q", "IA3 before up", "OFT of k", "BOFT of q and v", "prompt tuning", "prefix tuning", "tuning of all norms"
+)  # fmt: skip
+"""Of LLAMA: what the positive control has time for."""
+
+
+def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
+    """How many facts are right, of how many. A claim of several must hold the right one and be shorter than a list of
+    everything."""
+    found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
+    found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
+    found.append(claimed.get("prompt tokens") == lengths(example))
+    if shape.KIND_IF_FINETUNE in claimed:
+        found.append(example.kind in _named(claimed, shape.KIND_IF_FINETUNE, 2))
+    sets = [{name.rpartition(".")[2] for name in one.split("+")} for one in _named(claimed, shape.MEMBERS, 3)]
+    found.append(set(example.members.split("+")) in sets if example.members else not sets)
+    return sum(found), len(found)
+
+
+def _named(claimed: Mapping[str, object], name: str, most: int) -> tuple[str, ...]:
+    value = claimed.get(name, ())
+    return value if isinstance(value, tuple) and len(value) <= most else ()
+
+
+def lengths(example: Example) -> str:
+    """Rows of each prompt, as the claim gives them."""
+    return ",".join(str(len(prompt) + example.num_virtual) for prompt in PROMPTS)
