@@ -20,7 +20,10 @@ _COUNTS = ("claimed", SHARE_TRIED)
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
 _MOST_SLACK = 0.3
-_WORTHS = ("stolen task gain", "agreement of answers")
+_GAIN, _AGREEMENT = "stolen task gain", "agreement of answers"
+"""A gain of losses alone is no leak: weights that are noise can flatten a tiny model's wrong certainties, and its loss
+falls by up to two thirds of what an IA3 victim gained. Answers then agree less than the base model's do, so a thief has
+to show both."""
 _MOST_WORTH = 0.1
 """What a thief may seem to gain from a private mask."""
 _ADAPTER = {
@@ -49,11 +52,19 @@ Labels are not asked for: where the output head stays with the tenant, nobody is
 
 def weakened(results: Sequence[Result]) -> list[str]:
     """Findings in which a private mask shows more than chance does, and adversaries that failed on any mask."""
+    at_odds = {
+        (one.mask, one.arithmetic, one.adversary)
+        for one in results
+        if one.finding.metric == _AGREEMENT and not _beats_chance(one)
+    }
     return [
         f"{one.mask}: {one.adversary} reaches {one.finding.metric} {one.finding.value:.3g} on {one.finding.module}"
         for one in results
         if one.finding.metric == "failed"
         or (one.mask in PRIVATE_MASKS and one.adversary != METADATA and _beats_chance(one))
+        if one.finding.metric != _GAIN
+        or one.finding.verdict == "wins"
+        or (one.mask, one.arithmetic, one.adversary) not in at_odds
     ]
 
 
@@ -67,7 +78,10 @@ def _beats_chance(one: Result) -> bool:
         return found.value > 0
     if found.metric == "relative error":
         return found.value < _LEAST_ERROR
-    if found.metric in _WORTHS:  # compared with the base model; not by their own interval, which few questions widen
+    if found.metric in (
+        _GAIN,
+        _AGREEMENT,
+    ):  # compared with the base model; not by their own interval, which few questions widen
         return found.value > found.baseline + _MOST_WORTH
     half = (found.interval[1] - found.interval[0]) / 2
     distance = found.value - found.baseline

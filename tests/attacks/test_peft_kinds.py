@@ -29,6 +29,7 @@ def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, n
     assert values(results, "off", "ring", "relative error")["v_proj"] < 0.1
     for arithmetic in ("float", "ring"):
         assert values(results, "off", arithmetic, "stolen task gain")["adapter"] > 0.95
-    assert values(results, "lattice", "ring", "stolen task gain").get("adapter", 0.0) < 0.1
+    base = {one.finding.baseline for one in results if one.finding.metric == "agreement of answers"}
+    assert values(results, "lattice", "ring", "agreement of answers").get("adapter", 0.0) < max(base) + 0.1
     assert all(error > 0.9 for error in values(results, "lattice", "ring", "relative error").values())
     assert gate.weakened(results) == []

@@ -176,6 +176,18 @@ def test_the_gate_notices_a_mask_that_weakens(finding: Finding, alarm: bool) -> 
     assert gate.weakened([replace(NEAR, finding=finding, adversary="traffic-shape")]) == []
 
 
+@pytest.mark.parametrize(
+    ("gain", "agreement", "alarm"), [(0.5, 0.1, False), (0.5, 0.55, False), (0.5, 0.7, True), (0.95, 0.1, True)]
+)
+def test_a_gain_that_answers_contradict_is_luck(gain: float, agreement: float, alarm: bool) -> None:
+    verdict = "wins" if gain > 0.9 else "above baseline"
+    findings = (
+        Finding("adapter", "stolen task gain", gain, 0.0, (-0.1, 0.1), verdict),
+        Finding("adapter", "agreement of answers", agreement, 0.5, (0.4, 0.6), ""),
+    )
+    assert bool(gate.weakened([replace(NEAR, finding=finding) for finding in findings])) is alarm
+
+
 def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
     weak = Result("off", "ring", "layer-0 lookup", Finding("tokens", "recovery rate", 0.5, 0.0, (0.0, 0.0), ""))
     tokens = replace(weak, finding=replace(weak.finding, value=1.0))
