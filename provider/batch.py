@@ -25,12 +25,13 @@ from provider.schedule.ticket import Batch, Piece, Ticket
 from provider.threads import use_one_core
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
 from wire.expand import Rows, SeededRows
-from wire.frame import Arithmetic, Call
+from wire.frame import DTYPES, Arithmetic, Call
 
 _LOGGER = logging.getLogger(__name__)
 Outcome = torch.Tensor | VeilbaseError
 Completed = Callable[[str, Call, Rows, torch.Tensor], None]
 """Tenant, call, the whole request and its reply, before the reply leaves."""
+_CLOSE_S = 15.0
 RETRY_S = 1.0
 """When to come again while a lost shard is being brought back."""
 _JOIN_S = 60.0
@@ -50,14 +51,20 @@ class Job:
         request_class: RequestClass,
         expires_at: float,
         done: Callable[[Outcome], None],
+        reply_cols: int,
     ) -> None:
-        """Args: expires_at: on the clock of `time.monotonic`; done: takes the reply or the error, in the worker."""
+        """Args.
+
+        expires_at: on the clock of `time.monotonic`.
+        done: takes the reply or the error, in the worker.
+        reply_cols: numbers in a row of the reply.
+        """
         num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
         self.rows: Rows | None = rows
         self.reply: torch.Tensor | None = None
         self.placed: dict[int, int] = {}
         """Of a request in pieces: the first row of each that is in `reply`, and how many rows it has."""
-        self.done = done
+        self.done, self.reply_cols = done, reply_cols
         self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
 
     def reply_of(self, part: torch.Tensor) -> torch.Tensor:
@@ -90,23 +97,22 @@ class Executor:
         completed: Completed | None = None,
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
-        may_be_joined: bool = False,
     ) -> None:
         """Args.
 
-        replicas: all of the same weights; each takes the next batch when it is done with one.
+        replicas: all of the same weights; each takes the next batch when it is done with one. None: others will join.
         scheduler: says which; used under this object's lock alone.
         completed: told of every request that was answered with a tensor.
         meter: told of every product.
         charge: told a tenant's share of every product's seconds.
-        may_be_joined: whether `add` may follow a loss: then requests are told to come again, for a while.
         """
         self._scheduler, self._completed = scheduler, completed
         self._meter, self._charge = meter or Meter(), charge
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
-        self._may_be_joined, self._empty_since_s = may_be_joined, time.monotonic()
+        self._num_expected, self._turn = max(1, len(replicas)), 0
+        self._is_joined, self._empty_since_s = not replicas, time.monotonic()
         self._orphans: deque[tuple[Batch, int]] = deque()
         """Batches of replicas that are gone, and how many each has outlived."""
         for replica in replicas:
@@ -119,6 +125,11 @@ class Executor:
         with self._changed:
             self._lanes.append(lane)
         lane.thread.start()
+
+    def join(self, replica: Replica) -> None:
+        """`add`, of one that may leave and come back: requests that find nobody are told to come again, for a while."""
+        self._is_joined = True
+        self.add(replica)
 
     def note_lost(self, replica: Replica) -> None:
         """Somebody else saw that a replica is gone, before a product did."""
@@ -139,9 +150,9 @@ class Executor:
 
     @property
     def num_replicas(self) -> tuple[int, int]:
-        """Replicas that can make products, and all that there are."""
+        """Replicas that can make products, and all that there should be."""
         with self._changed:
-            return sum(not lane.is_lost for lane in self._lanes), len(self._lanes)
+            return sum(not lane.is_lost for lane in self._lanes), max(self._num_expected, len(self._lanes))
 
     # ---- in -------------------------------------------------------------------------------------------------------
 
@@ -159,21 +170,10 @@ class Executor:
             self._fail(job, error)
 
     def _answer_empty(self, job: Job) -> None:
+        """No row needs no replica."""
         rows = job.rows  # once: whoever cancels the job takes them
-        if rows is None:
-            return
-        with self._changed:
-            lane, error = next((lane for lane in self._lanes if not lane.is_lost), None), self._none_left()
-        if lane is None:
-            self._fail(job, error or _unavailable(RETRY_S))
-            return
-        try:
-            self._compute_piece(lane.replica, Piece(job.ticket, 0, 0), rows)
-        except ReplicaLost:
-            with self._changed:
-                lane.is_lost = True  # its thread sees to it
-                self._changed.notify_all()
-            self._fail(job, _unavailable(RETRY_S))
+        if rows is not None:
+            self._finish(job, rows, torch.empty(0, job.reply_cols, dtype=DTYPES[job.ticket.call.arithmetic]))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.
@@ -187,6 +187,7 @@ class Executor:
             if lane is None or not self._scheduler.would_take_decode:
                 return None
             lane.is_busy = True
+            self._turn += 1
         began_s = time.monotonic()
         try:
             use_one_core()
@@ -203,7 +204,9 @@ class Executor:
         return reply
 
     def _idle(self) -> _Lane | None:
-        for lane in self._lanes:
+        lanes = self._lanes
+        for index in range(len(lanes)):
+            lane = lanes[(self._turn + index) % len(lanes)]
             if not lane.is_busy and not lane.is_lost:
                 return lane
         return None
@@ -231,14 +234,21 @@ class Executor:
 
     def close(self) -> None:
         """Ends each thread after the batch that it is on, and lets the replicas go."""
-        self._closing.set()
+        self.begin_close()
         with self._changed:
-            self._changed.notify_all()
             lanes = list(self._lanes)
         for lane in lanes:
             if lane.thread is not None:
-                lane.thread.join(timeout=30.0)
-            lane.replica.close()
+                lane.thread.join(timeout=_CLOSE_S)
+            lane.replica.close()  # which frees a thread that waits for one that hangs
+            if lane.thread is not None:
+                lane.thread.join(timeout=_CLOSE_S)
+
+    def begin_close(self) -> None:
+        """Tells the threads, without waiting for them."""
+        self._closing.set()
+        with self._changed:
+            self._changed.notify_all()
 
     # ---- the threads ----------------------------------------------------------------------------------------------
 
@@ -263,8 +273,8 @@ class Executor:
         is_whole = False
         try:
             is_whole = self._compute(lane.replica, batch, computed)
-        except ReplicaLost:
-            self._lose(lane, batch, num_losses + 1)
+        except ReplicaLost as exc:
+            self._lose(lane, batch, num_losses + exc.began)
             return
         except Exception as exc:  # noqa: BLE001 - as above
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
@@ -313,7 +323,7 @@ class Executor:
         """Why nothing can be computed, if so; under the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
-        is_waited_for = self._may_be_joined and time.monotonic() - self._empty_since_s < _JOIN_S
+        is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < _JOIN_S
         can_return = is_waited_for or any(lane.replica.can_return for lane in self._lanes)
         return _unavailable(RETRY_S if can_return else 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,8 +64,14 @@ class ProviderCore:
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
 
+    @functools.cached_property
+    def fingerprints(self) -> dict[int, str]:
+        """Of every group's weights, by id; see `ServedGroup.fingerprint`."""
+        return {group.info.id: group.fingerprint() for group in self.served.groups}
+
     def let_weights_go(self) -> None:
         """From now on others compute; what is left describes the model."""
+        self.fingerprints  # noqa: B018 - while there is something to take them of
         self.served = replace(self.served, groups=())
         return_freed_memory()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -26,3 +27,12 @@ class ServedGroup:
     alpha: torch.Tensor
     bias: torch.Tensor | None
     native: torch.Tensor | None
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hex of everything that its products depend on; the manifest's digest is of W̃ and α alone."""
+        sha = hashlib.sha256(self.info.digest.encode())
+        for tensor in (self.bias, self.native):
+            if tensor is not None:
+                sha.update(f" {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                sha.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        return sha.hexdigest()

@@ -19,8 +19,22 @@ Product = Callable[[Call, Rows], torch.Tensor]
 """Raises nothing but `wire.errors` and `ReplicaLost`."""
 
 
+_LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
+"""A core makes ten times as many multiplications; a tenant waits 30 s and more, so another replica still has time."""
+
+
+def product_limit_s(num_products: int) -> float:
+    """Seconds after which whoever makes so many multiplications counts as hanging."""
+    return _LEAST_S + num_products / _PRODUCTS_PER_S
+
+
 class ReplicaLost(Exception):
     """Whoever was to make a product is gone, and did not say whether it was made."""
+
+    def __init__(self, began: bool = True) -> None:
+        """Args: began: whether it may have got the rows, so that they may be what ended it."""
+        super().__init__()
+        self.began = began
 
 
 class Replica(Protocol):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
 from provider.parallel.environment import rank_here
+from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from provider.admission import Admission
@@ -179,6 +180,7 @@ def _make_shards(
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
         return [whole(core, _make_scheduler(settings, core, admission, core.compute))]
+    from provider.replica import ReplicaLost
     from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
@@ -191,7 +193,11 @@ def _make_shards(
     shards = []
     for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
         product = replicas[0].product if replicas else None  # None: not known before another host has joined
-        shards.append(Shard(ids, replicas, _make_scheduler(settings, core, admission, product, ids)))
+        try:
+            scheduler = _make_scheduler(settings, core, admission, product, ids)
+        except ReplicaLost:
+            raise ConfigurationError(f"the process of shard {number} ended while it was timed") from None
+        shards.append(Shard(ids, replicas, scheduler))
         where = (
             f"{len(replicas)} processes" if replicas else f"no process: waiting for `provider shard --shard {number}`"
         )

@@ -128,10 +128,9 @@ class ProviderService:
             core.record,
             self.meter,
             lambda tenant, seconds: usage.of(tenant).computed(seconds),
-            may_be_joined=revocations is not None,
         )
         plan = [tuple(shard.groups) for shard in shards]
-        self._door = None if revocations is None else ShardDoor(core.manifest(), plan, self._executor.executors)
+        self._door = None if revocations is None else ShardDoor(core, plan, self._executor.executors)
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
         self._lock = threading.Lock()
@@ -252,6 +251,8 @@ class ProviderService:
         """Looks at every stream from outside: one that only waits for messages would not see a revocation."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
+            if self._door is not None:
+                self._door.sweep(time.monotonic())
             with self._lock:
                 sessions = list(self._sessions)
             for session in sessions:

@@ -279,7 +279,9 @@ class Session:
         def done(outcome: Outcome) -> None:
             self._answer(request, outcome)
 
-        job = request.job = Job(call, rows, self.tenant, request.request_class, request.expires_at, done)
+        job = request.job = Job(
+            call, rows, self.tenant, request.request_class, request.expires_at, done, request.reply_cols
+        )
         if self._requests.get(header.request_id) is request:  # else the tenant went away since the last chunk
             self._executor.submit(job)
 

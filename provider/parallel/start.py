@@ -135,8 +135,5 @@ def fingerprint(parallel: str, served: ServedModel) -> bytes:
     """32 bytes of everything that ranks must have in common: how they share, and every number of the weights."""
     sha = hashlib.sha256(f"{parallel} {served.manifest.weights} {len(served.groups)}\n".encode())
     for group in served.groups:
-        sha.update(group.info.digest.encode())  # of the whole W̃ and α
-        for tensor in (group.bias, group.native):
-            if tensor is not None:
-                sha.update(tensor.contiguous().view(torch.uint8).numpy().data)
+        sha.update(group.fingerprint().encode())
     return sha.digest()

@@ -21,7 +21,7 @@ import torch
 
 from provider import executor
 from provider.group import ServedGroup
-from provider.shards.messages import SHARD_METHOD, Assignment, Join, Ready, pack, unpack
+from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from wire import frame
 from wire.errors import (
     ConfigurationError,
@@ -74,6 +74,7 @@ class JoiningShard:
         """
         self._url, self._identity, self._shard, self._load = url, identity, shard, load
         self._groups: dict[int, ServedGroup] | None = None
+        self._fingerprints: dict[int, str] = {}
         self._stopping = threading.Event()
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self.on_joined: Callable[[], None] = lambda: None
@@ -112,7 +113,9 @@ class JoiningShard:
             is_joined = False
             try:
                 groups = self._hold(unpack(Assignment, next(messages)))
-                self._outgoing.put(pack(Ready(digests={one: groups[one].info.digest for one in groups})))
+                self._outgoing.put(pack(Ready(digests={one: self._fingerprints[one] for one in groups})))
+                if next(messages) != JOINED:
+                    raise MalformedFrame("expected to be joined")
                 is_joined = True
                 self.on_joined()
                 self._serve(groups, messages)
@@ -135,9 +138,10 @@ class JoiningShard:
         """
         if self._groups is None:
             self._groups = self._load(assignment)
+            self._fingerprints = {one: group.fingerprint() for one, group in self._groups.items()}
         groups = self._groups
         for group, digest in assignment.digests.items():
-            if group not in groups or groups[group].info.digest != digest:
+            if self._fingerprints.get(group) != digest:
                 raise ConfigurationError(
                     f"this host's weights of group {group} are not the provider's ({assignment.model_id}, "
                     f"{assignment.weights}): --model, --weights and --base-layers must be the same"

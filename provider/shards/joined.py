@@ -1,8 +1,9 @@
 """The front's end of a shard on another host: a replica behind a stream that the shard has opened.
 
-Guarantees: a reply is checked against its request before it is allocated; a shard that goes away, is silent, is revoked
-or breaks the protocol is lost, and whoever waits for it is told at once. What it computes is the operator's trust: it
-holds a certificate of the provider's CA, and tenants that verify see a wrong product of any shard.
+Guarantees: a reply is checked against its request before it is allocated; a shard that goes away, is revoked or breaks
+the protocol is lost, and whoever waits for it is told at once; so is one that is silent, after the time that a slow
+host would take. What it computes is the operator's trust: it holds a certificate of the provider's CA, and tenants that
+verify see a wrong product of any shard.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import grpc
 import torch
 
 from provider.executor import check_cols
-from provider.replica import ReplicaLost
+from provider.replica import ReplicaLost, product_limit_s
 from wire import frame
 from wire.errors import MalformedFrame, VeilbaseError, error_from_code
 from wire.expand import Rows, SeededRows
 from wire.frame import Assembler, Call, Direction, FrameType, Header
-from wire.limits import deadline_s
 from wire.manifest import GroupInfo
 
+_ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
+"""Between the hosts; slower ones count as lost, while the tenant still waits."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -55,13 +57,12 @@ class JoinedShard:
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
         """See `Replica.product`."""
         with self._lock:
-            if self._is_lost or self._is_refused():
+            if not self.is_alive:
                 self.close()
-                raise ReplicaLost
+                raise ReplicaLost(began=False)
             num_rows, cols = _shape(self._groups[call.group], call, rows)
             reply_cols = check_cols(self._groups[call.group], call, cols)
             payload, number = frame.rows_bytes(rows), next(self._numbers)
-            held = len(payload) + num_rows * reply_cols * frame.ITEM_BYTES
             size = num_rows * reply_cols * frame.ITEM_BYTES
             self._reply = self._outcome = None
             self._answered.clear()
@@ -70,7 +71,8 @@ class JoinedShard:
                 Header(FrameType.REQUEST, number, call, num_rows, cols, 0, len(payload)), payload
             ):
                 self._outgoing.put(message)
-            is_answered = self._answered.wait(deadline_s(held))
+            road_s = _ROAD_S + (len(payload) + size) / _ROAD_BYTES_PER_S
+            is_answered = self._answered.wait(road_s + product_limit_s(num_rows * cols * reply_cols))
             outcome, self._expected = self._outcome, None
             if isinstance(outcome, torch.Tensor):
                 return outcome
@@ -122,8 +124,8 @@ class JoinedShard:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its stream is open."""
-        return not self._is_lost
+        """Whether its stream is open and its certificate good."""
+        return not (self._is_lost or self._is_refused())
 
     # ---- its end --------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import tempfile
 from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -68,10 +66,8 @@ class LocalShards:
         threads: int | None,
         elsewhere: Collection[int],
     ) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="veilbase-"))  # 0700; sockets' paths must be short, a state's may not be
-        self._ending.callback(shutil.rmtree, folder, ignore_errors=True)
-        context = zmq.Context()
-        self._ending.callback(context.term)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._ending.callback(context.destroy, 0)
         num_processes = (len(plan) - len(elsewhere)) * num_replicas
         each = threads or max(1, len(os.sched_getaffinity(0)) // max(1, num_processes))
         shards: list[tuple[ShardProcess, ...]] = []
@@ -82,7 +78,7 @@ class LocalShards:
                 self._ending.callback(os.close, weights)
                 infos = {one: served.manifest.groups[one] for one in ids}
                 for number in range(num_replicas):
-                    replica = ShardProcess(f"{index}-{number}", infos, weights, folder, context, each)
+                    replica = ShardProcess(f"{index}-{number}", infos, weights, context, each)
                     self._ending.callback(replica.close)
                     replicas.append(replica)
             shards.append(tuple(replicas))

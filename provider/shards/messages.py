@@ -1,8 +1,8 @@
 """What a shard on another host and the provider say to each other before the first product.
 
 The shard opens the stream and says which shard it wants to be; the provider names the groups and the digests of their
-weights; the shard, once it holds them, names the digests that it has. From then on the provider sends REQUEST frames
-and the shard answers each with REPLY or ERROR frames, as in wire/SPEC.md, section 3.
+weights; the shard, once it holds them, names the digests that it has, and the provider accepts. From then on the
+provider sends REQUEST frames and the shard answers each with REPLY or ERROR frames, as in wire/SPEC.md, section 3.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from wire.frame import PROTOCOL_VERSION
 from wire.limits import MAX_GROUPS
 
 SHARD_METHOD = "/veilbase.v1.Provider/Shard"
+JOINED = b"joined"
+"""The provider's last word before the first request."""
 MAX_MESSAGE_BYTES = 1 << 20
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Digests = Annotated[dict[Annotated[int, Field(ge=0, lt=MAX_GROUPS)], _Digest], Field(max_length=MAX_GROUPS)]
@@ -33,7 +35,7 @@ class Join(_Message):
 
 
 class Assignment(_Message):
-    """The provider's answer: digests of W̃ and α by group id; see `wire.quantise.digest`."""
+    """The provider's answer: by group id, `ServedGroup.fingerprint`."""
 
     model_id: str = Field(max_length=512)
     weights: str = Field(max_length=32)

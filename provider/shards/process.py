@@ -6,33 +6,34 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 import torch
 import zmq
 
 from provider.executor import check_cols
-from provider.replica import ReplicaLost
+from provider.replica import ReplicaLost, product_limit_s
 from provider.shards import control
 from provider.shards.shared_rows import SharedRows
-from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, error_from_code
+from wire.errors import ConfigurationError, MalformedFrame, RemoteFault, VeilbaseError, error_from_code
 from wire.expand import Rows, SeededRows
 from wire.frame import ITEM_BYTES, Call, Direction, FrameType, Header
 from wire.manifest import GroupInfo
 
 _START_S = 300.0
 """For a process to map its weights and check their digests."""
-_PRODUCT_S = 300.0
-"""For one product: the scheduler makes them small, so a process that takes longer hangs, and is ended."""
 _FIRST_ROWS = 64
 """For which there is room before the first request."""
-_MAX_STARTS, _STARTS_WITHIN_S = 5, 600.0
-"""A process that has to be started so often in so long a time is given up: something ends it."""
+_MAX_RESTARTS, _RESTARTS_WITHIN_S = 5, 600.0
+"""A process that has to be started again more often in so long a time is given up: something ends it."""
+_MAX_FAULTS = 3
+"""Products one after the other that fail in it though nothing is wrong with the requests: it is out of memory, say."""
 _PAUSE_S = 0.5
 _LOOK_MS = 200
 """How often whoever waits for it sees whether the provider stops."""
@@ -47,31 +48,37 @@ class ShardProcess:
         name: str,
         groups: dict[int, GroupInfo],
         weights: int,
-        folder: Path,
         context: zmq.Context[zmq.Socket[bytes]],
         threads: int,
     ) -> None:
         """Starts it, without waiting for it; `wait_ready` does.
 
         Args:
-            name: for the log, and of its socket.
+            name: for the log.
             groups: whose weights it holds, by id.
             weights: descriptor of their file (`weight_file`), the caller's.
-            folder: of this user alone, for the socket.
             context: of ZeroMQ.
             threads: of its arithmetic.
+
+        Raises:
+            ConfigurationError: no process can be started.
         """
         self.name, self._groups, self._weights, self._threads = name, groups, weights, threads
-        self._address, self._context = f"ipc://{folder / name}", context
+        self._context = context
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         widest = max(max(info.in_features, info.out_features) for info in groups.values())
         self._requests = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
         self._replies = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
-        self._starts: deque[float] = deque(maxlen=_MAX_STARTS)
+        self._restarts: deque[float] = deque(maxlen=_MAX_RESTARTS)
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_closed = False
-        self._start()
+        self._num_faults = 0
+        self._is_closed = self._is_restarting = False
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int | None:
@@ -84,43 +91,54 @@ class ShardProcess:
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
         """See `Replica.product`; the reply owns its memory."""
         with self._lock:
-            if self._process is None:
-                raise ReplicaLost
+            if not self.is_alive:
+                self._end("was lost")
+                raise ReplicaLost(began=False)
             try:
-                return self._product(call, rows)
+                reply = self._product(call, rows)
+            except RemoteFault:
+                self._num_faults += 1
+                if self._num_faults < _MAX_FAULTS:
+                    raise
+                self._end(f"failed {_MAX_FAULTS} times")
+                raise ReplicaLost from None
             except (zmq.ZMQError, MalformedFrame, ReplicaLost):
                 self._end("was lost")
                 raise ReplicaLost from None
+            except (OSError, RuntimeError, ValueError, MemoryError) as exc:  # the type only: a text may hold values
+                _LOGGER.error("rows could not be given to shard %s: %s", self.name, type(exc).__name__)
+                raise RemoteFault("the provider failed while computing") from None
+            finally:
+                self._requests.give_back()
+                self._replies.give_back()
+            self._num_faults = 0
+            return reply
 
     def _product(self, call: Call, rows: Rows) -> torch.Tensor:
         info = self._groups[call.group]
-        is_hint = isinstance(rows, SeededRows)
-        num_rows, cols = (rows.num_rows, 0) if isinstance(rows, SeededRows) else rows.shape
-        if is_hint:
-            cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
-        reply_cols = check_cols(info, call, cols)
-        number = next(self._numbers)
-        self._replies.hold(num_rows * reply_cols * ITEM_BYTES)
-        seed = b""
+        seed = rows.pack() if isinstance(rows, SeededRows) else b""
+        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
         if isinstance(rows, SeededRows):
-            seed = rows.pack()
+            cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
         else:
+            cols = rows.shape[1]
+        reply_cols = check_cols(info, call, cols)
+        self._replies.hold(num_rows * reply_cols * ITEM_BYTES)
+        if isinstance(rows, torch.Tensor):
             self._requests.hold(num_rows * cols * ITEM_BYTES)
             self._requests.view(num_rows, cols, rows.dtype).copy_(rows)
+        number = next(self._numbers)
         header = Header(FrameType.REQUEST, number, call, num_rows, cols)
         parts = control.request(header, self._requests.num_bytes, self._replies.num_bytes, seed)
         self._socket.send_multipart(parts, zmq.DONTWAIT)  # or it would wait for ever where nobody is at the other end
-        self._wait(_PRODUCT_S)
+        self._wait(product_limit_s(num_rows * cols * reply_cols))
         answer = control.read_reply(self._socket.recv_multipart())
         if answer.request_id != number:
             raise MalformedFrame("an answer to another request")
         if answer.kind is FrameType.ERROR:
             raise error_from_code(answer.code, number)
         dtype = torch.int32 if isinstance(rows, SeededRows) else rows.dtype
-        reply = self._replies.view(num_rows, reply_cols, dtype).clone()
-        self._requests.give_back()
-        self._replies.give_back()
-        return reply
+        return self._replies.view(num_rows, reply_cols, dtype).clone()
 
     def _wait(self, seconds: float) -> None:
         """Until a message is there; raises ReplicaLost where the process ends before, or does not answer."""
@@ -134,19 +152,32 @@ class ShardProcess:
     # ---- its life -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._starts.append(time.monotonic())
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self._address)
-        descriptors = (self._weights, self._requests.descriptor, self._replies.descriptor)
-        command = [sys.executable, "-m", "provider.shards.worker", self._address, *map(str, descriptors)]
-        self._process = subprocess.Popen(
-            [*command, str(self._threads)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=descriptors
-        )
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._pidfd, zmq.POLLIN)
+        """Starts a process and all that belongs to it, or nothing."""
+        with contextlib.ExitStack() as undoing:
+            try:
+                # 0700; in the system's folder, since a socket's path must be short, and a state directory's may not be
+                folder = tempfile.mkdtemp(prefix="veilbase-", dir=_short_folder())
+                undoing.callback(shutil.rmtree, folder, ignore_errors=True)
+                socket = self._context.socket(zmq.PAIR)
+                undoing.callback(socket.close, 0)
+                socket.bind(f"ipc://{folder}/s")
+                descriptors = (self._weights, self._requests.descriptor, self._replies.descriptor)
+                command = [sys.executable, "-m", "provider.shards.worker", f"ipc://{folder}/s"]
+                process = subprocess.Popen(
+                    [*command, *map(str, descriptors), str(self._threads)],
+                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=descriptors,
+                )  # fmt: skip
+                undoing.callback(_kill, process)
+                self._pidfd = os.pidfd_open(process.pid)
+            except (OSError, zmq.ZMQError) as exc:
+                raise ConfigurationError(
+                    f"shard {self.name} cannot be started: {exc.strerror or 'no socket'}"
+                ) from None
+            self._socket, self._process, self._folder = socket, process, folder
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
+            self._poller.register(self._pidfd, zmq.POLLIN)
+            undoing.pop_all()
 
     def wait_ready(self) -> None:
         """Waits until it holds its weights.
@@ -158,6 +189,8 @@ class ShardProcess:
             try:
                 self._wait(_START_S)
                 if self._socket.recv_multipart() == control.READY:
+                    # Connected: the socket needs its name no longer, and a front that is killed would leave it behind.
+                    shutil.rmtree(self._folder, ignore_errors=True)
                     return
             except (ReplicaLost, zmq.ZMQError):
                 pass
@@ -169,17 +202,10 @@ class ShardProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        self._poller.unregister(self._socket)
-        self._socket.close()
+        self._socket.close(0)
         os.close(self._pidfd)
-        if process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()  # what it ends at, by itself
-        try:
-            process.wait(timeout=5.0 if self._is_closed else 0.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        _kill(process, patience_s=5.0 if self._is_closed else 0.0)
         if not self._is_closed:
             _LOGGER.error("shard %s %s (exit status %d)", self.name, what, process.returncode)
 
@@ -191,28 +217,41 @@ class ShardProcess:
 
     @property
     def can_return(self) -> bool:
-        """Whether it may be started once more."""
-        is_often = len(self._starts) == _MAX_STARTS and time.monotonic() - self._starts[0] < _STARTS_WITHIN_S
-        return not (self._is_closed or is_often)
+        """Whether it is being started again, or may be."""
+        return not self._is_closed and (self._is_restarting or not self._restarted_often())
+
+    def _restarted_often(self) -> bool:
+        return len(self._restarts) == _MAX_RESTARTS and time.monotonic() - self._restarts[0] < _RESTARTS_WITHIN_S
 
     def revive(self, is_over: threading.Event) -> bool:
         """Starts it again, at most five times in ten minutes."""
         with self._lock:
             self._end("was lost")
-        while self.can_return and not is_over.wait(_PAUSE_S):
+        self._is_restarting = True
+        try:
+            while not self._is_closed and not self._restarted_often() and not is_over.wait(_PAUSE_S):
+                self._restarts.append(time.monotonic())
+                if self._is_started():
+                    self._num_faults = 0
+                    _LOGGER.warning("shard %s was started again", self.name)
+                    return True
+        finally:
+            self._is_restarting = False
+        if not self._is_closed and not is_over.is_set():
+            _LOGGER.error("shard %s is given up: it was started again %d times", self.name, len(self._restarts))
+        return False
+
+    def _is_started(self) -> bool:
+        try:
             with self._lock:
                 if self._is_closed:
                     return False
                 self._start()
-            try:
-                self.wait_ready()
-            except VeilbaseError:
-                continue
-            _LOGGER.warning("shard %s was started again", self.name)
-            return True
-        if not is_over.is_set():
-            _LOGGER.error("shard %s is given up: it ended %d times", self.name, len(self._starts))
-        return False
+            self.wait_ready()
+        except VeilbaseError as exc:
+            _LOGGER.error("%s", exc)
+            return False
+        return True
 
     def close(self) -> None:
         """Ends the process, and waits until it has."""
@@ -222,3 +261,20 @@ class ShardProcess:
                 self._end("is ended")
                 self._requests.close()
                 self._replies.close()
+
+
+def _short_folder() -> str | None:
+    """Where sockets can be: a path of theirs has at most 107 characters."""
+    return None if len(tempfile.gettempdir()) < 80 else "/tmp"  # noqa: S108 - mkdtemp's folder is this user's alone
+
+
+def _kill(process: subprocess.Popen[bytes], patience_s: float = 0.0) -> None:
+    """Closes its input, at which it ends by itself, and ends it where it has not after a while."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    try:
+        process.wait(timeout=patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -37,12 +37,9 @@ class ShardedExecutor:
         completed: Completed | None = None,
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
-        may_be_joined: bool = False,
     ) -> None:
         """Args: shards: every group in exactly one of them; the rest as of `Executor`."""
-        self.executors = [
-            Executor(one.replicas, one.scheduler, completed, meter, charge, may_be_joined) for one in shards
-        ]
+        self.executors = [Executor(one.replicas, one.scheduler, completed, meter, charge) for one in shards]
         pairs = zip(shards, self.executors, strict=True)
         of_group = {group: executor for shard, executor in pairs for group in shard.groups}
         self._of_group = [of_group[group] for group in range(len(of_group))]
@@ -75,5 +72,7 @@ class ShardedExecutor:
 
     def close(self) -> None:
         """Ends all of them."""
+        for executor in self.executors:
+            executor.begin_close()
         for executor in self.executors:
             executor.close()

@@ -40,7 +40,7 @@ def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
     """
     tensors, infos = {}, []
     for group in groups:
-        infos.append(group.info.model_dump(mode="json"))
+        infos.append({"info": group.info.model_dump(mode="json"), "fingerprint": group.fingerprint()})
         held = {name: getattr(group, name) for name in _PARTS}
         tensors.update({f"{group.info.id}.{name}": one for name, one in held.items() if one is not None})
     try:
@@ -52,7 +52,7 @@ def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
         finally:
             os.unlink(name)
     except (OSError, SafetensorError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else type(exc).__name__
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)[:200]  # of this machine alone
         raise ConfigurationError(f"a shard's weights cannot be written to disk: {reason}") from None
 
 
@@ -64,11 +64,14 @@ def read_weights(descriptor: int) -> dict[int, ServedGroup]:
     """
     try:
         with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
-            infos = [GroupInfo.model_validate(one) for one in json.loads(file.metadata()["groups"])]
             names = set(file.keys())
-            return {
-                info.id: _group(info, {part: _tensor(file, names, info, part) for part in _PARTS}) for info in infos
-            }
+            groups = {}
+            for one in json.loads(file.metadata()["groups"]):
+                info = GroupInfo.model_validate(one["info"])
+                groups[info.id] = _group(info, {part: _tensor(file, names, info, part) for part in _PARTS})
+                if groups[info.id].fingerprint() != one["fingerprint"]:
+                    raise ConfigurationError(f"the weights of group {info.id} are not those that were written")
+            return groups
     except (OSError, SafetensorError, ValueError, KeyError) as exc:
         raise ConfigurationError(f"a shard's weights cannot be read: {type(exc).__name__}") from None
 

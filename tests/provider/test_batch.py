@@ -75,7 +75,7 @@ class Gate:
         seconds: float = 60.0,
     ) -> Answer:
         answer = Answer()
-        answer.job = Job(call, rows, tenant, kind, time.monotonic() + seconds, answer.take)
+        answer.job = Job(call, rows, tenant, kind, time.monotonic() + seconds, answer.take, 64)
         self.executor.submit(answer.job)
         return answer
 
@@ -335,7 +335,7 @@ def test_profiles_are_of_this_machine(core: ProviderCore) -> None:
 
 def test_a_request_of_no_rows_that_was_cancelled_harms_nobody(gate: Gate) -> None:
     waiting = gate.submit(ring_rows(5))
-    job = Job(CALL, ring_rows(0), "evil", RequestClass.DECODE, time.monotonic() + 60, lambda outcome: None)
+    job = Job(CALL, ring_rows(0), "evil", RequestClass.DECODE, time.monotonic() + 60, lambda outcome: None, 64)
     gate.executor.cancel(job)
     gate.executor.submit(job)
     gate.open()
@@ -374,7 +374,7 @@ def test_who_waits_is_woken_after_a_small_product_beside(core: ProviderCore) -> 
     assert inside.wait(20)
     assert executor.compute_here("b", CALL, ring_rows(2)) is None  # one product at a time
     answer = Answer()
-    executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, answer.take))
+    executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, answer.take, 64))
     time.sleep(0.1)
     assert answer.outcomes == []
     go_on.set()

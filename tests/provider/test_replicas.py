@@ -78,7 +78,7 @@ def executor_of(core: ProviderCore, *replicas: Replica) -> Iterator[Executor]:
 
 def submit(executor: Executor, rows: Rows, tenant: str = "acme") -> Answer:
     answer = Answer()
-    answer.job = Job(CALL, rows, tenant, RequestClass.FINETUNE, time.monotonic() + 60, answer.take)
+    answer.job = Job(CALL, rows, tenant, RequestClass.FINETUNE, time.monotonic() + 60, answer.take, 64)
     executor.submit(answer.job)
     return answer
 
@@ -126,7 +126,7 @@ def test_what_a_lost_replica_had_begun_another_makes(core: ProviderCore) -> None
             assert is_product(core, rows, submit(executor, rows).get())
             if dies_later.num_asked >= 3:
                 break
-        while executor.num_replicas != (1, 1):
+        while executor.num_replicas != (1, 2):
             time.sleep(0.001)
         rows = ring_rows(40)
         assert is_product(core, rows, submit(executor, rows).get())
@@ -157,15 +157,51 @@ def test_a_request_that_ends_replicas_is_given_up(core: ProviderCore) -> None:
         assert executor.num_replicas[0] == 1
 
 
+def test_replicas_that_were_gone_before_are_not_a_request_s_fault(core: ProviderCore) -> None:
+    def gone(number: int) -> None:
+        raise ReplicaLost(began=False)
+
+    with executor_of(
+        core, Scripted(core, gone), Scripted(core, gone), Scripted(core, gone), Scripted(core)
+    ) as executor:
+        rows = ring_rows(8)
+        assert is_product(core, rows, submit(executor, rows).get())
+
+
+def test_small_requests_take_turns_over_replicas(core: ProviderCore) -> None:
+    replicas = [Scripted(core) for _ in range(3)]
+    with executor_of(core, *replicas) as executor:
+        for _ in range(9):
+            assert isinstance(executor.compute_here("acme", CALL, ring_rows(1)), torch.Tensor)
+    assert [replica.num_made for replica in replicas] == [3, 3, 3]
+
+
+def test_one_that_joined_is_waited_for(core: ProviderCore) -> None:
+    with executor_of(core) as executor:
+        assert executor.num_replicas == (0, 1)
+        early = submit(executor, ring_rows(3)).get()
+        assert isinstance(early, Unavailable)
+        assert early.retry_s == RETRY_S
+        executor._empty_since_s -= 1000
+        late = submit(executor, ring_rows(3)).get()
+        assert isinstance(late, Unavailable)
+        assert late.retry_s == 0
+        executor.join(Scripted(core))
+        rows = ring_rows(3)
+        assert is_product(core, rows, submit(executor, rows).get())
+
+
 def test_without_a_replica_requests_are_refused_at_once(core: ProviderCore) -> None:
     with executor_of(core, Scripted(core, lost)) as executor:
         first = submit(executor, ring_rows(3)).get()
         assert isinstance(first, Unavailable)
-        while executor.num_replicas[1]:
+        while executor._lanes:
             time.sleep(0.001)
-        for rows in (ring_rows(3), ring_rows(0)):
-            outcome = submit(executor, rows).get()
-            assert isinstance(outcome, Unavailable)
+        assert executor.num_replicas == (0, 1)
+        assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
+        empty = submit(executor, ring_rows(0)).get()  # which needs nobody
+        assert isinstance(empty, torch.Tensor)
+        assert empty.shape == (0, 64)
         assert submit(executor, ring_rows(3)).get().retry_s == 0  # type: ignore[union-attr]  # it will not come back
 
 

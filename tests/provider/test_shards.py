@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
 from provider.shards.shared_rows import KEPT_BYTES, SharedRows
 from tests.conftest import make_tiny
-from wire.errors import ConfigurationError, InvalidTensor, UnknownLayer
+from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, UnknownLayer
 from wire.expand import SeededRows
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
 
@@ -140,17 +142,75 @@ def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: p
     try:
         replica = replica_of(shards, 0)
         replica._weights = os.open(os.devnull, os.O_RDONLY)  # from now on it finds nothing to hold
-        replica._starts.extend([time.monotonic()] * 2)  # some of the times that it may be started
+        replica._restarts.extend([time.monotonic()] * 3)  # some of the times that it may be started
         assert replica.pid is not None
         os.kill(replica.pid, signal.SIGKILL)
         assert not replica.revive(threading.Event())
-        assert len(replica._starts) == 5
+        assert len(replica._restarts) == 5
         assert "is given up" in caplog.text
         with pytest.raises(ReplicaLost):
             replica.product(Call(0, Direction.FORWARD, Arithmetic.RING), torch.zeros(1, 32, dtype=torch.int32))
     finally:
         os.close(replica._weights)
         shards.close()
+
+
+def test_one_that_hangs_is_lost_in_time(core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped in the middle of a product: what it was computing, whoever asked may give to another."""
+    monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
+    shards = LocalShards.start(core.served, 1, 1)
+    try:
+        replica = replica_of(shards, 0)
+        call = Call(0, Direction.FORWARD, Arithmetic.RING)
+        rows = rows_of(core, call, 3)
+        assert torch.equal(replica.product(call, rows), core.compute(call, rows))
+        assert replica.pid is not None
+        os.kill(replica.pid, signal.SIGSTOP)
+        with pytest.raises(ReplicaLost) as caught:
+            replica.product(call, rows)
+        assert caught.value.began
+        with pytest.raises(ReplicaLost) as caught:
+            replica.product(call, rows)
+        assert not caught.value.began
+    finally:
+        shards.close()
+
+
+def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:
+    shards = LocalShards.start(core.served, 1, 1)
+    try:
+        replica = replica_of(shards, 0)
+        assert replica.pid is not None
+        call = Call(0, Direction.FORWARD, Arithmetic.RING)
+        rows = rows_of(core, call, 40_000)
+        resource.prlimit(replica.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))  # no more memory
+        for _ in range(3):
+            with pytest.raises((RemoteFault, ReplicaLost)):
+                replica.product(call, rows)
+        with pytest.raises(ReplicaLost):
+            replica.product(call, rows)
+        assert replica.revive(threading.Event())
+        assert torch.equal(replica.product(call, rows), core.compute(call, rows))
+    finally:
+        shards.close()
+
+
+def test_a_start_that_fails_half_way_leaves_nothing(
+    core: ProviderCore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def no_process(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr("provider.shards.process.subprocess.Popen", no_process)
+        with pytest.raises(ConfigurationError, match="cannot be started: Resource temporarily"):
+            LocalShards.start(core.served, 1, 1)
+    assert not list(tmp_path.iterdir())
+    long = tmp_path / ("x" * 100)  # no socket's path can be so long
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    LocalShards.start(core.served, 1, 1).close()
 
 
 def test_processes_end_with_the_front_and_not_with_its_signals(core: ProviderCore) -> None:

@@ -19,7 +19,7 @@ from provider.profile import make_scheduler
 from provider.schedule.scheduler import Policy
 from provider.service import ProviderService, Server
 from provider.shards.join import JoiningShard, read_identity
-from provider.shards.messages import SHARD_METHOD, Assignment, Join, Ready, pack, unpack
+from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
 from provider.tenants import enroll, revoke
@@ -40,7 +40,8 @@ class Site:
         self.state = StateDir(folder / "state")
         self.plan = make_plan(core.manifest().groups, 2)
         self.server = Server("127.0.0.1", 0, self.state)
-        front = ProviderCore(replace(core.served, groups=()))
+        front = ProviderCore(core.served)
+        front.let_weights_go()
         self.service: ProviderService = self.server.start(
             front, [Shard(ids, [], make_scheduler(core.served, Policy(), profiled=False)) for ids in self.plan]
         )
@@ -138,7 +139,7 @@ def test_a_host_that_leaves_and_one_that_comes(site: Site) -> None:
     expected = site.core.compute(call, rows)
     assert torch.equal(site.product(call, rows), expected)
     first.stop()
-    wait_until(lambda: site.service.num_replicas[0] == (0, 0))
+    wait_until(lambda: site.service.num_replicas[0] == (0, 1))
     answers: list[torch.Tensor] = []
     asking = threading.Thread(target=lambda: answers.append(site.product(call, rows)))
     asking.start()
@@ -164,7 +165,7 @@ def test_a_tenant_is_no_shard_and_a_shard_no_tenant(site: Site) -> None:
         JoiningShard(site.url, site.identity("acme"), 0, site.load).run()
     with pytest.raises(Unauthenticated):
         GrpcConnection(site.url, site.identity("host", "shard")).manifest()
-    assert site.service.num_replicas == [(0, 0), (0, 0)]
+    assert site.service.num_replicas == [(0, 1), (0, 1)]
 
 
 def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
@@ -172,23 +173,56 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
     call = Call(0, Direction.FORWARD, RING)
     site.product(call, site.rows(call, 20))
     revoke(site.state, "host")
-    site.service._executor.executors[0]._may_be_joined = False  # nobody else is expected
+    site.service._executor.executors[0]._is_joined = False  # nobody else is expected
     with pytest.raises(Unavailable):
         site.product(call, site.rows(call, 20))
-    wait_until(lambda: site.service.num_replicas[0] == (0, 0))
+    wait_until(lambda: site.service.num_replicas[0] == (0, 1))
 
 
-def test_weights_that_differ_are_refused_at_both_ends(site: Site) -> None:
+@pytest.mark.parametrize("part", ["quantised", "bias", "native"])
+def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> None:
+    """Float products depend on more than the manifest's digest names."""
+
     def others(assignment: Assignment) -> dict[int, ServedGroup]:
         groups = site.load(assignment)
-        info = groups[0].info.model_copy(update={"digest": "0" * 64})
-        return {**groups, 0: replace(groups[0], info=info)}
+        one = groups[0]
+        if part == "quantised":
+            return {**groups, 0: replace(one, info=one.info.model_copy(update={"digest": "0" * 64}))}
+        shape = one.alpha.shape if part == "bias" else one.quantised.shape
+        return {**groups, 0: replace(one, **{part: torch.ones(shape)})}
 
     with pytest.raises(ConfigurationError, match="weights of group 0 are not the provider's"):
         JoiningShard(site.url, site.identity("host", "shard"), 0, others).run()
     status = speak(site, [pack(Join(protocol=PROTOCOL_VERSION, shard=0)), pack(Ready(digests={0: "0" * 64}))])
     assert status is grpc.StatusCode.FAILED_PRECONDITION
-    assert site.service.num_replicas[0] == (0, 0)
+    assert site.service.num_replicas[0] == (0, 1)
+
+
+def test_a_host_that_says_nothing_is_shown_out(site: Site) -> None:
+    """One that is revoked at once, others when their time is over."""
+    with open_channel(site.url, site.identity("host", "shard")) as channel:
+        silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
+        door = site.service._door
+        assert door is not None
+        wait_until(lambda: len(door._visits) == 1)
+        door.sweep(time.monotonic())
+        assert len(door._visits) == 1
+        door.sweep(time.monotonic() + 30)
+        with pytest.raises(grpc.RpcError):
+            next(silent)
+    wait_until(lambda: not door._visits)
+    with open_channel(site.url, site.identity("host", "shard")) as channel:
+        silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
+        wait_until(lambda: len(door._visits) == 1)
+        revoke(site.state, "host")
+        with pytest.raises(grpc.RpcError):
+            next(silent)  # the provider looks by itself
+
+
+def test_an_idle_host_that_is_revoked_leaves(site: Site) -> None:
+    site.join(0)
+    revoke(site.state, "host")
+    wait_until(lambda: site.service.num_replicas[0] == (0, 1))
 
 
 def test_a_shard_that_there_is_not(site: Site) -> None:
@@ -227,7 +261,7 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
 
     def words() -> Iterator[bytes]:
         yield pack(Join(protocol=PROTOCOL_VERSION, shard=0))
-        yield pack(Ready(digests={one: site.core.manifest().groups[one].digest for one in site.plan[0]}))
+        yield pack(Ready(digests={one: site.core.fingerprints[one] for one in site.plan[0]}))
         asked.wait(30)
         header = headers[0]
         reply = Header(FrameType.REPLY, header.request_id, header.call, header.rows, 64, 0, header.rows * 64 * 4)
@@ -247,6 +281,7 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
             call = channel.stream_stream(SHARD_METHOD)(words())
             try:
                 unpack(Assignment, next(call))
+                assert next(call) == JOINED
                 for message in call:
                     headers.append(frame.parse(message)[0])
                     asked.set()
