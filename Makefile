@@ -1,5 +1,5 @@
 # make demo    the main job, end to end, on a real model
-# make test    all tests          make check   ruff, mypy, import-linter
+# make test    all tests but the slow ones, in five minutes; make test-slow: these    make check   ruff, mypy, import-linter
 # make bench   the figures of docs/benchmarks.md
 # make attacks the provider as an adversary: docs/security-evaluation.md
 SHELL := /bin/bash
@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test check bench attacks examples clean
+.PHONY: setup demo test test-slow check bench attacks examples clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -26,7 +26,11 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
+
+# whole attacks, tenants beside killed shards, the soak, the README's commands
+test-slow: $(READY)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -27,6 +27,7 @@ def one(outcomes: list[Outcome], job: str, fault: str | None, verify: bool = Fal
     return found
 
 
+@pytest.mark.slow
 def test_honest_runs_differ_in_nothing_that_can_be_seen(outcomes: list[Outcome]) -> None:
     honest = [each for each in outcomes if each.fault is None]
     assert len(honest) == 5
@@ -36,6 +37,7 @@ def test_honest_runs_differ_in_nothing_that_can_be_seen(outcomes: list[Outcome])
         assert all(steps == NEW_TOKENS for steps in each.decode_steps)
 
 
+@pytest.mark.slow
 def test_with_verify_every_fault_ends_the_session_alike(outcomes: list[Outcome]) -> None:
     checked = [each for each in outcomes if each.verify and each.fault is not None]
     assert len(checked) == len(active.FORWARD_FAULTS) + len(active.TRAINING_FAULTS)
@@ -46,11 +48,13 @@ def test_with_verify_every_fault_ends_the_session_alike(outcomes: list[Outcome])
         assert not each.tells_secrets_apart, "an abort says that a fault was sent and no more"
 
 
+@pytest.mark.slow
 def test_without_verify_no_fault_is_an_error(outcomes: list[Outcome]) -> None:
     """Neither NaN nor overflow: a wrong product decodes to no more than the largest right one."""
     assert not any(each.failed for each in outcomes if not each.verify)
 
 
+@pytest.mark.slow
 def test_without_verify_fixed_length_training_shows_nothing(outcomes: list[Outcome]) -> None:
     training = [each for each in outcomes if each.job == "training" and not each.verify]
     assert len(training) == 1 + len(active.TRAINING_FAULTS)
@@ -60,6 +64,7 @@ def test_without_verify_fixed_length_training_shows_nothing(outcomes: list[Outco
         assert each.requests_after or each.fault is None, "the fault was sent"
 
 
+@pytest.mark.slow
 def test_without_verify_answer_lengths_tell_prompts_apart(outcomes: list[Outcome]) -> None:
     """The limit that docs/threat-model.md states: the end and length of an answer."""
     for fault in ("product + 2^30", "product + 2^31"):

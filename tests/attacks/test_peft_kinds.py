@@ -16,6 +16,7 @@ def values(results: list[Result], mask: str, arithmetic: str, metric: str) -> di
     return {one.finding.module: one.finding.value for one in here}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["ia3", "oft", "boft"])
 def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, no_controls: None) -> None:

@@ -60,6 +60,7 @@ def check_files(folder: Path) -> None:
     assert "lattice" not in line
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One run, and all that is asked of it: tests of a module may go to several processes, so nothing is shared."""
@@ -104,6 +105,7 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "| lattice | ring |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
     options = ["--model", "tiny-gpt2", "--masks", "off,lattice", "--out", str(tmp_path)]
@@ -254,6 +256,7 @@ ERRORLESS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("mutation", "noticed_by"),

@@ -93,6 +93,7 @@ def test_claims_nothing_without_messages(tmp_path: Path) -> None:
     assert ADVERSARY.attack(view, no_model(), {0: torch.zeros(1, 2)}) == []
 
 
+@pytest.mark.slow
 def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
     """LoRA of the second block's q_proj: no gradient is sent to its own group, and it is named all the same."""
     model = quick_model.make("tiny-llama", tmp_path / "model")

@@ -43,6 +43,7 @@ def serving(script: str, env: dict[str, str], cwd: Path) -> Iterator[str]:
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_every_documented_command_runs(env: dict[str, str], workdir: Path) -> None:
     text = PAGE.read_text()
     assert REVOKED in " ".join(text.split())

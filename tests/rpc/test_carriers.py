@@ -82,7 +82,8 @@ def test_a_large_product_is_made_in_the_compute_thread(provider: Provider, monke
 
     connection = provider.connect()
     assert_served(connection, provider.core)
-    monkeypatch.setattr(service_of(provider)._executor, "_product", record)
+    (lane,) = service_of(provider)._executor.executors[0]._lanes
+    monkeypatch.setattr(lane.replica, "product", record)
     ask(connection, ring_rows(1))
     monkeypatch.setattr("provider.session.INLINE_PRODUCTS", COLS)
     ask(connection, ring_rows(1))

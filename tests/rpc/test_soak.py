@@ -10,6 +10,7 @@ from benchmarks.soak import soak
 from tests.conftest import make_tiny
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_nothing_is_lost_wrong_or_left_behind(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "tiny")
