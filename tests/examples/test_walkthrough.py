@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.examples.conftest import ROOT
 
 PAGE = ROOT / "examples" / "two_terminals.md"
