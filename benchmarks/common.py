@@ -156,6 +156,14 @@ def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
     }
 
 
+def pss_mb(pid: int) -> float:
+    """A process' memory in MB, with its share of pages that others map too."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1000
+    return float("nan")
+
+
 def rss_mb(pid: int) -> float:
     """Resident memory of a process in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,7 +1,8 @@
-"""One process, tensor parallel and FSDP2: rows a second through all served layers, and memory of each process.
+"""One process, shards, replicas, tensor parallel and FSDP2: rows a second through all layers, memory of each process.
 
-All providers are up at once and are asked in turn, over gRPC on loopback, in ring arithmetic. Each rank has one thread;
-one process is shown with one and with two. Ranks talk by gloo over loopback: a real network is slower.
+All providers are up at once and are asked in turn, over gRPC on loopback, in ring arithmetic. Each process has one
+thread; one process alone is shown with one and with two. Memory is PSS: pages that processes share count once. Ranks
+talk by gloo over loopback: a real network is slower.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import interleaved, rss_mb
+from benchmarks.common import interleaved, pss_mb
 
 NUM_ROWS = (1, 512)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 WAYS = {
     "one process, 1 thread": ((), ("--threads", "1")),
     "one process, 2 threads": ((), ("--threads", "2")),
+    "2 shards": ((), ("--threads", "1", "--shards", "2")),
+    "2 replicas": ((), ("--threads", "1", "--replicas", "2")),
     "tensor parallel, 2 ranks": (TORCHRUN, ("--threads", "1", "--parallel", "tensor")),
     "FSDP2, 2 ranks": (TORCHRUN, ("--threads", "1", "--parallel", "fsdp")),
 }
@@ -50,7 +53,7 @@ def serving(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -
         line = process.stdout.readline() if process.stdout else ""
         if not line.startswith("ready "):
             raise SystemExit((folder / "log").read_text()[-2000:])
-        yield Served(line.split()[1], _children(process.pid) if launcher else [process.pid])
+        yield Served(line.split()[1], [*([] if launcher else [process.pid]), *_children(process.pid)])
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=60)
@@ -94,7 +97,7 @@ def run(repeats: int) -> dict[str, Served]:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             found[name] = stack.enter_context(serving(folder, launcher, options))
         for one in found.values():
-            one.ready_mb = [rss_mb(pid) for pid in one.pids]
+            one.ready_mb = [pss_mb(pid) for pid in one.pids]
         for num_rows in NUM_ROWS:
             runs = {name: passes(one.url, num_rows) for name, one in found.items()}
             for direction in ("forward", "backward"):

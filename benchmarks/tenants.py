@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, local_model, provider, serve_worker
+from benchmarks.common import Worker, local_model, provider, pss_mb, serve_worker
 from benchmarks.finetune_step import SHAPE, step_of
 
 NUM_TENANTS = (1, 2, 4, 8)
@@ -45,14 +45,6 @@ class Found:
     tokens_per_s: dict[str, float]
     memory_mb: dict[str, float]
     provider_mb: float
-
-
-def pss_mb(pid: int) -> float:
-    """A process' memory in MB, with its share of pages that others map too."""
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) / 1000
-    return float("nan")
 
 
 def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> float:
