@@ -1,5 +1,5 @@
 # make demo    the main job, end to end, on a real model
-# make test    all tests but the slow ones, in five minutes; make test-slow: these    make check   ruff, mypy, import-linter
+# make test    all tests but the slow ones; make test-slow: these    make check   ruff, mypy, import-linter
 # make bench   the figures of docs/benchmarks.md
 # make attacks the provider as an adversary: docs/security-evaluation.md
 SHELL := /bin/bash

@@ -96,6 +96,7 @@ def test_a_reply_is_wrong_in_one_number(tmp_path: Path) -> None:
     assert int(replies[0][2, where.column]) ^ int(replies[1][2, where.column]) == -(2**31)
 
 
+@pytest.mark.slow
 def test_the_command_writes_both_files(
     tmp_path: Path, outcomes: list[Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

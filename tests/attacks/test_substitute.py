@@ -15,6 +15,8 @@ from attacks.controls import adapted_traffic
 from attacks.passes import Opened
 from attacks.view import View
 
+pytestmark = pytest.mark.slow
+
 LAST_DOWN = ("model.layers.1.mlp.down_proj", "transformer.h.1.mlp.c_proj")
 """The tenant keeps the head: nobody sees what comes after it."""
 

@@ -30,6 +30,8 @@ from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.transport.grpc_client import GrpcConnection
 
+pytestmark = pytest.mark.slow
+
 Serve = Callable[..., Serving]
 
 
@@ -91,7 +93,6 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
         return finetune(f"grpc://127.0.0.1:{server.port}", tmp_path_factory.mktemp("plain") / "run", "off")
 
 
-@pytest.mark.slow
 def test_a_replica_that_is_lost_in_mid_run_changes_nothing(serve: Serve, tmp_path: Path, expected: list[float]) -> None:
     sharded = serve("--shards", 2, "--replicas", 2)
     assert finetune(sharded.url, tmp_path / "sharded", "off") == expected
@@ -117,7 +118,6 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(serve: Serve, tmp_pat
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.slow
 def test_a_shard_without_a_replica_is_waited_for(serve: Serve, tmp_path: Path, expected: list[float]) -> None:
     sharded = serve("--shards", 2)
     killer = kill_at_checkpoint(tmp_path / "run", workers(sharded)[1:])
@@ -182,7 +182,6 @@ def test_killing_the_front_leaves_nothing(serve: Serve) -> None:
     assert not {one for one in folder.glob("veilbase-*") if not one.name.startswith("veilbase-bundle")} - before
 
 
-@pytest.mark.slow
 def test_a_shard_on_another_host(model: Path, serve: Serve, tmp_path: Path, expected: list[float]) -> None:
     """The commands of the documentation; the other host is killed in mid-run, and comes back."""
     state, port = tmp_path / "state", free_port()

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 from tests.examples.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 def run(script: str, *arguments: object, env: dict[str, str], cwd: Path) -> str:
     command = [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)]

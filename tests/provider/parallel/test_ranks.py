@@ -21,6 +21,8 @@ from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavaila
 from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
+pytestmark = pytest.mark.slow
+
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 CALL = Call(0, FORWARD, RING)

@@ -17,6 +17,8 @@ from peft import LoraConfig, get_peft_model
 from tenant_sdk import TenantClient
 from tests.provider.parallel.conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 END_S = 60.0
 
 
