@@ -8,7 +8,7 @@ serves int8. Nothing of the tenant is in here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -40,6 +40,10 @@ class Norm:
         """The visible part of the norm's input up to a positive factor a row; shape (num_rows, hidden)."""
         return normed / self.weight if self.bias is None else (normed - self.bias) / self.weight
 
+    def to(self, dtype: torch.dtype) -> Norm:
+        """The same in another dtype."""
+        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -56,6 +60,10 @@ class Layer:
         product = rows @ self.weight
         return product if self.bias is None else product + self.bias
 
+    def to(self, dtype: torch.dtype) -> Layer:
+        """The same in another dtype."""
+        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -69,6 +77,11 @@ class Block:
     o: Layer
     up: tuple[Layer, ...]
     down: Layer
+
+    def to(self, dtype: torch.dtype) -> Block:
+        """The same in another dtype."""
+        q, k, v, o, down, *up = (one.to(dtype) for one in (self.q, self.k, self.v, self.o, self.down, *self.up))
+        return Block(self.attention_norm.to(dtype), self.mlp_norm.to(dtype), q, k, v, o, tuple(up), down)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of an
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional
 
@@ -23,10 +25,19 @@ _BUDGET = 2_000_000_000_000
 """Multiplications spent on one view: a token of SmolLM2 takes 1.7e11."""
 _CANDIDATES = 4096
 _MAX_PROMPTS = 16
+_DTYPE = torch.float32
+_MAX_HOPELESS = 3
+"""Prompts that end with their first token before the rest is left."""
+_FAR = 0.5
+"""Cosine of the first token's best candidate below which the rows are no states of this model, and the prompt is given
+up after it: among as many random directions the nearest one is at 0.2 (d = 576)."""
 
 
 def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
-    """Token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden)."""
+    """Token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
+
+    Fewer where a row is near no candidate's state: what comes after it would be put behind a wrong token.
+    """
     found: list[int] = []
     block, norm = model.blocks[0], model.blocks[1].attention_norm
     keys = torch.empty(model.num_kv_heads, 0, model.head_dim, dtype=rows.dtype)
@@ -40,6 +51,8 @@ def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]
             if float(scores[place]) > best_score:
                 best, best_score = start + place, float(scores[place])
         found.append(best)
+        if best_score < _FAR:
+            break
         _, key, value = _step(block, model, model.embedding[best : best + 1], position, keys, values)
         keys, values = torch.cat([keys, key], dim=1), torch.cat([values, value], dim=1)
     return found
@@ -86,14 +99,24 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
     layers = (model.blocks[0].q, model.blocks[0].k, model.blocks[0].v, model.blocks[0].o, *model.blocks[0].up)
     cost = model.embedding.shape[0] * sum(layer.weight.numel() for layer in (*layers, model.blocks[0].down))
     left = _BUDGET // cost
+    beginning = _beginning(model)
     claims: list[Claim] = []
+    num_hopeless = 0
     for prompt in prompts(view.with_tensors(), opened, {group})[:_MAX_PROMPTS]:
         rows = prompt.rows.get(group)
-        if rows is not None and left > 0:
-            ids = invert(rows, model, min(left, rows.shape[0]))
+        if rows is not None and rows.shape[0] and left > 0 and num_hopeless < _MAX_HOPELESS:
+            ids = invert(rows.to(_DTYPE), beginning, min(left, rows.shape[0]))
             left -= len(ids)
+            num_hopeless += len(ids) == 1 < rows.shape[0]
             claims.append(StolenTokens(prompt.number, tuple(ids)))
     return claims
+
+
+def _beginning(model: PublicModel) -> PublicModel:
+    """What `invert` needs of it, in less precision: which candidate is nearest does not hang on the last digits."""
+    positions = None if model.positions is None else model.positions.to(_DTYPE)
+    blocks = tuple(block.to(_DTYPE) for block in model.blocks[:2])
+    return replace(model, embedding=model.embedding.to(_DTYPE), positions=positions, blocks=blocks)
 
 
 ADVERSARY = Adversary("deep-state inversion", "the second block's input, token by token over the vocabulary", _attack)

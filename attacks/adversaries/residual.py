@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attacks.adversaries.columns import columns
 from attacks.public_model import Layer, Norm
 
 _EXACT = 1e-4
@@ -95,12 +96,10 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
 
 def _solve(given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, float]:
     """W + ΔW and the relative error of the fit."""
-    left, sizes, right = torch.linalg.svd(given, full_matrices=False)
-    kept = sizes > sizes[0] * 1e-12
-    left, sizes, right = left[:, kept], sizes[kept], right[kept]
-    added = _factors(left, known, seen)[:, None] * seen - known
-    inside = left.T @ added
-    return right.T @ (inside / sizes[:, None]), float((added - left @ inside).norm() / added.norm())
+    spanned = columns(given)
+    added = _factors(spanned.left, known, seen)[:, None] * seen - known
+    inside = spanned.left.T @ added
+    return spanned.solve(inside), float((added - spanned.left @ inside).norm() / added.norm())
 
 
 def _factors(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,14 @@ from dataclasses import replace
 
 import torch
 
+from attacks.adversaries.columns import columns
 from attacks.adversaries.residual import Fit
 from attacks.public_model import Layer, Norm
 
-_ITERATIONS = 12
+_SEEN, _ALIKE = 128, 1e-3
+"""Directions in which λ is looked for first, and what most eigenvalues may differ by if it is found there."""
+_ITERATIONS, _SETTLED = 12, 1e-13
+"""Of the inverse iteration: at most, and how little its vector moves when it is done."""
 _SHIFT = 1e-13
 """Of the largest diagonal element; keeps the factorisation positive definite."""
 
@@ -66,12 +70,10 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     seen = norm.direction(normed)
     public = norm.visible(layer.weight)
-    left, sizes, right = torch.linalg.svd(given, full_matrices=False)
-    kept = sizes > sizes[0] * 1e-12
-    left, sizes, right = left[:, kept], sizes[kept], right[kept]
-    q, p = _null_vector(left, known, seen)
+    spanned = columns(given)
+    q, p = _null_vector(spanned.left, known, seen)
     added = q[:, None] * seen - p[:, None] * known
-    weight = right.T @ ((left.T @ added) / sizes[:, None])
+    weight = spanned.solve(spanned.left.T @ added)
     factor = _factor(public, weight)
     if not factor > 0:  # inputs of too low a rank, or no low rank in what was added
         return replace(_with_weight(public, given, known, seen), error=math.inf)
@@ -84,7 +86,8 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
     off = torch.eye(num_tokens, dtype=left.dtype) - left @ left.T
     sizes = torch.cat([seen.norm(dim=1), known.norm(dim=1)]).clamp_min(1e-300)
     both = torch.cat([seen, -known]) / sizes[:, None]
-    system = off.repeat(2, 2) * (both @ both.T)
+    system = both @ both.T
+    system.view(2, num_tokens, 2, num_tokens).mul_(off[:, None])
     system.diagonal().add_(_SHIFT * system.diagonal().max())
     factor, failed = torch.linalg.cholesky_ex(system)
     if int(failed):
@@ -92,19 +95,28 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
         factor, _ = torch.linalg.cholesky_ex(system)
     vector = sizes[:, None] / sizes.norm()  # all factors alike
     for _ in range(_ITERATIONS):
-        vector = torch.cholesky_solve(vector, factor)
+        before, vector = vector, torch.cholesky_solve(vector, factor)
         vector = vector / vector.norm()
+        if float((vector - before).norm()) < _SETTLED:
+            break
     found = (vector[:, 0] / sizes).nan_to_num()
     found = found if float(found[num_tokens:].sum()) > 0 else -found
     return found[:num_tokens], found[num_tokens:]
 
 
 def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
-    """λ of weight ≈ λ·(public + low rank)."""
+    """λ of weight ≈ λ·(public + low rank): most eigenvalues of the ratio, and of what a few directions see of it."""
     wide = public.shape[0] < public.shape[1]
     ratio = weight @ torch.linalg.pinv(public) if wide else torch.linalg.pinv(public) @ weight
-    values = torch.linalg.eigvals(ratio).real
-    return float(values.median())
+    if ratio.shape[0] > _SEEN:
+        generator = torch.Generator().manual_seed(0)  # which directions is no secret
+        some = torch.randn(ratio.shape[0], _SEEN, generator=generator, dtype=ratio.dtype)
+        some = torch.linalg.qr(some).Q
+        values = torch.linalg.eigvals(some.T @ ratio @ some).real
+        middle = values.median()
+        if int(((values - middle).abs() < _ALIKE * middle.abs()).sum()) > _SEEN / 2:
+            return float(middle)
+    return float(torch.linalg.eigvals(ratio).real.median())
 
 
 def _with_weight(weight: torch.Tensor, given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> Fit:

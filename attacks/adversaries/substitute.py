@@ -29,7 +29,7 @@ from attacks.adversaries import attention, mlp
 from attacks.adversaries.layer0_lookup import lookup
 from attacks.adversary import Adversary, Claim, StolenDelta
 from attacks.passes import Opened, passes, places
-from attacks.public_model import Block, Layer, Norm, PublicModel
+from attacks.public_model import Layer, PublicModel
 from attacks.view import View
 
 _RANK = 8
@@ -151,8 +151,8 @@ class _Substitute:
         last = index + 1 == len(model.blocks)
         norm = model.final_norm if last else model.blocks[index + 1].attention_norm
         group = model.head_group if last else model.blocks[index + 1].q.group
-        self._model, self._block, self._batches = model, _cast(model.blocks[index], dtype), list(batches)
-        self._next_norm, self._next = _cast_norm(norm, dtype), -1 if group is None else group
+        self._model, self._block, self._batches = model, model.blocks[index].to(dtype), list(batches)
+        self._next_norm, self._next = norm.to(dtype), -1 if group is None else group
         block = self._block
         self._layers = (block.q, block.k, block.v, block.o, *block.up, block.down)
         self._factors: list[torch.Tensor] = []
@@ -326,20 +326,6 @@ class _Substitute:
 def _is_known(seen: torch.Tensor) -> torch.Tensor:
     """Bool, shape (num_prompts, num_tokens)."""
     return seen.any(-1)
-
-
-def _cast(block: Block, dtype: torch.dtype) -> Block:
-    q, k, v, o, down, *up = (
-        replace(one, weight=one.weight.to(dtype), bias=None if one.bias is None else one.bias.to(dtype))
-        for one in (block.q, block.k, block.v, block.o, block.down, *block.up)
-    )
-    return Block(
-        _cast_norm(block.attention_norm, dtype), _cast_norm(block.mlp_norm, dtype), q, k, v, o, tuple(up), down
-    )
-
-
-def _cast_norm(norm: Norm, dtype: torch.dtype) -> Norm:
-    return Norm(norm.weight.to(dtype), None if norm.bias is None else norm.bias.to(dtype), norm.eps)
 
 
 ADVERSARY = Adversary("substitute", "a copy of the adapter by training, from the directions of rows alone", _attack)
