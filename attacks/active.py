@@ -34,7 +34,7 @@ from provider.embedded import make_core
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
 from wire.errors import VeilbaseError
-from wire.expand import Rows, SeededRows
+from wire.expand import Rows, SeededRows, count_rows
 from wire.frame import Call, Direction, Purpose
 from wire.manifest import Manifest
 from wire.transport.inproc import InprocConnection
@@ -172,7 +172,7 @@ class Liar:
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """The product, or the fault."""
-        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
+        num_rows = count_rows(rows)
         self.seen.append(Seen(call.purpose.name.lower(), call.direction.name.lower(), call.group, num_rows))
         reply = self.core.compute(call, rows)
         fault = self.fault

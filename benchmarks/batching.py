@@ -82,7 +82,8 @@ def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
     import torch
 
     from wire.frame import Arithmetic, Call, Direction
-    from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.identity import TlsIdentity
 
     os.sched_setaffinity(0, {LOAD_CORE})
     torch.set_num_threads(1)
@@ -90,8 +91,7 @@ def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
     counted: dict[str, int] = {}
 
     def connect(load: Load) -> GrpcConnection:
-        files = (folder / load.tenant / name for name in ("ca.pem", "cert.pem", "key.pem"))
-        return GrpcConnection(url, TlsIdentity(*(file.read_bytes() for file in files)))
+        return GrpcConnection(url, TlsIdentity.read(folder / load.tenant))
 
     def work(load: Load, connection: GrpcConnection) -> None:
         groups = connection.manifest().groups

@@ -10,9 +10,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wire.manifest import GroupInfo
+    from wire.transport.grpc_client import GrpcConnection
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -68,6 +72,34 @@ def local_model() -> Any:
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.hf_quantizer = None
     return model.requires_grad_(False).eval()
+
+
+class Passes:
+    """One pass through all groups, forward, or back through them; one request at a time, as a tenant sends them."""
+
+    def __init__(self, connection: GrpcConnection, num_rows: int) -> None:
+        """Args: num_rows: of every request; the same random numbers each time."""
+        import torch
+
+        self._connection, self._groups = connection, connection.manifest().groups
+        widths = {width for one in self._groups for width in (one.in_features, one.out_features)}
+        self._rows = {w: torch.randint(-(2**31), 2**31, (num_rows, w), dtype=torch.int32) for w in widths}
+
+    def forward(self) -> None:
+        """Every group, in order."""
+        self._send(self._groups, "FORWARD")
+
+    def backward(self) -> None:
+        """Every group, the last one first."""
+        self._send(self._groups[::-1], "BACKWARD")
+
+    def _send(self, groups: Sequence[GroupInfo], direction: str) -> None:
+        from wire.frame import Arithmetic, Call, Direction
+
+        for one in groups:
+            call = Call(one.id, Direction[direction], Arithmetic.RING)
+            given, replied = one.widths(call.direction)
+            self._connection.submit(call, self._rows[given], replied).result()
 
 
 class Worker:

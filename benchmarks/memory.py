@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, provider, rss_mb, serve_worker
+from benchmarks.common import Passes, Worker, provider, rss_mb, serve_worker
 from benchmarks.finetune_step import step_of
 
 ROWS = 512
@@ -51,24 +51,14 @@ class Found:
 
 def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
     """One tenant's step; ring rows, any numbers."""
-    import torch
+    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.identity import TlsIdentity
 
-    from wire.frame import Arithmetic, Call, Direction
-    from wire.transport.grpc_client import GrpcConnection, TlsIdentity
-
-    identity = TlsIdentity(*((folder / name / file).read_bytes() for file in ("ca.pem", "cert.pem", "key.pem")))
-    connection = GrpcConnection(url, identity)
-    groups = connection.manifest().groups
-    widths = {width for group in groups for width in (group.in_features, group.out_features)}
-    rows = {width: torch.randint(-(2**31), 2**31, (ROWS, width), dtype=torch.int32) for width in widths}
+    passes = Passes(GrpcConnection(url, TlsIdentity.read(folder / name)), ROWS)
 
     def step() -> None:
-        for group in groups:
-            call = Call(group.id, Direction.FORWARD, Arithmetic.RING)
-            connection.submit(call, rows[group.in_features], group.out_features).result()
-        for group in reversed(groups):
-            call = Call(group.id, Direction.BACKWARD, Arithmetic.RING)
-            connection.submit(call, rows[group.out_features], group.in_features).result()
+        passes.forward()
+        passes.backward()
 
     return step
 

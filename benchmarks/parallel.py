@@ -13,12 +13,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import interleaved, pss_mb
+from benchmarks.common import Passes, interleaved, pss_mb
 
 NUM_ROWS = (1, 512)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -64,33 +63,10 @@ def _children(pid: int) -> list[int]:
     return sorted(int(child) for task in tasks for child in task.read_text().split())
 
 
-def passes(url: str, num_rows: int) -> dict[str, Callable[[], Any]]:
-    """One pass through all groups, forward, or back through them; one request at a time, as a tenant sends them."""
-    import torch
-
-    from wire.frame import Arithmetic, Call, Direction
-    from wire.transport.grpc_client import GrpcConnection
-
-    connection = GrpcConnection(url)
-    groups = connection.manifest().groups
-    widths = {width for group in groups for width in (group.in_features, group.out_features)}
-    rows = {width: torch.randint(-(2**31), 2**31, (num_rows, width), dtype=torch.int32) for width in widths}
-
-    def forward() -> None:
-        for group in groups:
-            call = Call(group.id, Direction.FORWARD, Arithmetic.RING)
-            connection.submit(call, rows[group.in_features], group.out_features).result()
-
-    def backward() -> None:
-        for group in reversed(groups):
-            call = Call(group.id, Direction.BACKWARD, Arithmetic.RING)
-            connection.submit(call, rows[group.out_features], group.in_features).result()
-
-    return {"forward": forward, "backward": backward}
-
-
 def run(repeats: int) -> dict[str, Served]:
     """Every way, measured in turn."""
+    from wire.transport.grpc_client import GrpcConnection
+
     with contextlib.ExitStack() as stack:
         found = {}
         for name, (launcher, options) in WAYS.items():
@@ -99,9 +75,9 @@ def run(repeats: int) -> dict[str, Served]:
         for one in found.values():
             one.ready_mb = [pss_mb(pid) for pid in one.pids]
         for num_rows in NUM_ROWS:
-            runs = {name: passes(one.url, num_rows) for name, one in found.items()}
+            runs = {name: Passes(GrpcConnection(one.url), num_rows) for name, one in found.items()}
             for direction in ("forward", "backward"):
-                seconds = interleaved({name: run[direction] for name, run in runs.items()}, repeats)
+                seconds = interleaved({name: getattr(run, direction) for name, run in runs.items()}, repeats)
                 for name, values in seconds.items():
                     found[name].seconds[num_rows, direction] = values
     return found

@@ -78,7 +78,8 @@ def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
     from wire.errors import DeadlineExceeded, QuotaExceeded, Unavailable
     from wire.expand import Rows, SeededRows
     from wire.frame import Arithmetic, Call, Direction, Purpose
-    from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.identity import TlsIdentity
 
     torch.set_num_threads(1)
     known = load_file(folder / "known.safetensors")
@@ -90,8 +91,7 @@ def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
             counts[what] += 1
 
     def connect(name: str) -> GrpcConnection:
-        files = (folder / name / file for file in ("ca.pem", "cert.pem", "key.pem"))
-        return GrpcConnection(url, TlsIdentity(*(file.read_bytes() for file in files)))
+        return GrpcConnection(url, TlsIdentity.read(folder / name))
 
     def request(rng: random.Random, group: int) -> tuple[Call, Rows, torch.Tensor]:
         direction = rng.choice(list(Direction))

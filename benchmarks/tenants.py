@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Worker, local_model, provider, pss_mb, serve_worker
+from benchmarks.common import Passes, Worker, local_model, provider, pss_mb, serve_worker
 from benchmarks.finetune_step import SHAPE, step_of
 
 NUM_TENANTS = (1, 2, 4, 8)
@@ -120,8 +120,8 @@ def local() -> None:
 
 def serve_saving(kind: str) -> None:
     """A worker's life: a provider on loopback, which keeps each forward request until its gradient, or nothing."""
-    from provider.batch import Job
     from provider.core import ProviderCore
+    from provider.job import Job
     from provider.models import load, resolve
     from provider.serve import share_one_heap
     from provider.service import Server
@@ -157,9 +157,6 @@ def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
     """Prints the provider's memory at the end of all forward passes."""
     import subprocess
 
-    import torch
-
-    from wire.frame import Arithmetic, Call, Direction
     from wire.transport.grpc_client import GrpcConnection
 
     peaks: dict[str, list[float]] = {}
@@ -169,20 +166,14 @@ def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
         try:
             port = process.stdout.readline().strip() if process.stdout else ""
             connections = [GrpcConnection(f"grpc://127.0.0.1:{port}") for _ in range(max(numbers))]
-            groups = connections[0].manifest().groups
-            widths = {width for one in groups for width in (one.in_features, one.out_features)}
-            rows = {w: torch.randint(-(2**31), 2**31, (SAVING_ROWS, w), dtype=torch.int32) for w in widths}
+            passes = [Passes(connection, SAVING_ROWS) for connection in connections]
             peaks[kind] = []
             for number in numbers:
-                for connection in connections[:number]:
-                    for one in groups:
-                        call = Call(one.id, Direction.FORWARD, Arithmetic.RING)
-                        connection.submit(call, rows[one.in_features], one.out_features).result()
+                for one in passes[:number]:
+                    one.forward()
                 peaks[kind].append(pss_mb(process.pid))
-                for connection in connections[:number]:
-                    for one in reversed(groups):
-                        call = Call(one.id, Direction.BACKWARD, Arithmetic.RING)
-                        connection.submit(call, rows[one.out_features], one.in_features).result()
+                for one in passes[:number]:
+                    one.backward()
             for connection in connections:
                 connection.close()
         finally:

@@ -112,10 +112,10 @@ def run(repeats: int = 7) -> dict[str, Any]:
 
     from provider.identity import StateDir
     from provider.tenants import enroll
-    from tenant_sdk.identity import load_identity
     from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
     from wire.limits import CHUNK_BYTES
     from wire.transport.grpc_client import GrpcConnection, open_channel
+    from wire.transport.identity import load_identity
 
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)

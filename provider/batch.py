@@ -17,20 +17,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from provider.executor import all_finite
+from provider.job import Completed, Job, Outcome, job_of, rows_of
 from provider.operations.meter import Meter
 from provider.replica import Replica, ReplicaLost
-from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece, Ticket
 from provider.threads import use_one_core
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
-from wire.expand import Rows, SeededRows
+from wire.expand import Rows
 from wire.frame import DTYPES, Arithmetic, Call
 
 _LOGGER = logging.getLogger(__name__)
-Outcome = torch.Tensor | VeilbaseError
-Completed = Callable[[str, Call, Rows, torch.Tensor], None]
-"""Tenant, call, the whole request and its reply, before the reply leaves."""
 _CLOSE_S = 15.0
 RETRY_S = 1.0
 """When to come again while a lost shard is being brought back."""
@@ -38,44 +35,6 @@ _JOIN_S = 60.0
 """How long requests are told to come again where another host may join."""
 _MAX_LOSSES = 2
 """Replicas that one batch may take with it: it may be what ends them."""
-
-
-class Job:
-    """One request on its way through the executor."""
-
-    def __init__(
-        self,
-        call: Call,
-        rows: Rows,
-        tenant: str,
-        request_class: RequestClass,
-        expires_at: float,
-        done: Callable[[Outcome], None],
-        reply_cols: int,
-    ) -> None:
-        """Args.
-
-        expires_at: on the clock of `time.monotonic`.
-        done: takes the reply or the error, in the worker.
-        reply_cols: numbers in a row of the reply.
-        """
-        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
-        self.rows: Rows | None = rows
-        self.reply: torch.Tensor | None = None
-        self.placed: dict[int, int] = {}
-        """Of a request in pieces: the first row of each that is in `reply`, and how many rows it has."""
-        self.done, self.reply_cols = done, reply_cols
-        self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
-
-    def reply_of(self, part: torch.Tensor) -> torch.Tensor:
-        """Where the pieces of the reply go; by one thread at a time."""
-        if self.reply is None:
-            self.reply = torch.empty(self.ticket.num_rows, part.shape[1], dtype=part.dtype)
-        return self.reply
-
-    def drop(self) -> None:
-        """Lets go of the rows: what a running batch still holds of them has been copied."""
-        self.rows = self.reply = None
 
 
 class _Lane:
@@ -197,6 +156,9 @@ class Executor:
         except ReplicaLost:
             lane.is_lost = True  # its thread sees to it
             return None
+        except Exception as exc:  # noqa: BLE001 - the caller is a stream's reader, and goes on
+            _LOGGER.error("a product failed: %s", type(exc).__name__)
+            return _FAILED
         finally:
             self._done_here(lane, tenant, call, began_s)
         if self._completed is not None:
@@ -364,7 +326,7 @@ class Executor:
             computed: takes the pieces that time was spent on.
         """
         pieces = [piece for piece in batch.pieces if self._is_good(piece, alone=len(batch.pieces) == 1)]
-        parts = [(piece, rows) for piece in pieces if (rows := _rows_of(piece)) is not None]
+        parts = [(piece, rows) for piece in pieces if (rows := rows_of(piece)) is not None]
         computed += [piece for piece, _ in parts]
         if not parts:
             return False
@@ -386,7 +348,7 @@ class Executor:
 
     def _is_good(self, piece: Piece, alone: bool) -> bool:
         """Whether a piece may be computed with others; one that may not has been answered."""
-        job = _job_of(piece.ticket)
+        job = job_of(piece.ticket)
         rows = job.rows
         if rows is None:
             return False
@@ -404,14 +366,14 @@ class Executor:
         try:
             reply = replica.product(piece.ticket.call, rows)
         except VeilbaseError as exc:
-            self._fail(_job_of(piece.ticket), exc)
+            self._fail(job_of(piece.ticket), exc)
             return False
         self._deliver(piece, reply, is_shared=False)
         return True
 
     def _deliver(self, piece: Piece, part: torch.Tensor, is_shared: bool) -> None:
         """Puts a piece's part of a product in its place; answers a request that is complete."""
-        job, num_rows = _job_of(piece.ticket), piece.ticket.num_rows
+        job, num_rows = job_of(piece.ticket), piece.ticket.num_rows
         rows = job.rows
         if rows is None:
             return  # cancelled in the meantime
@@ -438,7 +400,7 @@ class Executor:
     def _fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
         for ticket in tickets:
             try:
-                self._fail(_job_of(ticket), error)
+                self._fail(job_of(ticket), error)
             except Exception as exc:  # noqa: BLE001 - the others are to be told as well
                 _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
 
@@ -455,18 +417,3 @@ _FAILED = RemoteFault("the provider failed while computing")
 
 def _unavailable(retry_s: float) -> Unavailable:
     return Unavailable("the shard that holds this layer is lost", retry_s)
-
-
-def _job_of(ticket: Ticket) -> Job:
-    job = ticket.job
-    if not isinstance(job, Job):
-        raise TypeError("a ticket of another executor")
-    return job
-
-
-def _rows_of(piece: Piece) -> Rows | None:
-    """The piece's rows; None where the request was cancelled."""
-    rows = _job_of(piece.ticket).rows
-    if isinstance(rows, SeededRows):
-        return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)
-    return None if rows is None else rows[piece.first_row : piece.first_row + piece.num_rows]

@@ -51,9 +51,7 @@ def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
     """Checks a call against its group; see `check_call`."""
     if call.purpose is Purpose.HINT and call.arithmetic is not Arithmetic.RING:
         raise UnknownLayer("hints exist in ring arithmetic only")
-    given, replied = info.in_features, info.out_features
-    if call.direction is Direction.BACKWARD:
-        given, replied = replied, given
+    given, replied = info.widths(call.direction)
     if cols != given:
         raise InvalidTensor(f"expected {given} columns, got {cols}")
     return replied
@@ -84,7 +82,7 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
     """One product of one group; see `compute`."""
     check_rows(call, rows)
     if isinstance(rows, SeededRows):
-        check_cols(group.info, call, group.info.in_features if _is_forward(call) else group.info.out_features)
+        check_cols(group.info, call, group.info.widths(call.direction)[0])
         return _hint(_ring_weight(group, call.direction), rows)
     reply_cols = check_cols(group.info, call, rows.shape[1])
     if rows.shape[0] == 0:
@@ -99,10 +97,6 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
     if call.purpose is Purpose.PRODUCT and group.bias is not None:
         reply += group.bias  # the same sum for every caller: the two forms differ by exactly b
     return reply
-
-
-def _is_forward(call: Call) -> bool:
-    return call.direction is Direction.FORWARD
 
 
 def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:

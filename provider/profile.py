@@ -58,9 +58,7 @@ def latency_model(
             continue
         for direction in Direction:
             call = Call(group.id, direction, Arithmetic.RING)
-            given, replied = group.in_features, group.out_features
-            if direction is Direction.BACKWARD:
-                given, replied = replied, given
+            given, replied = group.widths(direction)
             shape = (given, replied, direction)
             if shape not in measured:
                 rows = [min(count, max(1, _MAX_PRODUCTS // (given * replied))) for count in _ROWS]

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from provider.admission import TenantAdmission
-from provider.batch import Job, Outcome
+from provider.job import Job, Outcome
 from provider.operations.usage import TenantUsage
 from provider.schedule.request_class import RequestClass
 from wire import frame

@@ -33,8 +33,9 @@ def _client(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
     from noise.registry import DEFAULT_MASK
     from tenant_sdk.client import TenantClient
-    from tenant_sdk.identity import load_identity, read_endpoint
+    from tenant_sdk.identity import read_endpoint
     from wire.errors import ConfigurationError
+    from wire.transport.identity import load_identity
 
     if not url and not identity:
         raise ConfigurationError("give --url, or --identity with a folder made by `provider enroll`")

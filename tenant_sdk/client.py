@@ -20,7 +20,6 @@ from noise.registry import DEFAULT_MASK, MASKS
 from tenant_sdk import embedded
 from tenant_sdk.bundle import fetch_bundle
 from tenant_sdk.explain import explain
-from tenant_sdk.identity import load_identity
 from tenant_sdk.model import load_remote_model, load_tokenizer
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
@@ -29,6 +28,7 @@ from wire.errors import ConfigurationError
 from wire.frame import Direction
 from wire.manifest import Manifest
 from wire.transport.base import Traffic
+from wire.transport.identity import load_identity
 
 if TYPE_CHECKING:
     from peft import PeftConfig

@@ -1,44 +1,13 @@
-"""Reads the folder that `provider enroll` made: key.pem, cert.pem, ca.pem, endpoint."""
+"""What else is in a tenant's identity: the provider's URL and the tenant's name."""
 
 from __future__ import annotations
 
-import stat
-from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
 
-from wire.errors import ConfigurationError, Unauthenticated
-from wire.transport.grpc_client import TlsIdentity
-
-
-def load_identity(folder: str | Path) -> TlsIdentity:
-    """Loads a tenant's identity.
-
-    Args:
-        folder: as given to `provider enroll NAME --out FOLDER`.
-
-    Raises:
-        ConfigurationError: a file is missing or unreadable, or the key is open to other users.
-        Unauthenticated: the certificate has expired.
-    """
-    folder = Path(folder)
-    try:
-        ca_pem, cert_pem, key_pem = ((folder / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem"))
-        mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
-    except OSError as exc:
-        raise ConfigurationError(
-            f"{folder} is not a tenant identity ({exc.strerror}): make one with `provider enroll NAME --out {folder}`"
-        ) from None
-    if mode & 0o077:
-        raise ConfigurationError(f"{folder / 'key.pem'} can be read by other users: chmod 600 it")
-    try:
-        expires_at = x509.load_pem_x509_certificate(cert_pem).not_valid_after_utc
-    except ValueError:
-        raise ConfigurationError(f"{folder / 'cert.pem'} is not a certificate: enrol again") from None
-    if expires_at < datetime.now(UTC):
-        raise Unauthenticated(f"the certificate in {folder} expired on {expires_at:%Y-%m-%d}: enrol again")
-    return TlsIdentity(ca_pem, cert_pem, key_pem)
+from wire.errors import ConfigurationError
+from wire.transport.identity import TlsIdentity
 
 
 def read_endpoint(folder: str | Path) -> str:

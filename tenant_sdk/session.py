@@ -22,13 +22,14 @@ from noise.scheme import MaskScheme
 from noise.verify import Verifier
 from tenant_sdk import embedded
 from tenant_sdk.bundle import default_cache, fetch_bundle
-from tenant_sdk.identity import load_identity, tenant_name
+from tenant_sdk.identity import tenant_name
 from tenant_sdk.remote_group import RemoteExecutor
 from wire.errors import ConfigurationError
 from wire.limits import Limits
 from wire.manifest import Manifest
 from wire.transport.base import Connection
-from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+from wire.transport.grpc_client import GrpcConnection
+from wire.transport.identity import TlsIdentity, load_identity
 
 
 class NotVerifiedWarning(UserWarning):

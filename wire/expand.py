@@ -132,3 +132,8 @@ def _encryptor(seed: bytes) -> CipherContext:
 
 Rows = torch.Tensor | SeededRows
 """What a request carries: the rows themselves, or for a hint the seed that they come from."""
+
+
+def count_rows(rows: Rows) -> int:
+    """How many rows a request carries or stands for."""
+    return rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]

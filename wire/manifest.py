@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, mo
 from pydantic_core import from_json
 
 from wire.errors import MalformedFrame, VersionMismatch
-from wire.frame import PROTOCOL_VERSION
+from wire.frame import PROTOCOL_VERSION, Direction
 from wire.limits import (
     MAX_BUNDLE_BYTES,
     MAX_BUNDLE_FILES,
@@ -59,6 +59,11 @@ class _Shape(_Strict):
     max_column_norm: float = _Norm
     max_row_norm: float = _Norm
     digest: str = _Digest
+
+    def widths(self, direction: Direction) -> tuple[int, int]:
+        """(columns of a request, columns of its reply)."""
+        forward = direction is Direction.FORWARD
+        return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
 
     @model_validator(mode="after")
     def _norms_are_possible(self) -> _Shape:

@@ -16,7 +16,7 @@ from attacks.synthetic import Exchange, write_recording
 from attacks.view import View
 from noise.scheme import GroupSpec, Message, encode_rows
 from noise.shares import Shares
-from wire.expand import SEED_BYTES, SeededRows
+from wire.expand import SEED_BYTES, SeededRows, count_rows
 from wire.frame import Direction, Purpose
 
 NUM_PROMPTS, NUM_TOKENS = 4, 12
@@ -59,7 +59,7 @@ def _spec(group: int) -> GroupSpec:
 def _exchange(message: Message, reply_cols: int) -> Exchange:
     """With a reply of zeros, which nobody looks at."""
     rows, call = message.rows, message.call
-    num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
+    num_rows = count_rows(rows)
     request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows
     purpose = "hint" if call.purpose is Purpose.HINT else "product"
     reply = torch.zeros(num_rows, reply_cols, dtype=torch.int32)

@@ -19,8 +19,8 @@ from provider.parallel.ranks import RankLost, Ranks, together
 from provider.parallel.sharding import Block, Sharding
 from provider.weights import ServedModel
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, VeilbaseError
-from wire.expand import Rows, SeededRows
-from wire.frame import DTYPES, Arithmetic, Call, Direction, check_rows
+from wire.expand import Rows, count_rows
+from wire.frame import DTYPES, Arithmetic, Call, check_rows
 
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEATS = 4
@@ -53,7 +53,7 @@ class Dispatcher:
             Unavailable: a rank has been lost before.
         """
         reply_cols = self._check(call, rows)
-        if _num_rows(rows) == 0:
+        if count_rows(rows) == 0:
             return torch.empty(0, reply_cols, dtype=DTYPES[call.arithmetic])
         with self._lock:
             self._check_alive()
@@ -73,7 +73,7 @@ class Dispatcher:
         """Everything that `provider.executor.compute` refuses; returns the numbers per row of the reply."""
         check_rows(call, rows)
         reply_cols = executor.check_call(self._served, call, self._cols(call, rows))
-        is_checked = call.arithmetic is Arithmetic.FLOAT and _num_rows(rows) > 0
+        is_checked = call.arithmetic is Arithmetic.FLOAT and count_rows(rows) > 0
         if is_checked and isinstance(rows, torch.Tensor) and not executor.all_finite(rows):
             raise InvalidTensor("a row holds NaN or infinity")
         return reply_cols
@@ -83,8 +83,7 @@ class Dispatcher:
             return rows.shape[1]
         if call.group >= len(self._served.groups):
             return 0  # which `check_call` does not look at
-        info = self._served.groups[call.group].info
-        return info.in_features if call.direction is Direction.FORWARD else info.out_features
+        return self._served.groups[call.group].info.widths(call.direction)[0]
 
     def _check_alive(self) -> None:
         if self._is_lost:
@@ -140,7 +139,7 @@ def follow(ranks: Ranks, sharding: Sharding) -> None:
 
 def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: int) -> torch.Tensor:
     """Rank 0's part of a product, and the whole reply."""
-    num_rows = _num_rows(rows)
+    num_rows = count_rows(rows)
     blocks = sharding.blocks(call, num_rows)
     if sharding.adds(call):
         flat = _flat_share(sharding, call, rows, blocks[0])
@@ -175,7 +174,7 @@ class _Coming:
 
 def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
     """Another rank's part of a product."""
-    block = sharding.blocks(call, _num_rows(rows))[ranks.rank]
+    block = sharding.blocks(call, count_rows(rows))[ranks.rank]
     flat = _flat_share(sharding, call, rows, block)
     if sharding.adds(call):
         ranks.reduce(flat)
@@ -205,7 +204,3 @@ def _flat_size(block: Block) -> int:
 def _check_failures(numbers: torch.Tensor) -> None:
     if bool(numbers.any()):
         raise RemoteFault("the provider failed while computing")
-
-
-def _num_rows(rows: Rows) -> int:
-    return rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]

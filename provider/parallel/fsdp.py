@@ -21,7 +21,7 @@ from provider.parallel.ranks import Ranks, together
 from provider.parallel.sharding import Block, split, without_weights
 from provider.weights import ServedModel
 from wire.expand import Rows, SeededRows
-from wire.frame import Call, Direction
+from wire.frame import Call
 
 
 class GatheredLayers:
@@ -52,8 +52,7 @@ class GatheredLayers:
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
         """Each rank has some of the rows."""
-        info = self._served.groups[call.group].info
-        reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
+        _, reply_cols = self._served.groups[call.group].info.widths(call.direction)
         return [Block(rows, range(reply_cols)) for rows in split(num_rows, self._size)]
 
     @contextmanager

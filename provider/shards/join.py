@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import queue
 import signal
-import stat
 import sys
 import threading
 import time
@@ -34,31 +33,14 @@ from wire.errors import (
 )
 from wire.frame import PROTOCOL_VERSION, Assembler, FrameType, Header, check_tensor_header
 from wire.limits import Limits
-from wire.transport.grpc_client import TlsIdentity, open_channel, translate_status
+from wire.transport.grpc_client import open_channel, translate_status
+from wire.transport.identity import TlsIdentity, load_identity
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
 _MOST = Limits(max_rows=1 << 24, max_tensor_bytes=1 << 32)
 """Of one request; the provider has checked each against its own."""
 _LOGGER = logging.getLogger(__name__)
 Load = Callable[[Assignment], dict[int, ServedGroup]]
-
-
-def read_identity(folder: Path) -> TlsIdentity:
-    """What `provider enroll NAME --shard --out FOLDER` wrote.
-
-    Raises:
-        ConfigurationError: a file is missing, or the key is open to other users.
-    """
-    try:
-        ca_pem, cert_pem, key_pem = ((folder / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem"))
-        mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
-    except OSError as exc:
-        raise ConfigurationError(
-            f"{str(folder)!r} is no identity ({exc.strerror}): make one with `provider enroll NAME --shard --out DIR`"
-        ) from None
-    if mode & 0o077:
-        raise ConfigurationError(f"{str(folder / 'key.pem')!r} can be read by other users: chmod 600 it")
-    return TlsIdentity(ca_pem, cert_pem, key_pem)
 
 
 class JoiningShard:
@@ -206,7 +188,7 @@ def run_shard(
     def load(assignment: Assignment) -> dict[int, ServedGroup]:
         return load_groups(model, weights, base_layers, assignment)
 
-    joining = JoiningShard(url, read_identity(identity), shard, load)
+    joining = JoiningShard(url, load_identity(identity, "--shard"), shard, load)
     joining.on_joined = lambda: print(f"ready shard {shard}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))

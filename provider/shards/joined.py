@@ -21,8 +21,8 @@ from provider.executor import check_cols
 from provider.replica import ReplicaLost, product_limit_s
 from wire import frame
 from wire.errors import MalformedFrame, VeilbaseError, error_from_code
-from wire.expand import Rows, SeededRows
-from wire.frame import Assembler, Call, Direction, FrameType, Header
+from wire.expand import Rows, count_rows
+from wire.frame import Assembler, Call, FrameType, Header
 from wire.manifest import GroupInfo
 
 _ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
@@ -60,8 +60,9 @@ class JoinedShard:
             if not self.is_alive:
                 self.close()
                 raise ReplicaLost(began=False)
-            num_rows, cols = _shape(self._groups[call.group], call, rows)
-            reply_cols = check_cols(self._groups[call.group], call, cols)
+            info, num_rows = self._groups[call.group], count_rows(rows)
+            cols = rows.shape[1] if isinstance(rows, torch.Tensor) else info.widths(call.direction)[0]
+            reply_cols = check_cols(info, call, cols)
             payload, number = frame.rows_bytes(rows), next(self._numbers)
             size = num_rows * reply_cols * frame.ITEM_BYTES
             self._reply = self._outcome = None
@@ -139,9 +140,3 @@ class JoinedShard:
             self._is_lost = True
             self._answered.set()
             self._outgoing.put(None)
-
-
-def _shape(info: GroupInfo, call: Call, rows: Rows) -> tuple[int, int]:
-    if isinstance(rows, SeededRows):
-        return rows.num_rows, info.in_features if call.direction is Direction.FORWARD else info.out_features
-    return rows.shape[0], rows.shape[1]

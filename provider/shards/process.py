@@ -22,8 +22,8 @@ from provider.replica import ReplicaLost, product_limit_s
 from provider.shards import control
 from provider.shards.shared_rows import SharedRows
 from wire.errors import ConfigurationError, MalformedFrame, RemoteFault, VeilbaseError, error_from_code
-from wire.expand import Rows, SeededRows
-from wire.frame import ITEM_BYTES, Call, Direction, FrameType, Header
+from wire.expand import Rows, SeededRows, count_rows
+from wire.frame import ITEM_BYTES, Call, FrameType, Header
 from wire.manifest import GroupInfo
 
 _START_S = 300.0
@@ -68,8 +68,11 @@ class ShardProcess:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         widest = max(max(info.in_features, info.out_features) for info in groups.values())
-        self._requests = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
-        self._replies = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
+        try:
+            self._requests = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
+            self._replies = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
+        except OSError as exc:
+            raise ConfigurationError(f"no memory for shard {name} to share: {exc.strerror}") from None
         self._restarts: deque[float] = deque(maxlen=_MAX_RESTARTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_faults = 0
@@ -117,11 +120,8 @@ class ShardProcess:
     def _product(self, call: Call, rows: Rows) -> torch.Tensor:
         info = self._groups[call.group]
         seed = rows.pack() if isinstance(rows, SeededRows) else b""
-        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
-        if isinstance(rows, SeededRows):
-            cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
-        else:
-            cols = rows.shape[1]
+        num_rows = count_rows(rows)
+        cols = rows.shape[1] if isinstance(rows, torch.Tensor) else info.widths(call.direction)[0]
         reply_cols = check_cols(info, call, cols)
         self._replies.hold(num_rows * reply_cols * ITEM_BYTES)
         if isinstance(rows, torch.Tensor):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from provider.batch import Completed, Executor, Job, Outcome
+from provider.batch import Executor
+from provider.job import Completed, Job, Outcome
 from provider.operations.meter import Meter
 from provider.replica import Replica
 from provider.schedule.scheduler import Scheduler

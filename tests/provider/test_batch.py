@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from provider.batch import Executor, Job, Outcome
+from provider.batch import Executor
 from provider.core import ProviderCore
 from provider.embedded import make_core
+from provider.job import Job, Outcome
 from provider.operations.meter import Meter
 from provider.profile import latency_model
 from provider.replica import Here, Replica
@@ -23,7 +24,7 @@ from provider.schedule.scheduler import Policy, Scheduler
 from provider.schedule.ticket import Batch, Piece
 from tests.conftest import make_tiny
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
-from wire.expand import Rows, SeededRows
+from wire.expand import Rows, SeededRows, count_rows
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
@@ -63,7 +64,7 @@ class Gate:
         if not self._may_go.is_set():
             self._stands.set()
             assert self._may_go.wait(20)
-        self.batches.append((call, rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]))
+        self.batches.append((call, count_rows(rows)))
         return self._core.compute(call, rows)
 
     def submit(

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from provider.batch import RETRY_S, Executor, Job, Outcome
+from provider.batch import RETRY_S, Executor
 from provider.core import ProviderCore
 from provider.embedded import make_core
+from provider.job import Job, Outcome
 from provider.profile import latency_model
 from provider.replica import Replica, ReplicaLost
 from provider.schedule.request_class import RequestClass
@@ -174,6 +175,19 @@ def test_small_requests_take_turns_over_replicas(core: ProviderCore) -> None:
         for _ in range(9):
             assert isinstance(executor.compute_here("acme", CALL, ring_rows(1)), torch.Tensor)
     assert [replica.num_made for replica in replicas] == [3, 3, 3]
+
+
+def test_a_fault_that_nobody_foresaw_is_an_answer(core: ProviderCore, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(number: int) -> None:
+        if number == 1:
+            raise ZeroDivisionError("1.5")
+
+    with executor_of(core, Scripted(core, broken)) as executor:
+        assert isinstance(executor.compute_here("acme", CALL, ring_rows(1)), RemoteFault)
+        rows = ring_rows(1)
+        assert is_product(core, rows, executor.compute_here("acme", CALL, rows))  # type: ignore[arg-type]
+    assert "ZeroDivisionError" in caplog.text
+    assert "1.5" not in caplog.text
 
 
 def test_one_that_joined_is_waited_for(core: ProviderCore) -> None:

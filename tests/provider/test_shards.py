@@ -137,6 +137,36 @@ def test_a_lost_process_is_started_again(core: ProviderCore) -> None:
     assert not replica.can_return
 
 
+def test_a_process_that_is_killed_in_a_product(core: ProviderCore) -> None:
+    shards = LocalShards.start(core.served, 1, 1)
+    try:
+        replica = replica_of(shards, 0)
+        call = Call(0, Direction.FORWARD, Arithmetic.RING)
+        rows = rows_of(core, call, 3)
+        pid = replica.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        outcomes: list[object] = []
+
+        def ask() -> None:
+            try:
+                outcomes.append(replica.product(call, rows))
+            except ReplicaLost as exc:
+                outcomes.append(exc)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join(timeout=0.5)
+        assert not outcomes, "the process stands still with the request"
+        os.kill(pid, signal.SIGKILL)
+        asking.join(timeout=20)
+        (lost,) = outcomes
+        assert isinstance(lost, ReplicaLost)
+        assert lost.began
+    finally:
+        shards.close()
+
+
 def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: pytest.LogCaptureFixture) -> None:
     shards = LocalShards.start(core.served, 1, 1)
     try:

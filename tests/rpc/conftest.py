@@ -17,14 +17,11 @@ from provider.tenants import enroll
 from provider.weights import serve_model
 from tests.conftest import make_tiny
 from wire.limits import Limits
-from wire.transport.grpc_client import GrpcConnection, TlsIdentity
+from wire.transport.grpc_client import GrpcConnection
+from wire.transport.identity import TlsIdentity
 
 LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 << 20)
 """Small, so that tests can reach them; a chunk is 1 MiB."""
-
-
-def read_identity(folder: Path) -> TlsIdentity:
-    return TlsIdentity(*((folder / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem")))
 
 
 @dataclass
@@ -44,7 +41,7 @@ class Provider:
         out = self.folder / name
         if not out.exists():
             enroll(self.state, name, out, self.url)
-        return read_identity(out)
+        return TlsIdentity.read(out)
 
     def connect(self, name: str = "acme") -> GrpcConnection:
         connection = GrpcConnection(self.url, self.identity(name))

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.conftest import make_tiny
-from tests.rpc.conftest import read_identity
 from wire.errors import NotPermitted, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction
 from wire.transport.grpc_client import GrpcConnection
+from wire.transport.identity import TlsIdentity
 
 TIMEOUT_S = 60
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
@@ -76,7 +76,7 @@ def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
     assert (tmp_path / "acme" / "endpoint").read_text().strip() == serving.url
     assert f"endpoint {serving.url} (that of the last serve)" in done.stdout
 
-    connection = GrpcConnection(serving.url, read_identity(tmp_path / "acme"))
+    connection = GrpcConnection(serving.url, TlsIdentity.read(tmp_path / "acme"))
     manifest = connection.manifest()
     assert manifest.recording
     assert manifest.model_id == "tiny"

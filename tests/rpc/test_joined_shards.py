@@ -18,7 +18,7 @@ from provider.identity import StateDir
 from provider.profile import make_scheduler
 from provider.schedule.scheduler import Policy
 from provider.service import ProviderService, Server
-from provider.shards.join import JoiningShard, read_identity
+from provider.shards.join import JoiningShard
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
@@ -27,7 +27,8 @@ from wire import frame
 from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
 from wire.expand import SeededRows
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
-from wire.transport.grpc_client import GrpcConnection, TlsIdentity, open_channel
+from wire.transport.grpc_client import GrpcConnection, open_channel
+from wire.transport.identity import TlsIdentity
 
 RING = Arithmetic.RING
 
@@ -52,7 +53,7 @@ class Site:
     def identity(self, name: str, role: str = "tenant") -> TlsIdentity:
         if not (self.folder / name).exists():
             enroll(self.state, name, self.folder / name, self.url, role=role)  # type: ignore[arg-type]
-        return read_identity(self.folder / name)
+        return TlsIdentity.read(self.folder / name)
 
     def join(self, shard: int, name: str = "host") -> JoiningShard:
         """One more host, once the provider counts on it."""

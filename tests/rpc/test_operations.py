@@ -27,13 +27,14 @@ from provider.config import load_settings
 from provider.core import ProviderCore
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
 from provider.service import ProviderService, Server
-from tests.rpc.conftest import Provider, read_identity
+from tests.rpc.conftest import Provider
 from tests.rpc.test_cli import CALL as CLI_CALL
 from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
 from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType
 from wire.transport.grpc_client import GrpcConnection
+from wire.transport.identity import TlsIdentity
 
 TIMEOUT_S = 60.0
 
@@ -232,7 +233,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # n
     )  # fmt: skip
     try:
         assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
-        connection = GrpcConnection(serving.url, read_identity(tmp_path / "acme"))
+        connection = GrpcConnection(serving.url, TlsIdentity.read(tmp_path / "acme"))
         for _ in range(3):
             connection.submit(CLI_CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
 

@@ -16,10 +16,11 @@ import torch
 from provider.core import ProviderCore
 from provider.identity import StateDir, current_time
 from provider.tenants import enroll, revoke
-from tests.rpc.conftest import Provider, read_identity
+from tests.rpc.conftest import Provider
 from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
-from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection, TlsIdentity
+from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
+from wire.transport.identity import TlsIdentity
 
 TIMEOUT_S = 20.0
 TLS_1_3 = 0x0304
@@ -28,21 +29,21 @@ TLS_1_3 = 0x0304
 def foreign_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
     other = StateDir(tmp_path / "foreign")
     enroll(other, "acme", tmp_path / "foreign-acme", provider.url)
-    theirs = read_identity(tmp_path / "foreign-acme")
+    theirs = TlsIdentity.read(tmp_path / "foreign-acme")
     return TlsIdentity(provider.state.ca.pem, theirs.cert_pem, theirs.key_pem)
 
 
 def expired_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
     long_ago = current_time() - timedelta(days=30)
     enroll(provider.state, "late", tmp_path / "late", provider.url, days=1, now=long_ago)
-    return read_identity(tmp_path / "late")
+    return TlsIdentity.read(tmp_path / "late")
 
 
 def unregistered_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
     """Signed by the right CA, but unknown to the registry: what a crash in `enroll` could leave."""
     enroll(provider.state, "ghost", tmp_path / "ghost", provider.url)
     provider.state.tenants_path.write_text("[]\n")
-    return read_identity(tmp_path / "ghost")
+    return TlsIdentity.read(tmp_path / "ghost")
 
 
 @pytest.mark.parametrize("make", [foreign_identity, expired_identity, unregistered_identity])

@@ -249,7 +249,7 @@ def test_an_error_in_a_shell_is_one_line(enrolled: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--identity", "nowhere"], "nowhere is not a tenant identity (No such file or directory): make one with `"),
+        (["--identity", "nowhere"], "nowhere is not an identity (No such file or directory): make one with `"),
         (["--identity", "nameless"], "nameless names no endpoint"),
         (["--identity", "acme", "--identity", "acme", "--url", "grpcs://127.0.0.1:1"], "one identity for each of 1 "),
         ([], "--identity"),

@@ -41,6 +41,7 @@ from wire.limits import Limits
 from wire.manifest import Manifest
 from wire.transport import grpc_client, multiplex
 from wire.transport.grpc_client import GrpcConnection
+from wire.transport.identity import TlsIdentity
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
 COLS, REPLY_COLS = 32, 64
@@ -331,9 +332,7 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: Provide
             refused: list[WireCode] = []
 
             def disturb() -> None:
-                identity = grpc_client.TlsIdentity(
-                    *((tmp_path / "other" / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem"))
-                )
+                identity = TlsIdentity.read(tmp_path / "other")
                 channel = grpc_client.open_channel(url, identity)
                 method = channel.stream_stream(grpc_client.STREAM_METHOD)
                 while not ended.is_set() or not refused:

@@ -414,6 +414,27 @@ def test_a_request_that_the_provider_fails_is_not_sent_again(site: Site, monkeyp
     assert len(set(rows)) == len(rows)
 
 
+def test_a_request_that_comes_again_in_time_is_the_same_one(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, (watched,) = site.mtls("llama")
+    model, want = client.load_model(), unmasked(site)(batch()).logits
+    with torch.no_grad():
+        model(batch())
+        rows, left = taken(client, monkeypatch), [True, True]
+        watched.seen.clear()
+
+        def fail(call: Call) -> None:
+            if left and call.purpose is Purpose.PRODUCT and call.group == 2:
+                left.pop()
+                raise Unavailable("the shard that holds this layer is lost", 0.01)
+
+        watched.fail = fail
+        assert relative(model(batch()).logits, want) < MODEL_NOISE
+    products = [sent for sent in watched.seen if sent[0].purpose is Purpose.PRODUCT]
+    assert [call.group for call, _ in products] == [0, 1, 2, 2, 2, *range(3, 9)]
+    assert all(torch.equal(sent, products[2][1]) for _, sent in products[3:5])  # type: ignore[arg-type]
+    assert len(set(rows)) == len(rows) == 9 * 24, "no mask row was taken for what was sent again"
+
+
 def test_threads_of_one_client(connect: Any, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client, _ = connect("llama")
     model, rows = client.load_model(), taken(client, monkeypatch)

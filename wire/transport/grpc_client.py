@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,7 +33,7 @@ from wire.errors import (
     VersionMismatch,
 )
 from wire.expand import Rows, SeededRows
-from wire.frame import Call, Direction
+from wire.frame import Call
 from wire.limits import (
     KEEPALIVE_TIME_MS,
     KEEPALIVE_TIMEOUT_MS,
@@ -45,6 +44,7 @@ from wire.limits import (
 from wire.manifest import Manifest, parse_manifest
 from wire.transport.base import Pending, Traffic
 from wire.transport.grpc_stream import open_stream
+from wire.transport.identity import TlsIdentity
 from wire.transport.multiplex import Multiplexer
 from wire.transport.patience import PatientRequest
 
@@ -53,19 +53,6 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
 DEFAULT_PORT = 8443
-
-
-@dataclass(frozen=True)
-class TlsIdentity:
-    """PEM bytes of a tenant's identity; the key never leaves this object and is not shown by repr."""
-
-    ca_pem: bytes
-    cert_pem: bytes
-    key_pem: bytes
-
-    def __repr__(self) -> str:
-        """Hides the key."""
-        return "TlsIdentity(...)"
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
@@ -229,8 +216,7 @@ class GrpcConnection:
         groups = self.manifest().groups
         if call.group >= len(groups):
             raise UnknownLayer(f"expected a group below {len(groups)}, got {call.group}")
-        info = groups[call.group]
-        return info.in_features if call.direction is Direction.FORWARD else info.out_features
+        return groups[call.group].widths(call.direction)[0]
 
     def _open_stream(self) -> Multiplexer:
         begun_with = self.manifest()

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from wire.errors import InvalidTensor
-from wire.expand import PACKED_BYTES, Rows, SeededRows
+from wire.expand import PACKED_BYTES, Rows, SeededRows, count_rows
 from wire.frame import ITEM_BYTES, Call, check_rows
 from wire.manifest import Manifest
 from wire.transport.base import Pending, Traffic
@@ -60,7 +60,7 @@ class InprocConnection:
         """Computes at once; raises what the provider raises."""
         check_rows(call, rows)
         reply = self._handler.compute(call, rows)
-        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
+        num_rows = count_rows(rows)
         if reply.shape != (num_rows, reply_cols):
             raise InvalidTensor(f"expected {reply_cols} outputs a row, got {reply.shape[1]}")
         up = PACKED_BYTES if isinstance(rows, SeededRows) else rows.numel() * ITEM_BYTES

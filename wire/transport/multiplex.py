@@ -30,7 +30,7 @@ from wire.errors import (
     VersionMismatch,
     error_from_code,
 )
-from wire.expand import Rows, SeededRows
+from wire.expand import Rows, count_rows
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header
 from wire.limits import MAX_DEADLINE_MS, Limits, deadline_s
 from wire.transport.base import Traffic
@@ -225,7 +225,7 @@ class Multiplexer:
     def submit(self, call: Call, rows: Rows, request_cols: int, reply_cols: int) -> Request:
         """Sends one request; waits while too many bytes are in flight, and until its last chunk is on its way."""
         payload = frame.rows_bytes(rows)
-        num_rows = rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]
+        num_rows = count_rows(rows)
         size = len(payload)
         request = self._admit(call, num_rows, reply_cols, size)
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))

@@ -1,0 +1,72 @@
+"""A request on its way through the executor: its rows, where its reply grows, and who is to have it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import Piece, Ticket
+from wire.errors import VeilbaseError
+from wire.expand import Rows, SeededRows, count_rows
+from wire.frame import Call
+
+Outcome = torch.Tensor | VeilbaseError
+Completed = Callable[[str, Call, Rows, torch.Tensor], None]
+"""Tenant, call, the whole request and its reply, before the reply leaves."""
+
+
+class Job:
+    """One request on its way through the executor."""
+
+    def __init__(
+        self,
+        call: Call,
+        rows: Rows,
+        tenant: str,
+        request_class: RequestClass,
+        expires_at: float,
+        done: Callable[[Outcome], None],
+        reply_cols: int,
+    ) -> None:
+        """Args.
+
+        expires_at: on the clock of `time.monotonic`.
+        done: takes the reply or the error, in the worker.
+        reply_cols: numbers in a row of the reply.
+        """
+        num_rows = count_rows(rows)
+        self.rows: Rows | None = rows
+        self.reply: torch.Tensor | None = None
+        self.placed: dict[int, int] = {}
+        """Of a request in pieces: the first row of each that is in `reply`, and how many rows it has."""
+        self.done, self.reply_cols = done, reply_cols
+        self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
+
+    def reply_of(self, part: torch.Tensor) -> torch.Tensor:
+        """Where the pieces of the reply go; by one thread at a time."""
+        if self.reply is None:
+            self.reply = torch.empty(self.ticket.num_rows, part.shape[1], dtype=part.dtype)
+        return self.reply
+
+    def drop(self) -> None:
+        """Lets go of the rows: what a running batch still holds of them has been copied."""
+        self.rows = self.reply = None
+
+
+def job_of(ticket: Ticket) -> Job:
+    """The job that a ticket stands for."""
+    job = ticket.job
+    if not isinstance(job, Job):
+        raise TypeError("a ticket of another executor")
+    return job
+
+
+def rows_of(piece: Piece) -> Rows | None:
+    """The piece's rows; None where the request was cancelled."""
+    rows = job_of(piece.ticket).rows
+    if isinstance(rows, SeededRows):
+        return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)
+    return None if rows is None else rows[piece.first_row : piece.first_row + piece.num_rows]
