@@ -11,13 +11,14 @@ import contextlib
 import io
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attacks import quick_model
 from attacks.adversary import Adversary
@@ -37,6 +38,7 @@ OTHER_PROGRAMS = {
 
 if TYPE_CHECKING:
     from attacks.evaluate import Case
+    from attacks.report import Result
     from attacks.view import View
 
 
@@ -134,18 +136,18 @@ def _attack_and_report(
     import torch
 
     from attacks import gate, plots, report
-    from attacks.evaluate import attack
     from attacks.judge import kind_of
 
     model = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
-    if model in quick_model.NAMES:
+    is_tiny = model in quick_model.NAMES
+    if is_tiny:
         torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
         if options.view is not None:
             cases, notes = _recorded(options.view, model, options.adapter)
         else:
             cases, notes = _cases(Path(scratch), Path(recording), model, options)
-        results = [result for case in cases for result in attack(case, chosen, options.out, _say)]
+        results = _attack_all(cases, chosen, options.out, len(os.sched_getaffinity(0)) if is_tiny else 1)
     _say(f"controls of {len(chosen)} adversaries")
     try:
         checks: list[ControlResult] = results_of_controls.recv()
@@ -158,10 +160,35 @@ def _attack_and_report(
     if is_whole and options.peft == "lora" and options.view is None:
         truths = [case.truth for case in cases if case.truth is not None]
         kinds = {kind_of(name) for truth in truths for name, delta in truth.deltas.items() if bool(delta.any())}
-        alarms += gate.standing(results, model in quick_model.NAMES, kinds)
+        alarms += gate.standing(results, is_tiny, kinds)
     for alarm in alarms:
         print(f"ALARM: {alarm}", file=sys.stderr)
     return 1 if alarms else 0
+
+
+def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
+    """Every case, in order; in several processes where each has a core and little memory is needed."""
+    from attacks.evaluate import attack
+
+    if min(num_processes, len(cases)) < 2:
+        return [result for case in cases for result in attack(case, chosen, out, _say)]
+    context = multiprocessing.get_context("fork")  # so that views and models are there already
+    with context.Pool(min(num_processes, len(cases)), _set_work, (cases, chosen, out)) as pool:
+        return [result for results in pool.imap(_attack_one, range(len(cases))) for result in results]
+
+
+_work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
+
+
+def _set_work(*work: Any) -> None:
+    _work[:] = [work]
+
+
+def _attack_one(index: int) -> list[Result]:
+    from attacks.evaluate import attack
+
+    cases, chosen, out = _work[0]
+    return attack(cases[index], chosen, out, _say)
 
 
 def _say(text: str) -> None:

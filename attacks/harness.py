@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attacks.victim import Job, Run
@@ -20,6 +21,8 @@ from wire.errors import ConfigurationError
 
 _START_S = 300
 _VICTIM_S = 3000
+_AT_ONCE = 2
+"""Commands of the operator: each is mostly imports."""
 
 
 def record(
@@ -85,11 +88,12 @@ def _provider(
         if not line.startswith("ready "):
             raise ConfigurationError(f"the provider did not start: {_last_line(folder / 'provider.log')}")
         url = line.split()[1]
-        for run in runs:
-            enroll = [sys.executable, "-m", "provider", "enroll", run.label, "--out", str(run.identity)]
-            enroll += ["--state", str(state), "--endpoint", url]
-            if subprocess.run(enroll, stdout=subprocess.DEVNULL, timeout=_START_S, check=False).returncode:
-                raise ConfigurationError(f"the provider could not enrol {run.label}")
+        enroll = [sys.executable, "-m", "provider", "enroll", "--state", str(state), "--endpoint", url]
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            commands = [[*enroll, run.label, "--out", str(run.identity)] for run in runs]
+            for run, code in zip(runs, threads.map(_quietly, commands), strict=True):
+                if code:
+                    raise ConfigurationError(f"the provider could not enrol {run.label}")
         yield url
     finally:
         too_late.cancel()
@@ -99,6 +103,11 @@ def _provider(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _quietly(command: list[str]) -> int:
+    """Its exit status."""
+    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=_START_S, check=False).returncode
 
 
 def _last_line(log: Path) -> str:
