@@ -19,10 +19,10 @@ class TenantRing:
     def __init__(self, quantum_rows: int, weight_of: Callable[[str], float]) -> None:
         """Args.
 
-        quantum_rows: what a tenant of weight 1 may send in one turn.
+        quantum_rows: what a tenant of weight 1 may send in one turn; may be changed between turns.
         weight_of: by tenant.
         """
-        self._quantum_rows, self._weight_of = quantum_rows, weight_of
+        self.quantum_rows, self._weight_of = quantum_rows, weight_of
         self._queues: OrderedDict[str, dict[Ticket, None]] = OrderedDict()
         self._deficits: dict[str, float] = {}
         self._in_order: dict[Ticket, None] = {}
@@ -62,7 +62,7 @@ class TenantRing:
         if len(self._queues) == 1:
             return  # nobody else waits
         left = self._deficits.get(ticket.tenant, 0.0) - num_rows
-        self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self._quantum_rows)
+        self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self.quantum_rows)
 
     def turn(self, needed_rows: Callable[[Ticket], int]) -> Ticket:
         """The first ticket of the tenant whose turn it is; the ring must not be empty.
@@ -75,6 +75,7 @@ class TenantRing:
         heads = [(tenant, next(iter(queue))) for tenant, queue in self._queues.items()]
         if len(heads) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
             self._deficits.pop(heads[0][0], None)
+            self._whose = heads[0][0]  # who comes in the meantime is next
             return heads[0][1]
         winner, rounds = 0, math.inf
         for place, (tenant, ticket) in enumerate(heads):
@@ -97,4 +98,4 @@ class TenantRing:
 
     def _credit(self, tenant: str) -> float:
         """Rows that one round gives."""
-        return self._quantum_rows * self._weight_of(tenant)
+        return self.quantum_rows * self._weight_of(tenant)

@@ -1,8 +1,9 @@
-"""Which rows run next: batches over tenants, the more urgent class first, large requests in pieces.
+"""Which rows run next: batches over tenants, large requests in pieces; with a latency target urgent classes go first.
 
 Guarantees: every row of every ticket that is neither cancelled nor expired is handed out exactly once, a ticket's rows
-in order; no class waits longer than its bound while the executor makes products at all; a decision looks at a bounded
-part of the queue. It never sleeps and never looks at a clock: `now_s` comes with every call. Not safe under threads.
+in order; with a target no class waits longer than its bound while the executor makes products at all, and without one
+all tenants take turns; a decision looks at a bounded part of the queue. It never sleeps and never looks at a clock:
+`now_s` comes with every call. Not safe under threads.
 
 Sources: opportunistic batching and the policies it is compared with, Symbiosis (Multi-Adapter Inference and
 Fine-Tuning); token-level scheduling of fine-tuning under a latency target, FlexLLM.
@@ -26,12 +27,12 @@ from wire.frame import Call, Purpose
 
 PolicyName = Literal["opportunistic", "none", "lockstep"]
 _QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
+_ONLY = RequestClass.PREFILL
+"""The ring of all requests where none goes before another: without a latency target."""
 _ACTIVE_S = 1.0
 """A tenant that sent something within it may send again soon: only for such company is a request held."""
 _MAX_JOINED = 256
 """Pieces in one batch, and tickets looked at for it."""
-_DECODE_SHARE = 1.1
-"""What others may add to a decode product's time where no latency target says how much."""
 _LEAST_ROWS = 16
 """In a piece of a larger request: every piece reads all of its layer's weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
@@ -114,7 +115,7 @@ class Scheduler:
     @property
     def would_take_decode(self) -> bool:
         """Whether a decode request that came now would be the next to run."""
-        return self._policy.name != "lockstep" and not self._rings[RequestClass.DECODE]  # all of them, without classes
+        return self._policy.name != "lockstep" and not self._rings[self._ring_of(RequestClass.DECODE)]
 
     def __len__(self) -> int:
         return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
@@ -135,7 +136,7 @@ class Scheduler:
         hold_s = self._hold_s(ticket)
         ticket.due_s = now_s + hold_s
         if hold_s <= 0:
-            self._rings[self._ring_of(ticket)].add(ticket)
+            self._rings[self._ring_of(ticket.request_class)].add(ticket)
         else:
             self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
@@ -184,12 +185,15 @@ class Scheduler:
             self._release(heapq.heappop(self._held)[2])
             self._skip_leftovers()
         if self._policy.name != "opportunistic":
-            ring = self._rings[RequestClass.DECODE]  # the only one: see `_ring_of`
+            ring = self._rings[_ONLY]
             return self._take(ring.oldest, _UNLIMITED, now_s) if ring else None
         self._owe(now_s)
         self._limit_s = self._limits(now_s)
         for request_class, is_starved in self._classes():
-            head = self._rings[request_class].turn(
+            ring = self._rings[request_class]
+            if not self._has_classes:
+                ring.quantum_rows = self._turn_rows(ring.oldest.call, now_s)
+            head = ring.turn(
                 lambda one, is_starved=is_starved: self._piece_rows(one, self._time_for(one, is_starved, now_s))  # type: ignore[misc]
             )
             time_s = self._time_for(head, is_starved, now_s)
@@ -220,7 +224,7 @@ class Scheduler:
 
     def _time_for(self, ticket: Ticket, is_starved: bool, now_s: float) -> float:
         """Seconds that a product may take that begins with this request; 0 for nothing yet."""
-        if ticket.request_class is RequestClass.DECODE or not self._is_decoding(now_s):
+        if not self._is_decoding(now_s) or (self._has_classes and ticket.request_class is RequestClass.DECODE):
             return _UNLIMITED
         one_s = self._latency.predict_s(ticket.call, 1)
         # of a piece that is worth while
@@ -265,9 +269,13 @@ class Scheduler:
             return 0.0  # where nobody else asks for this layer, nobody will join
         return min(policy.max_wait_s, policy.wait_share * self._latency.predict_s(ticket.call, ticket.num_rows))
 
-    def _ring_of(self, ticket: Ticket) -> RequestClass:
-        """Only opportunistic batching knows classes: the others run what came first."""
-        return ticket.request_class if self._policy.name == "opportunistic" else RequestClass.DECODE
+    @property
+    def _has_classes(self) -> bool:
+        """Whether some go before others: where a latency target asks for it."""
+        return self._policy.name == "opportunistic" and self._policy.slo_s is not None
+
+    def _ring_of(self, request_class: RequestClass) -> RequestClass:
+        return request_class if self._has_classes else _ONLY
 
     def _classes(self) -> list[tuple[RequestClass, bool]]:
         """Those that have something to run, in order, and whether because they have waited long enough."""
@@ -304,22 +312,27 @@ class Scheduler:
         whole = head.rows_left
         if self._policy.name != "opportunistic":
             return max(whole, self._most_rows(head.call))
-        if head.request_class is RequestClass.DECODE:
+        if head.request_class is RequestClass.DECODE and self._has_classes:
             return whole
         if time_s == _UNLIMITED:
             return self._most_rows(head.call)
-        return min(self._most_rows(head.call), max(_LEAST_ROWS, self._latency.rows_within(head.call, time_s)))
+        rows = max(_LEAST_ROWS, self._latency.rows_within(head.call, time_s))
+        if not self._has_classes:
+            rows = min(rows, _QUANTUM_ROWS[_ONLY])  # about one product a turn
+        return min(self._most_rows(head.call), rows)
+
+    def _turn_rows(self, call: Call, now_s: float) -> int:
+        """What a tenant may send in one turn where classes do not matter; while others decode about one product."""
+        if not self._is_decoding(now_s):
+            return _QUANTUM_ROWS[_ONLY]
+        return min(_QUANTUM_ROWS[_ONLY], max(_LEAST_ROWS, self._latency.rows_within(call, _CALM_S)))
 
     def _most_rows(self, call: Call) -> int:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
 
-    def _room_for_company(self, head: Ticket, num_rows: int, now_s: float) -> int:
-        """Rows of the whole batch, `num_rows` of which are decode's, when others join it."""
-        policy = self._policy
-        if policy.slo_s is None:
-            limit_s = _DECODE_SHARE * self._latency.predict_s(head.call, num_rows)
-        else:
-            limit_s = head.arrived_s + policy.slo_s - now_s
+    def _room_for_company(self, head: Ticket, now_s: float) -> int:
+        """Rows of a whole batch that begins with a decode request, as far as the target allows."""
+        limit_s = head.arrived_s + (self._policy.slo_s or 0.0) - now_s
         return min(self._most_rows(head.call), self._latency.rows_within(head.call, limit_s))
 
     # ---- take -----------------------------------------------------------------------------------------------------
@@ -328,14 +341,13 @@ class Scheduler:
         room = self._room(head, time_s)
         pieces = [self._take_piece(head, min(head.rows_left, room))]
         if self._policy.name != "none" and head.call.purpose is not Purpose.HINT:
-            is_decode = head.request_class is RequestClass.DECODE and self._policy.name == "opportunistic"
+            is_decode = head.request_class is RequestClass.DECODE and self._has_classes
             lane = self._lanes.get(head.call, {})
             company = [one for one in itertools.islice(lane, _MAX_JOINED) if one is not head]
             if is_decode:
                 company, large = _split_by_class(company)
                 self._join(pieces, company, self._most_rows(head.call))
-                num_rows = sum(piece.num_rows for piece in pieces)
-                self._join(pieces, large, self._room_for_company(head, num_rows, now_s))
+                self._join(pieces, large, self._room_for_company(head, now_s))
             else:
                 self._join(pieces, company, room)
         return Batch(head.call, tuple(pieces))
@@ -350,7 +362,7 @@ class Scheduler:
             is_decode = ticket.request_class is RequestClass.DECODE
             if ticket.rows_left > room and (whole or is_decode):
                 continue
-            if is_decode and not whole and shares[ticket.tenant] >= _QUANTUM_ROWS[RequestClass.DECODE]:
+            if is_decode and self._has_classes and shares[ticket.tenant] >= _QUANTUM_ROWS[RequestClass.DECODE]:
                 continue  # one tenant's many small requests do not make everybody's product long
             shares[ticket.tenant] += ticket.rows_left
             pieces.append(self._take_piece(ticket, min(ticket.rows_left, room)))
@@ -361,7 +373,7 @@ class Scheduler:
             self._release(ticket)
         piece = Piece(ticket, ticket.rows_taken, num_rows)
         ticket.rows_taken += num_rows
-        self._rings[self._ring_of(ticket)].charge(ticket, num_rows)
+        self._rings[self._ring_of(ticket.request_class)].charge(ticket, num_rows)
         self._ran.add(ticket.request_class)
         owed_s = self._owed_s[ticket.request_class] - self._latency.predict_s(ticket.call, num_rows)
         self._owed_s[ticket.request_class] = max(0.0, owed_s)
@@ -372,7 +384,7 @@ class Scheduler:
     def _release(self, ticket: Ticket) -> None:
         """Held no longer."""
         self._let_go(ticket)
-        self._rings[self._ring_of(ticket)].add(ticket)
+        self._rings[self._ring_of(ticket.request_class)].add(ticket)
 
     def _let_go(self, ticket: Ticket) -> None:
         held = self._lane_held[ticket.call]
@@ -384,7 +396,7 @@ class Scheduler:
         if self._is_held(ticket):
             self._let_go(ticket)
         else:
-            self._rings[self._ring_of(ticket)].remove(ticket)
+            self._rings[self._ring_of(ticket.request_class)].remove(ticket)
         lane, tenants = self._lanes[ticket.call], self._lane_tenants[ticket.call]
         del lane[ticket]
         tenants[ticket.tenant] -= 1
