@@ -5,11 +5,10 @@ time grows slowly; at 1536 the block size needed is in the hundreds, where sievi
 through toy points knows nothing of that, and of better algorithms neither. The published bits of noise/params.py come
 from the lattice-estimator and stand beside it.
 
-With the true σ = 3.2 and q = 2^32 LLL alone succeeds through every dimension that is quick to measure (one core of a
-shared machine: 0.4 s at 64, 2.7 s at 96, 39 s at 128), so that a measurement of growth takes a larger error,
-`HARD_SIGMA`: another and harder problem, in which small dimensions need BKZ. How little the line means: at 1536 it
-gave 137 with σ = 2^22 and dimensions 16 to 76, 187 with σ = 2^24 and the same, 237 with its dimensions from 52 on; the
-published estimate is 161.
+With the true σ = 3.2 and q = 2^32 LLL alone succeeds through every dimension that is quick to measure, so that a
+measurement of growth takes a larger error, `HARD_SIGMA`: another and harder problem, in which small dimensions need
+BKZ. The line moves by dozens of bits with σ and with the dimensions that it goes through; what it gives by default is
+in docs/security-evaluation.md.
 """
 
 from __future__ import annotations
