@@ -164,6 +164,17 @@ def test_fine_tuning_keeps_its_share_while_the_target_is_met(num_clients: int) -
     assert beside.rows_per_s("tune") >= 0.8 * solo.rows_per_s() * (1 - busy)
 
 
+def test_temporal_sharing_misses_the_target() -> None:
+    """Whole requests in turn, FlexLLM's comparison: fine-tuning gets all of its share, and inference waits."""
+    inference = [decoding(f"i{number}", 2, (2.0 + 0.7 * number) * 1e-3) for number in range(4)]
+    tuning = Replayer("tune", training_step(GROUPS, 2048), FINETUNE, in_flight=2)
+    names = [one.tenant for one in inference]
+    ours, turns = run([*inference, tuning], slo_s=6e-3), run([*inference, tuning], "none")
+    assert turns.quantile_s(0.01, *names) > 6e-3 >= ours.quantile_s(0.99, *names) * (1 - 1e-9)
+    assert ours.rows_per_s(*names) > 7 * turns.rows_per_s(*names)
+    assert ours.rows_per_s("tune") > 0.8 * turns.rows_per_s("tune")
+
+
 def test_fine_tuning_follows_a_load_that_comes_and_goes() -> None:
     slo_s = 6e-3
     inference = [
