@@ -463,6 +463,7 @@ def test_a_damaged_checkpoint(name: str, folders: dict[str, Path], honest: dict[
 
 
 @pytest.mark.real_model
+@pytest.mark.slow
 def test_smollm2_from_its_own_file(smollm2: Path, tmp_path: Path) -> None:
     """Held for the pass, freed after it."""
     offer = offer_of(smollm2, tmp_path)
