@@ -1,5 +1,7 @@
-"""Deficit round robin over tenants, by rows. Source: Shreedhar and Varghese, "Efficient fair queuing using deficit
-round robin" (SIGCOMM 1995)."""
+"""Deficit round robin over tenants, by rows or by the time that they take.
+
+Source: Shreedhar and Varghese, "Efficient fair queuing using deficit round robin" (SIGCOMM 1995).
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,19 @@ from collections.abc import Callable
 from provider.schedule.ticket import Ticket
 
 _MOST_DEBT = 8
-"""Quanta; rows that ran in others' batches cost those batches little."""
+"""Quanta."""
 
 
 class TenantRing:
     """Tickets of one class that are ready: whose turn it is; a tenant's own go in order of arrival."""
 
-    def __init__(self, quantum_rows: int, weight_of: Callable[[str], float]) -> None:
+    def __init__(self, quantum: float, weight_of: Callable[[str], float]) -> None:
         """Args.
 
-        quantum_rows: what a tenant of weight 1 may send in one turn; may be changed between turns.
+        quantum: what a tenant of weight 1 may send in one turn, in the unit of all costs here.
         weight_of: by tenant.
         """
-        self.quantum_rows, self._weight_of = quantum_rows, weight_of
+        self._quantum, self._weight_of = quantum, weight_of
         self._queues: OrderedDict[str, dict[Ticket, None]] = OrderedDict()
         self._deficits: dict[str, float] = {}
         self._in_order: dict[Ticket, None] = {}
@@ -57,20 +59,25 @@ class TenantRing:
         if not self._queues:
             self._deficits.clear()
 
-    def charge(self, ticket: Ticket, num_rows: int) -> None:
-        """Rows that were taken of a ticket, by its turn or in somebody else's batch; before `remove`."""
+    def charge(self, ticket: Ticket, cost: float) -> None:
+        """Of what was taken of a ticket, by its turn or in somebody else's batch; before `remove`."""
         if len(self._queues) == 1:
             return  # nobody else waits
-        left = self._deficits.get(ticket.tenant, 0.0) - num_rows
-        self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self.quantum_rows)
+        left = self._deficits.get(ticket.tenant, 0.0) - cost
+        self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self._quantum)
 
-    def turn(self, needed_rows: Callable[[Ticket], int]) -> Ticket:
+    def may_join(self, tenant: str) -> bool:
+        """Whether a tenant may share in others' turns: not while it owes more than a turn of its own for that."""
+        return self._deficits.get(tenant, 0.0) > -self._credit(tenant)
+
+    def turn(self, cost_of: Callable[[Ticket], float]) -> Ticket:
         """The first ticket of the tenant whose turn it is; the ring must not be empty.
 
-        As many rounds as pass until somebody has credit enough are made at once: one look at each tenant.
+        As many rounds as pass until somebody has credit enough are made at once: one look at each tenant. Nobody saves
+        more than what comes next costs, or one turn.
 
         Args:
-            needed_rows: how many rows of a ticket would run at once.
+            cost_of: what of a ticket would run at once.
         """
         heads = [(tenant, next(iter(queue))) for tenant, queue in self._queues.items()]
         if len(heads) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
@@ -79,10 +86,12 @@ class TenantRing:
             return heads[0][1]
         winner, rounds = 0, math.inf
         for place, (tenant, ticket) in enumerate(heads):
-            missing = needed_rows(ticket) - self._deficits.get(tenant, 0.0)
+            cost, credit = cost_of(ticket), self._credit(tenant)
+            saved = min(self._deficits.get(tenant, 0.0), max(cost, credit))
+            self._deficits[tenant], missing = saved, cost - saved
             if tenant == self._whose and missing <= 0:
                 return ticket  # it is first, and has had its credit for this round
-            needed = max(1, math.ceil(missing / self._credit(tenant)))
+            needed = max(1, math.ceil(missing / credit))
             # whose turn it was comes after all others
             if needed < rounds or (needed == rounds and heads[winner][0] == self._whose):
                 winner, rounds = place, needed
@@ -97,5 +106,5 @@ class TenantRing:
         return heads[winner][1]
 
     def _credit(self, tenant: str) -> float:
-        """Rows that one round gives."""
-        return self.quantum_rows * self._weight_of(tenant)
+        """What one round gives."""
+        return self._quantum * self._weight_of(tenant)

@@ -27,6 +27,9 @@ from wire.frame import Call, Purpose
 
 PolicyName = Literal["opportunistic", "none", "lockstep"]
 _QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
+_TURN_S = 3.5e-3
+"""What a turn is worth without a latency target, and the longest product while somebody decodes: 256 rows of
+SmolLM2."""
 _ONLY = RequestClass.PREFILL
 """The ring of all requests where none goes before another: without a latency target."""
 _ACTIVE_S = 1.0
@@ -40,7 +43,7 @@ _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
 it gets that at least."""
 _SOON_S, _NEARLY, _UNLIMITED = 1e-4, 1 - 1e-9, float("inf")
 _CALM_S = 0.01
-"""A product of large work while others decode, without a latency target."""
+"""A product of large work in a pause of those that decode, where it does not fit into the target."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,10 @@ class Scheduler:
         self._empty()
 
     def _empty(self) -> None:
-        self._rings = {one: TenantRing(_QUANTUM_ROWS[one], self._weight_of) for one in RequestClass}
+        quanta = _QUANTUM_ROWS if self._has_classes else dict.fromkeys(RequestClass, _TURN_S)
+        self._rings = {one: TenantRing(quanta[one], self._weight_of) for one in RequestClass}
+        self._num_decode = 0
+        """Requests of this class in the queue."""
         self._lanes: dict[Call, dict[Ticket, None]] = {}
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
@@ -128,6 +134,7 @@ class Scheduler:
         users = self._lane_users.setdefault(ticket.call, OrderedDict())
         _note(users, ticket.tenant, now_s)
         if ticket.request_class is RequestClass.DECODE:
+            self._num_decode += 1
             self._note_decode(ticket.tenant, now_s)
         lane = self._lanes.setdefault(ticket.call, {})
         lane[ticket] = None
@@ -190,11 +197,8 @@ class Scheduler:
         self._owe(now_s)
         self._limit_s = self._limits(now_s)
         for request_class, is_starved in self._classes():
-            ring = self._rings[request_class]
-            if not self._has_classes:
-                ring.quantum_rows = self._turn_rows(ring.oldest.call, now_s)
-            head = ring.turn(
-                lambda one, is_starved=is_starved: self._piece_rows(one, self._time_for(one, is_starved, now_s))  # type: ignore[misc]
+            head = self._rings[request_class].turn(
+                lambda one, is_starved=is_starved: self._piece_cost(one, self._time_for(one, is_starved, now_s))  # type: ignore[misc]
             )
             time_s = self._time_for(head, is_starved, now_s)
             if time_s > 0:
@@ -234,7 +238,9 @@ class Scheduler:
             if time_s >= least_s:
                 return time_s
             return max(self._owed_s[ticket.request_class], _STARVED_PRODUCTS * one_s, least_s) if is_starved else 0.0
-        if self._policy.slo_s is not None and self._policy.slo_s - one_s >= least_s:
+        if self._policy.slo_s is None:
+            return max(_TURN_S, _STARVED_PRODUCTS * one_s, least_s)
+        if self._policy.slo_s - one_s >= least_s:
             return self._policy.slo_s - one_s  # all pause: who comes back finds one product within the target
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
 
@@ -299,13 +305,24 @@ class Scheduler:
 
     def _is_decoding(self, now_s: float) -> bool:
         """Whether anybody decodes, or has lately."""
-        if self._rings[RequestClass.DECODE]:
+        if self._num_decode:
             return True
         return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= _ACTIVE_S
 
-    def _piece_rows(self, ticket: Ticket, time_s: float) -> int:
-        """How many rows of a ticket one product may have that takes so long at most."""
-        return min(ticket.rows_left, self._room(ticket, time_s))
+    def _piece_cost(self, ticket: Ticket, time_s: float) -> float:
+        """What one product of a ticket costs its tenant that takes so long at most."""
+        return self._cost(ticket.call, min(ticket.rows_left, self._room(ticket, time_s)))
+
+    def _cost(self, call: Call, num_rows: int, is_joined: bool = False) -> float:
+        """In the unit of the rings: rows, or where there is one ring the time of the rows.
+
+        Who joins others' products pays for the rows alone, and who makes one for the product, too: small ones are not
+        free, however few their rows.
+        """
+        if self._has_classes:
+            return num_rows
+        base_s = self._latency.predict_s(call, 0) if is_joined else 0.0
+        return self._latency.predict_s(call, num_rows) - base_s
 
     def _room(self, head: Ticket, time_s: float) -> int:
         """Rows of a product that begins with `head`."""
@@ -316,16 +333,7 @@ class Scheduler:
             return whole
         if time_s == _UNLIMITED:
             return self._most_rows(head.call)
-        rows = max(_LEAST_ROWS, self._latency.rows_within(head.call, time_s))
-        if not self._has_classes:
-            rows = min(rows, _QUANTUM_ROWS[_ONLY])  # about one product a turn
-        return min(self._most_rows(head.call), rows)
-
-    def _turn_rows(self, call: Call, now_s: float) -> int:
-        """What a tenant may send in one turn where classes do not matter; while others decode about one product."""
-        if not self._is_decoding(now_s):
-            return _QUANTUM_ROWS[_ONLY]
-        return min(_QUANTUM_ROWS[_ONLY], max(_LEAST_ROWS, self._latency.rows_within(call, _CALM_S)))
+        return min(self._most_rows(head.call), max(_LEAST_ROWS, self._latency.rows_within(head.call, time_s)))
 
     def _most_rows(self, call: Call) -> int:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
@@ -364,16 +372,18 @@ class Scheduler:
                 continue
             if is_decode and self._has_classes and shares[ticket.tenant] >= _QUANTUM_ROWS[RequestClass.DECODE]:
                 continue  # one tenant's many small requests do not make everybody's product long
+            if not (whole or self._has_classes or self._rings[_ONLY].may_join(ticket.tenant)):
+                continue
             shares[ticket.tenant] += ticket.rows_left
-            pieces.append(self._take_piece(ticket, min(ticket.rows_left, room)))
+            pieces.append(self._take_piece(ticket, min(ticket.rows_left, room), is_joined=True))
             room -= pieces[-1].num_rows
 
-    def _take_piece(self, ticket: Ticket, num_rows: int) -> Piece:
+    def _take_piece(self, ticket: Ticket, num_rows: int, is_joined: bool = False) -> Piece:
         if self._is_held(ticket):
             self._release(ticket)
         piece = Piece(ticket, ticket.rows_taken, num_rows)
         ticket.rows_taken += num_rows
-        self._rings[self._ring_of(ticket.request_class)].charge(ticket, num_rows)
+        self._rings[self._ring_of(ticket.request_class)].charge(ticket, self._cost(ticket.call, num_rows, is_joined))
         self._ran.add(ticket.request_class)
         owed_s = self._owed_s[ticket.request_class] - self._latency.predict_s(ticket.call, num_rows)
         self._owed_s[ticket.request_class] = max(0.0, owed_s)
@@ -397,6 +407,7 @@ class Scheduler:
             self._let_go(ticket)
         else:
             self._rings[self._ring_of(ticket.request_class)].remove(ticket)
+        self._num_decode -= ticket.request_class is RequestClass.DECODE
         lane, tenants = self._lanes[ticket.call], self._lane_tenants[ticket.call]
         del lane[ticket]
         tenants[ticket.tenant] -= 1
