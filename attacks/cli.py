@@ -28,6 +28,7 @@ from attacks.victim import KINDS
 from wire.errors import ConfigurationError, VeilbaseError
 
 MASKS = "off,gaussian-pool,lattice"
+_LOOK_S = 0.5
 
 OTHER_PROGRAMS = {
     "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
@@ -174,7 +175,13 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
         return [result for case in cases for result in attack(case, chosen, out, _say)]
     context = multiprocessing.get_context("fork")  # so that views and models are there already
     with context.Pool(min(num_processes, len(cases)), _set_work, (cases, chosen, out)) as pool:
-        return [result for results in pool.imap(_attack_one, range(len(cases))) for result in results]
+        started = {process.pid for process in multiprocessing.active_children()}
+        waiting = pool.map_async(_attack_one, range(len(cases)), chunksize=1)
+        while not waiting.ready():
+            waiting.wait(_LOOK_S)
+            if not started <= {process.pid for process in multiprocessing.active_children()}:
+                raise ConfigurationError("a process that attacks ended without a word: out of memory?")
+        return [result for results in waiting.get() for result in results]
 
 
 _work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from attacks.victim import Job, Run
@@ -21,8 +20,6 @@ from wire.errors import ConfigurationError
 
 _START_S = 300
 _VICTIM_S = 3000
-_AT_ONCE = 2
-"""Commands of the operator: each is mostly imports."""
 
 
 def record(
@@ -89,10 +86,16 @@ def _provider(
             raise ConfigurationError(f"the provider did not start: {_last_line(folder / 'provider.log')}")
         url = line.split()[1]
         enroll = [sys.executable, "-m", "provider", "enroll", "--state", str(state), "--endpoint", url]
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            commands = [[*enroll, run.label, "--out", str(run.identity)] for run in runs]
-            for run, code in zip(runs, threads.map(_quietly, commands), strict=True):
-                if code:
+        with contextlib.ExitStack() as ending:
+            enrolling = [
+                subprocess.Popen([*enroll, run.label, "--out", str(run.identity)], stdout=subprocess.DEVNULL)
+                for run in runs
+            ]
+            for one in enrolling:
+                ending.callback(one.wait)
+                ending.callback(one.kill)  # which does nothing to one that has ended
+            for run, one in zip(runs, enrolling, strict=True):
+                if one.wait(timeout=_START_S):
                     raise ConfigurationError(f"the provider could not enrol {run.label}")
         yield url
     finally:
@@ -103,11 +106,6 @@ def _provider(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _quietly(command: list[str]) -> int:
-    """Its exit status."""
-    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=_START_S, check=False).returncode
 
 
 def _last_line(log: Path) -> str:

@@ -9,6 +9,7 @@ Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of an
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -28,18 +29,22 @@ _MAX_PROMPTS = 16
 _DTYPE = torch.float32
 _MAX_HOPELESS = 3
 """Prompts that end with their first token before the rest is left."""
-_FAR = 0.5
-"""Cosine of the first token's best candidate below which the rows are no states of this model, and the prompt is given
-up after it: among as many random directions the nearest one is at 0.2 (d = 576)."""
+_CHANCE = 1.3
+"""Times the cosine that the nearest of as many random directions has: a first token's best candidate that is no nearer
+says nothing, and the prompt is given up with it."""
+_WIDE = 256
+"""Hidden size from which that is done: in few dimensions chance comes near, and trying costs little."""
 
 
 def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
     """Token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
 
-    Fewer where a row is near no candidate's state: what comes after it would be put behind a wrong token.
+    One alone where even the first row, which nothing stands before, is near no candidate's state.
     """
     found: list[int] = []
     block, norm = model.blocks[0], model.blocks[1].attention_norm
+    num_tokens, hidden = model.embedding.shape
+    by_chance = _CHANCE * math.sqrt(2 * math.log(num_tokens) / hidden) if hidden >= _WIDE else -1.0
     keys = torch.empty(model.num_kv_heads, 0, model.head_dim, dtype=rows.dtype)
     values = keys.clone()
     for position, row in enumerate(functional.normalize(rows[:max_tokens], dim=-1)):
@@ -51,7 +56,7 @@ def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]
             if float(scores[place]) > best_score:
                 best, best_score = start + place, float(scores[place])
         found.append(best)
-        if best_score < _FAR:
+        if position == 0 and best_score < by_chance:
             break
         _, key, value = _step(block, model, model.embedding[best : best + 1], position, keys, values)
         keys, values = torch.cat([keys, key], dim=1), torch.cat([values, value], dim=1)
