@@ -14,6 +14,7 @@ from tests.reference.test_parity import RELATIVE, adapted, grads, relative
 
 
 @pytest.mark.real_model
+@pytest.mark.slow
 def test_logits_gradients_steps_and_greedy_tokens(smollm2: Path) -> None:
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     stock = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)

@@ -225,6 +225,7 @@ def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
     state = tmp_path / "state"
     serving = Serving(

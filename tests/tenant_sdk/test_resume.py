@@ -334,6 +334,7 @@ print(json.dumps(outcome))
 """
 
 
+@pytest.mark.slow
 def test_files_that_really_cannot_grow(chat_folder: Path, whole: Any, tmp_path: Path) -> None:
     """Every write past 4 KiB fails in the kernel, so safetensors and torch report it as they do on a full disk."""
     done = subprocess.run(
