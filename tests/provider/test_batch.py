@@ -7,14 +7,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from provider.batch import Executor
 from provider.core import ProviderCore
-from provider.embedded import make_core
 from provider.job import Job, Outcome
 from provider.operations.meter import Meter
 from provider.profile import latency_model
@@ -22,7 +20,6 @@ from provider.replica import Here, Replica
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.schedule.ticket import Batch, Piece
-from tests.conftest import make_tiny
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.expand import Rows, SeededRows, count_rows
 from wire.frame import Arithmetic, Call, Direction, Purpose
@@ -30,13 +27,6 @@ from wire.frame import Arithmetic, Call, Direction, Purpose
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 CALL = Call(0, Direction.FORWARD, RING)
 COLS = 32
-
-
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
-    folder: Path = tmp_path_factory.mktemp("model") / "llama"
-    make_tiny("llama", folder)
-    return make_core(str(folder))
 
 
 class Gate:

@@ -6,31 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 
 from provider.batch import RETRY_S, Executor
 from provider.core import ProviderCore
-from provider.embedded import make_core
 from provider.job import Job, Outcome
 from provider.profile import latency_model
 from provider.replica import Replica, ReplicaLost
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Policy, Scheduler
-from tests.conftest import make_tiny
 from tests.provider.test_batch import CALL, COLS, Answer
 from wire.errors import RemoteFault, Unavailable
 from wire.expand import Rows
 from wire.frame import Call
-
-
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
-    folder: Path = tmp_path_factory.mktemp("model") / "llama"
-    make_tiny("llama", folder)
-    return make_core(str(folder))
 
 
 class Scripted:

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def shards(core: ProviderCore) -> Iterator[LocalShards]:
 
 def replica_of(shards: LocalShards, group: int) -> ShardProcess:
     return next(replicas[0] for ids, replicas in zip(shards.plan, shards.replicas, strict=True) if group in ids)
+
+
+@contextmanager
+def one_process(core: ProviderCore) -> Iterator[ShardProcess]:
+    """The only process of the only shard; ended with the block."""
+    started = LocalShards.start(core.served, 1, 1)
+    try:
+        yield replica_of(started, 0)
+    finally:
+        started.close()
 
 
 def rows_of(core: ProviderCore, call: Call, num_rows: int) -> torch.Tensor:
@@ -115,9 +126,7 @@ def test_what_a_large_request_needed_is_given_back() -> None:
 
 
 def test_a_lost_process_is_started_again(core: ProviderCore) -> None:
-    shards = LocalShards.start(core.served, 1, 1)
-    try:
-        replica = replica_of(shards, 0)
+    with one_process(core) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(core, call, 3)
         first = replica.pid
@@ -131,16 +140,12 @@ def test_a_lost_process_is_started_again(core: ProviderCore) -> None:
         assert replica.revive(threading.Event())
         assert replica.pid not in (None, first)
         assert torch.equal(replica.product(call, rows), core.compute(call, rows))
-    finally:
-        shards.close()
     assert replica.pid is None
     assert not replica.can_return
 
 
 def test_a_process_that_is_killed_in_a_product(core: ProviderCore) -> None:
-    shards = LocalShards.start(core.served, 1, 1)
-    try:
-        replica = replica_of(shards, 0)
+    with one_process(core) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(core, call, 3)
         pid = replica.pid
@@ -163,14 +168,10 @@ def test_a_process_that_is_killed_in_a_product(core: ProviderCore) -> None:
         (lost,) = outcomes
         assert isinstance(lost, ReplicaLost)
         assert lost.began
-    finally:
-        shards.close()
 
 
 def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: pytest.LogCaptureFixture) -> None:
-    shards = LocalShards.start(core.served, 1, 1)
-    try:
-        replica = replica_of(shards, 0)
+    with one_process(core) as replica:
         replica._weights = os.open(os.devnull, os.O_RDONLY)  # from now on it finds nothing to hold
         replica._restarts.extend([time.monotonic()] * 3)  # some of the times that it may be started
         assert replica.pid is not None
@@ -180,17 +181,13 @@ def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: p
         assert "is given up" in caplog.text
         with pytest.raises(ReplicaLost):
             replica.product(Call(0, Direction.FORWARD, Arithmetic.RING), torch.zeros(1, 32, dtype=torch.int32))
-    finally:
         os.close(replica._weights)
-        shards.close()
 
 
 def test_one_that_hangs_is_lost_in_time(core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped in the middle of a product: what it was computing, whoever asked may give to another."""
     monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
-    shards = LocalShards.start(core.served, 1, 1)
-    try:
-        replica = replica_of(shards, 0)
+    with one_process(core) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(core, call, 3)
         assert torch.equal(replica.product(call, rows), core.compute(call, rows))
@@ -202,14 +199,10 @@ def test_one_that_hangs_is_lost_in_time(core: ProviderCore, monkeypatch: pytest.
         with pytest.raises(ReplicaLost) as caught:
             replica.product(call, rows)
         assert not caught.value.began
-    finally:
-        shards.close()
 
 
 def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:
-    shards = LocalShards.start(core.served, 1, 1)
-    try:
-        replica = replica_of(shards, 0)
+    with one_process(core) as replica:
         assert replica.pid is not None
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(core, call, 40_000)
@@ -221,8 +214,6 @@ def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:
             replica.product(call, rows)
         assert replica.revive(threading.Event())
         assert torch.equal(replica.product(call, rows), core.compute(call, rows))
-    finally:
-        shards.close()
 
 
 def test_a_start_that_fails_half_way_leaves_nothing(
