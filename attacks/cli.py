@@ -29,6 +29,8 @@ from wire.errors import ConfigurationError, VeilbaseError
 
 MASKS = "off,gaussian-pool,lattice"
 _LOOK_S = 0.5
+_JUDGED_ROWS = 16
+"""Private questions that a stolen adapter is asked."""
 
 OTHER_PROGRAMS = {
     "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
@@ -169,19 +171,24 @@ def _attack_and_report(
 
 def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
     """Every case, in order; in several processes where each has a core and little memory is needed."""
-    from attacks.evaluate import attack
+    from attacks.evaluate import attack, parts
 
-    if min(num_processes, len(cases)) < 2:
-        return [result for case in cases for result in attack(case, chosen, out, _say)]
+    whole = [(case, part) for case in range(len(cases)) for part in range(len(parts(chosen)))]
+    if num_processes < 2:
+        return [
+            result for case, part in whole for result in attack(cases[case], parts(chosen)[part], chosen, out, _say)
+        ]
+    order = sorted(whole, key=lambda one: one[1])  # thieves, who take longest, first
     context = multiprocessing.get_context("fork")  # so that views and models are there already
-    with context.Pool(min(num_processes, len(cases)), _set_work, (cases, chosen, out)) as pool:
+    with context.Pool(num_processes, _set_work, (cases, chosen, out)) as pool:
         started = {process.pid for process in multiprocessing.active_children()}
-        waiting = pool.map_async(_attack_one, range(len(cases)), chunksize=1)
+        waiting = pool.map_async(_attack_part, order, chunksize=1)
         while not waiting.ready():
             waiting.wait(_LOOK_S)
             if not started <= {process.pid for process in multiprocessing.active_children()}:
                 raise ConfigurationError("a process that attacks ended without a word: out of memory?")
-        return [result for results in waiting.get() for result in results]
+        found = dict(zip(order, waiting.get(), strict=True))
+    return [result for one in whole for result in found[one]]
 
 
 _work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
@@ -191,11 +198,11 @@ def _set_work(*work: Any) -> None:
     _work[:] = [work]
 
 
-def _attack_one(index: int) -> list[Result]:
-    from attacks.evaluate import attack
+def _attack_part(place: tuple[int, int]) -> list[Result]:
+    from attacks.evaluate import attack, parts
 
     cases, chosen, out = _work[0]
-    return attack(cases[index], chosen, out, _say)
+    return attack(cases[place[0]], parts(chosen)[place[1]], chosen, out, _say)
 
 
 def _say(text: str) -> None:
@@ -235,13 +242,14 @@ def _recorded(folder: Path, model: str, adapter: Path | None) -> tuple[list[Case
         notes.append("the recording ran into its size limit: later messages lack their tensors")
     loaded, public = load_public(model, view.manifest)
     truth = None if adapter is None else Truth(loaded, public, view.manifest, adapter)
-    return [Case(name, view.of_tenant(name).with_tensors(), public, truth, [], []) for name in view.tenants], notes
+    return [Case(name, view.of_tenant(name).with_tensors(), public, truth, [], None) for name in view.tenants], notes
 
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each mask, and what the report must say about the traffic."""
     from attacks import harness, profiles
     from attacks.evaluate import Case
+    from attacks.gain import PrivateTask
     from attacks.load import load_public
     from attacks.truth import Truth, read_batches
     from attacks.view import open_view
@@ -254,10 +262,12 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
     notes = [f"profile {profile.name}, model {model}, {len(view.messages)} messages recorded"]
     loaded, public = load_public(profile.model, view.manifest)
     truth = Truth(loaded, public, view.manifest, profile.job.adapter or profile.job.truth / "adapter")
+    rows = profile.job.rows[:_JUDGED_ROWS]
+    task = PrivateTask(truth.base, truth.adapted, public.tokenizer, rows) if rows else None
     cases = []
     for run in runs:
         sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
         trained = read_batches(profile.job.truth / f"{run.label}-batches.json")
         seen_here = _checked_view(view.of_tenant(run.label), run.label, len(sent))
-        cases.append(Case(run.label, seen_here, public, truth, sent, profile.job.rows, trained))
+        cases.append(Case(run.label, seen_here, public, truth, sent, task, trained))
     return cases, notes

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from attacks.adversaries import byte_statistics
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
 from attacks.finding import Finding, unclaimed, verdict_on
-from attacks.gain import Gain, Worth, measure
+from attacks.gain import Gain, PrivateTask, Worth
 from attacks.judge import judge
 from attacks.judge_facts import in_words
 from attacks.passes import Opened
@@ -36,7 +35,6 @@ FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
 """What is tried again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
-_JUDGED_ROWS = 16
 _NOTICED = 0.04
 """Of a gain or an agreement: the gate alarms at 2.5 of it, a tenth; less is a few tokens of a hundred."""
 _WON = 0.9
@@ -52,7 +50,7 @@ class Case:
     Attributes:
         truth: None where nobody knows it: then claims are counted and written down, and not judged.
         sent: for each prompt the tokens that went through the layers.
-        rows: private facts, for the gain; empty where there are none.
+        task: private questions, for the gain; None where there are none.
         trained: batches of its training steps, in order; empty where nobody knows them.
     """
 
@@ -61,7 +59,7 @@ class Case:
     public: PublicModel
     truth: Truth | None
     sent: Sequence[Sequence[int]]
-    rows: Sequence[dict[str, Any]]
+    task: PrivateTask | None
     trained: Sequence[Batch] = ()
 
     @property
@@ -75,15 +73,26 @@ class Case:
         return next((message.arithmetic for message in self.view.select("product")), "ring")
 
 
-def attack(case: Case, adversaries: Sequence[Adversary], out: Path, say: Say) -> list[Result]:
-    """Runs the adversaries on one mask; those that open it hand their rows to the others, which run once more.
+def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
+    """Parts of a case that may be attacked side by side: thieves, others, and those that hand rows to thieves."""
+    thieves = [one for one in adversaries if one.name in _THIEVES]
+    openers = [one for one in adversaries if one.opens_masks]
+    return [thieves, [one for one in adversaries if one not in thieves and one not in openers], openers]
+
+
+def attack(
+    case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
+) -> list[Result]:
+    """Runs some adversaries on one mask; to rows that they open thieves are put, once more.
 
     Args:
+        part: who runs.
+        adversaries: who may run on opened rows.
         out: stolen adapters are written below it.
     """
     results: list[Result] = []
     opened: dict[str, Opened] = {}
-    for one in adversaries:
+    for one in part:
         claims = _run(one, case, None, say)
         results += _judged(case, one.name, claims, out)
         stolen = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
@@ -122,9 +131,8 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
     folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
     stolen = write(deltas, case.public, folder) if deltas else None
     _write_prompts([claim for claim in claims if isinstance(claim, StolenTokens)], case.public, folder)
-    if stolen is not None and case.rows and truth is not None:
-        rows = case.rows[:_JUDGED_ROWS]
-        findings += _worth(measure(truth.base, truth.adapted, stolen, case.public.tokenizer, rows), folder)
+    if stolen is not None and case.task is not None:
+        findings += _worth(case.task.measure(stolen), folder)
     return [Result(case.mask, case.arithmetic, name, finding) for finding in findings or _silent(claims)]
 
 

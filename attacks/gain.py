@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from attacks.truth import adapted_copy
 
-_NUM_ANSWERS = 3
+_NUM_ANSWERS, _MAX_ANSWER = 3, 24
 _DRAWS, _TAIL = 2000, 0.005
 
 
@@ -100,32 +101,62 @@ def _quantiles(values: torch.Tensor) -> tuple[float, float]:
     return low, high
 
 
-def measure(base: Any, victim: Any, stolen: Path, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> Gain:
-    """Runs the three models on private rows.
+@dataclass(frozen=True)
+class _Said:
+    """What one model says to private questions: for each the loss, and its choice at every place of the answer."""
 
-    Args:
+    losses: tuple[float, ...]
+    choices: tuple[torch.Tensor, ...]
+    answers: tuple[str, ...]
+
+
+class PrivateTask:
+    """Private questions, and what base model and victim say to them: asked once, for all thieves, in float32."""
+
+    def __init__(self, base: Any, victim: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Args.
+
         base, victim: models of attacks/truth.py.
-        stolen: PEFT folder.
         rows: `messages` or `prompt` and `completion`.
-    """
-    thief = adapted_copy(base, stolen).to(torch.float32)
-    base, victim = (copy.deepcopy(model).to(torch.float32) for model in (base, victim))
-    models = (base, victim, thief)
-    encoded = [encode(tokenizer, row) for row in rows]
-    answers = []
-    for ids, start in encoded[:_NUM_ANSWERS]:
-        said = [_answer(model, tokenizer, ids[:start], len(ids) - start) for model in models]
-        answers.append((said[0], said[1], said[2]))
-    return Gain(tuple(_ask(models, ids, start) for ids, start in encoded), tuple(answers))
+        """
+        self._base, self._victim, self._tokenizer = base, victim, tokenizer
+        self._encoded = [encode(tokenizer, row) for row in rows]
+
+    @functools.cached_property
+    def _before(self) -> tuple[_Said, _Said]:
+        base, victim = (self._hear(copy.deepcopy(model)) for model in (self._base, self._victim))
+        return base, victim
+
+    def measure(self, stolen: Path) -> Gain:
+        """What the adapter in a PEFT folder is worth."""
+        base, victim = self._before
+        thief = self._hear(adapted_copy(self._base, stolen))
+        questions = [
+            Question(
+                len(ids) - start,
+                (base.losses[place], victim.losses[place], thief.losses[place]),
+                (_agreed(victim, thief, place), _agreed(victim, base, place)),
+            )
+            for place, (ids, start) in enumerate(self._encoded)
+        ]
+        return Gain(tuple(questions), tuple(zip(base.answers, victim.answers, thief.answers, strict=True)))
+
+    def _hear(self, model: Any) -> _Said:
+        """Args: model: taken over, and changed."""
+        model = model.to(torch.float32)
+        losses, choices = [], []
+        for ids, start in self._encoded:
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
+            losses.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum")))
+            choices.append(logits.argmax(-1))
+        asked = self._encoded[:_NUM_ANSWERS]
+        answers = [_answer(model, self._tokenizer, ids[:start], len(ids) - start) for ids, start in asked]
+        return _Said(tuple(losses), tuple(choices), tuple(answers))
 
 
-def _ask(models: tuple[Any, Any, Any], ids: list[int], start: int) -> Question:
-    """Args: models: base, victim and thief; start: of the answer in `ids`."""
-    base, victim, thief = (_logits(model, ids)[start - 1 : -1] for model in models)
-    labels = torch.tensor(ids[start:])
-    losses = [float(torch.nn.functional.cross_entropy(one, labels, reduction="sum")) for one in (base, victim, thief)]
-    agreed = [int((victim.argmax(-1) == one.argmax(-1)).sum()) for one in (thief, base)]
-    return Question(len(labels), (losses[0], losses[1], losses[2]), (agreed[0], agreed[1]))
+def _agreed(one: _Said, other: _Said, place: int) -> int:
+    return int((one.choices[place] == other.choices[place]).sum())
 
 
 def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
@@ -141,14 +172,12 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
     return [*prompt, *answer], len(prompt)
 
 
-def _logits(model: Any, ids: list[int]) -> torch.Tensor:
-    with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
-    return logits
-
-
 def _answer(model: Any, tokenizer: Any, prompt: list[int], count: int) -> str:
-    ids = list(prompt)
-    for _ in range(min(count, 24)):
-        ids.append(int(_logits(model, ids)[-1].argmax()))
-    return str(tokenizer.decode(ids[len(prompt) :], skip_special_tokens=True))
+    """Greedy, and as long as the right answer: `generate` would end it early."""
+    given, past, answer = prompt, None, []
+    for _ in range(min(count, _MAX_ANSWER)):
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([given]), past_key_values=past, use_cache=True)
+        given, past = [int(output.logits[0, -1].argmax())], output.past_key_values
+        answer += given
+    return str(tokenizer.decode(answer, skip_special_tokens=True))

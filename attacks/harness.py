@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from attacks.victim import Job, Run
+from attacks.victim import Job, Run, Site
 from wire.errors import ConfigurationError
 
 _START_S = 300
@@ -31,7 +31,7 @@ def record(
         folder: for the provider's state, identities and logs.
         seen: for the recording, apart from everything that adversaries must not see.
         model: as `provider serve --model` takes it.
-        job: `url` and `runs` are filled in here.
+        job: what the victim does.
         masks: what runs; `identity` is filled in here.
         limit: of the recording, such as 4GiB.
         layers: fnmatch patterns; None records all.
@@ -46,27 +46,40 @@ def record(
     environment = dict(os.environ)
     if job.num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(job.num_threads)
-    with _provider(folder, model, options, runs, environment) as url:
-        work = job.model_copy(update={"url": url, "runs": runs})
-        (folder / "job.json").write_text(work.model_dump_json())
-        log = folder / "victim.log"
-        with log.open("w") as output:
-            command = [sys.executable, "-W", "ignore", "-m", "attacks.victim", str(folder / "job.json")]
-            try:  # `run` kills the process when anything is raised here, a signal's SystemExit too
-                done = subprocess.run(
-                    command, stdout=output, stderr=output, timeout=_VICTIM_S, check=False, env=environment
-                )
-            except subprocess.TimeoutExpired:
-                raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from None
-        if done.returncode:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(job.model_dump_json())
+    log = folder / "victim.log"
+    with (  # the victim trains while the provider starts
+        _victim(folder / "job.json", log, environment) as victim,
+        _provider(folder, model, options, runs, environment) as url,
+    ):
+        try:
+            victim.communicate(Site(url=url, runs=runs).model_dump_json(), timeout=_VICTIM_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from None
+        if victim.returncode:
             raise ConfigurationError(f"the victim failed: {_last_line(log)}")
+
+
+@contextlib.contextmanager
+def _victim(job: Path, log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A victim that does what it can without a provider; killed with the block, whatever is raised in it."""
+    command = [sys.executable, "-W", "ignore", "-m", "attacks.victim", str(job)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, env=environment
+        )
+    try:
+        yield process
+    finally:
+        process.kill()  # which does nothing to one that has ended
+        process.communicate()
 
 
 @contextlib.contextmanager
 def _provider(
     folder: Path, model: str, options: list[str], runs: list[Run], environment: dict[str, str]
 ) -> Iterator[str]:
-    folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state"
     command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--model", model]
     with (folder / "provider.log").open("w") as log:

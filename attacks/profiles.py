@@ -132,7 +132,7 @@ def _job(
     model: str, adapter: Path | None, rows: Sequence[dict[str, Any]], prompts: list[list[int]], truth: Path
 ) -> Job:
     return Job(
-        url="", model=model, runs=[], adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2, traffic_rows=8,
+        model=model, adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2, traffic_rows=8,
         learning_rate=1e-3, batch_size=8, peft_kind="lora", peft={}, prompts=prompts, questions=[],
         num_answered=4, answer_tokens=8, truth=truth,
     )  # fmt: skip

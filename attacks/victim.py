@@ -1,6 +1,7 @@
 """The tenant that is attacked, in a process of its own: trains an adapter, then sends traffic under each mask.
 
-Run by attacks/harness.py with a job in JSON. Writes the truth that attacks/judge.py needs (adapter, token ids, batches)
+Run by attacks/harness.py with a job in JSON, and when it has trained, with a provider in a line of standard input, in
+JSON as well. Writes the truth that attacks/judge.py needs (adapter, token ids, batches)
 to a folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter; then, with the
 private adapter, whole prompts without an answer, prompts answered token by token, and one training step.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,13 @@ class Run(BaseModel):
     mask_options: dict[str, Any] = {}
 
 
+class Site(BaseModel):
+    """Where the victim sends its traffic, and under which masks."""
+
+    url: str
+    runs: list[Run]
+
+
 class Job(BaseModel):
     """What the victim does.
 
@@ -47,9 +55,7 @@ class Job(BaseModel):
         num_threads: of the victim and its provider; None leaves it to torch.
     """
 
-    url: str
     model: str
-    runs: list[Run]
     adapter: Path | None
     rows: list[dict[str, Any]]
     train_steps: int
@@ -68,8 +74,12 @@ class Job(BaseModel):
     num_threads: int | None = None
 
 
-def main(job: Job) -> None:
-    """Does the job."""
+def main(job: Job, find_site: Callable[[], Site]) -> None:
+    """Does the job.
+
+    Args:
+        find_site: asked once, when the adapter is there.
+    """
     from tenant_sdk import TenantClient
 
     job.truth.mkdir(parents=True, exist_ok=True)
@@ -79,9 +89,10 @@ def main(job: Job) -> None:
         adapter = job.truth / "adapter"
         with TenantClient(f"inproc:{job.model}", mask="off", arithmetic="float", cache=cache, progress=False) as client:
             _train(client, job, adapter, job.train_steps, job.batch_size)
-    for run in job.runs:
+    site = find_site()
+    for run in site.runs:
         with TenantClient(
-            job.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
+            site.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
             cache=cache, progress=False, verify=job.model if run.mask == "pad" else None,  # pad needs the weights
         ) as client:  # fmt: skip
             with _batches() as trained:
@@ -158,4 +169,4 @@ def _train_on(client: Any, job: Job, adapter: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Job.model_validate_json(Path(sys.argv[1]).read_text()))
+    main(Job.model_validate_json(Path(sys.argv[1]).read_text()), lambda: Site.model_validate_json(sys.stdin.readline()))

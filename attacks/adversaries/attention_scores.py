@@ -15,7 +15,7 @@ Source: our derivation, from the definition of attention; the search after Kaufm
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -171,6 +171,32 @@ def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Ten
     return start + share.shape[1] - 1, start + to, start + at_most[prompt, 0], (less / more).log(), weights
 
 
+_Solver = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _LeastSquares:
+    """A Jacobian, and steps of least squares."""
+
+    def __init__(self, jacobian: torch.Tensor) -> None:
+        self._jacobian, self._squares = jacobian, jacobian.T @ jacobian
+
+    def solver(self, damping: float) -> _Solver:
+        """From what is missed to the step, with the mean square of a column times `damping` on the diagonal.
+
+        What is missed has shape (num_ratios,), or (num_ratios, n) for n of them.
+        """
+        squares = self._squares.clone()
+        squares.diagonal().add_(damping * float(squares.diagonal().mean()))
+        factors, pivots, _ = torch.linalg.lu_factor_ex(squares)
+
+        def step(missed: torch.Tensor) -> torch.Tensor:
+            several = missed if missed.ndim == 2 else missed[:, None]
+            found: torch.Tensor = torch.linalg.lu_solve(factors, pivots, self._jacobian.T @ several).nan_to_num()
+            return found if missed.ndim == 2 else found[:, 0]
+
+        return step
+
+
 class _Group:
     """A head of k and the heads of q that use it."""
 
@@ -190,6 +216,7 @@ class _Group:
         self._q = [_columns(block.q, slice(head * width, (head + 1) * width)) for head in heads]
         start = first // len(ratios) * width
         self._k = _columns(block.k, slice(start, start + width))
+        self._kept: tuple[torch.Tensor, list[tuple[torch.Tensor, _Solver]]] | None = None
 
     def solve(self, size: float) -> tuple[list[torch.Tensor], torch.Tensor] | None:
         """Weights of each q and of k, each of shape (hidden, head_dim); None where both changed and rows are too few.
@@ -210,8 +237,9 @@ class _Group:
     def _together(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Levenberg-Marquardt on W_k, with the best W_q for each: variable projection, in Kaufman's form."""
         best, damping, tighten = self._missed(q, k), _DAMPING, 2.0
+        off_q, missed_off_q = self._off_q(q, k)
         for _ in range(_STEPS):
-            moved_k = k + _damped(*self._off_q(q, k), damping).view_as(k)
+            moved_k = k + off_q.solver(damping)(missed_off_q).view_as(k)
             moved_q = self._solve_q(q, moved_k)
             missed = self._missed(moved_q, moved_k)
             if missed < best:
@@ -220,31 +248,39 @@ class _Group:
                 damping, tighten = max(damping / _RELAX, _FLOOR), 2.0
                 if settled:
                     break
+                off_q, missed_off_q = self._off_q(q, k)
             else:
                 damping, tighten = damping * tighten, 2 * tighten
                 if damping > _LAST_DAMPING:
                     break
         return q, k
 
-    def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[_LeastSquares, torch.Tensor]:
         """Derivative by W_k and residuals, without what a change of W_q could do as well."""
         derivatives, residuals = [], []
-        of_q, of_k, missed = self._of_q(k), self._of_k(q), self._residuals(q, k)
-        for a, b, c in zip(of_q, of_k, missed, strict=True):
+        of_q, of_k, missed = self._best_q(k), self._of_k(q), self._residuals(q, k)
+        for (a, best), b, c in zip(of_q, of_k, missed, strict=True):
             both = torch.cat([b, c[:, None]], dim=1)
-            both = both - a @ _damped(a, both, _FLOOR)
+            both = both - a @ best(both)
             derivatives.append(both[:, :-1])
             residuals.append(both[:, -1])
-        return torch.cat(derivatives), torch.cat(residuals)
+        return _LeastSquares(torch.cat(derivatives)), torch.cat(residuals)
 
     def _solve_q(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
         """Each W_q with k as it is: linear."""
-        parts = zip(q, self._of_q(k), self._residuals(q, k), strict=True)
-        return [one + _damped(of_q, missed, _FLOOR).view_as(one) for one, of_q, missed in parts]
+        parts = zip(q, self._best_q(k), self._residuals(q, k), strict=True)
+        return [one + best(missed).view_as(one) for one, (_, best), missed in parts]
+
+    def _best_q(self, k: torch.Tensor) -> list[tuple[torch.Tensor, _Solver]]:
+        """Of each head `_of_q`, and what solves for its W_q; kept for one k, as a better one is asked for twice."""
+        if self._kept is None or self._kept[0] is not k:
+            self._kept = k, [(one, _LeastSquares(one).solver(_FLOOR)) for one in self._of_q(k)]
+        return self._kept[1]
 
     def _solve_k(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> torch.Tensor:
         """W_k with every q as it is: linear."""
-        return k + _damped(torch.cat(self._of_k(q)), torch.cat(self._residuals(q, k)), _FLOOR).view_as(k)
+        best = _LeastSquares(torch.cat(self._of_k(q))).solver(_FLOOR)
+        return k + best(torch.cat(self._residuals(q, k))).view_as(k)
 
     def _turned(self, rows: torch.Tensor, at: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
         """Rows of shape (num, head_dim) at the positions of the tokens `at`."""
@@ -293,15 +329,3 @@ def _columns(layer: Layer, width: slice) -> tuple[torch.Tensor, torch.Tensor | N
 
 def _out(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return rows @ weight if bias is None else rows @ weight + bias
-
-
-def _damped(jacobian: torch.Tensor, missed: torch.Tensor, damping: float) -> torch.Tensor:
-    """The step of least squares, with the mean square of a column times `damping` on the diagonal.
-
-    Args:
-        missed: shape (num_ratios,), or (num_ratios, n) for n of them.
-    """
-    squares = jacobian.T @ jacobian
-    squares.diagonal().add_(damping * float(squares.diagonal().mean()))
-    step: torch.Tensor = torch.linalg.solve_ex(squares, jacobian.T @ missed)[0].nan_to_num()
-    return step

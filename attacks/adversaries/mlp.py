@@ -24,6 +24,8 @@ _RELAX, _TIGHTEN = 5.0, 4.0
 _STUCK, _RESTARTS = 1e-3, 24
 _SETTLED = 1e-2
 """Relative gain of a step, of a column that fits, after which it is left alone."""
+_PATIENCE, _STALLED = 12, 0.02
+"""Steps in which a column that does not fit must come nearer, by this share, or it is left alone."""
 _EXACT = 1e-9
 """Relative error of a column that is left alone: float32 rounding of the data is far above."""
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -169,6 +171,7 @@ class _Columns:
         damping = torch.full_like(errors, _FIRST_DAMPING)
         sizes = self._outputs.norm(dim=0)
         is_open = errors > sizes * _EXACT
+        reached, reached_at = errors, torch.zeros_like(errors)
         for step in range(_MAX_STEPS):
             if step == _FIRST_STEPS and float((errors > self._outputs.norm(dim=0) * _HOPELESS).double().mean()) > 0.9:
                 break
@@ -183,7 +186,10 @@ class _Columns:
             weights = [torch.where(better, new, old) for new, old in zip(moved, weights, strict=True)]
             errors = torch.where(better, after, errors)
             damping = torch.where(better, damping / _RELAX, damping * _TIGHTEN).clamp_min(1e-14)
+            gained = errors < reached * (1 - _STALLED)
+            reached, reached_at = torch.where(gained, errors, reached), torch.where(gained, step, reached_at)
             is_open &= ~settled & (errors > sizes * _EXACT) & (damping < _LAST_DAMPING)
+            is_open &= step < reached_at + _PATIENCE
         return weights, errors
 
     def _terms(self, weights: list[torch.Tensor], at: torch.Tensor | slice = _ALL) -> list[torch.Tensor]:

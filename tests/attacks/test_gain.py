@@ -95,8 +95,9 @@ def test_the_gate_still_notices_a_tenth_of_the_gain(tmp_path: Path) -> None:
 
 
 def results_of(claims: Sequence[Claim], tmp_path: Path) -> list[Result]:
-    case = Case("lattice", SimpleNamespace(select=lambda *_: []), None, None, [], [])  # type: ignore[arg-type]
-    return attack(case, [Adversary("quiet", "", lambda *_: list(claims))], tmp_path, lambda _: None)
+    case = Case("lattice", SimpleNamespace(select=lambda *_: []), None, None, [], None)  # type: ignore[arg-type]
+    quiet = [Adversary("quiet", "", lambda *_: list(claims))]
+    return attack(case, quiet, quiet, tmp_path, lambda _: None)
 
 
 def test_an_adversary_that_claims_nothing_has_a_line_that_says_so(tmp_path: Path) -> None:

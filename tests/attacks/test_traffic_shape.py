@@ -98,7 +98,7 @@ def test_a_real_tenant_under_the_lattice_mask_is_read(tmp_path: Path) -> None:
     """LoRA of the second block's q_proj: no gradient is sent to its own group, and it is named all the same."""
     model = quick_model.make("tiny-llama", tmp_path / "model")
     job = Job(
-        url="", model=str(model), runs=[], adapter=None, rows=list(quick_model.FACTS), train_steps=1, traffic_steps=2,
+        model=str(model), adapter=None, rows=list(quick_model.FACTS), train_steps=1, traffic_steps=2,
         learning_rate=1e-3, batch_size=4, traffic_rows=4, questions=[], peft_kind="lora",
         peft={"r": 2, "target_modules": r".*layers\.1\.self_attn\.q_proj"},
         prompts=[[5, 6, 7], [8, 9], [10, 11, 12, 13]], num_answered=1, answer_tokens=4, truth=tmp_path / "truth",
