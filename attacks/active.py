@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 
 from attacks import quick_model
+from attacks.exit_status import exit_status
 from noise import sampling
 from noise.verify import FAILED
 from provider.core import ProviderCore
@@ -391,14 +392,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    return exit_status(options.out, lambda: _measure_and_report(options.out))
+
+
+def _measure_and_report(out: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = measure(Path(scratch) / "faults")
         reading = read_secret(Path(scratch) / "secret")
     table = lines(outcomes, reading)
-    options.out.mkdir(parents=True, exist_ok=True)
     data = {"outcomes": [asdict(one) for one in outcomes], "secret_reading": asdict(reading)}
-    (options.out / "active.json").write_text(json.dumps(data, indent=1) + "\n")
-    (options.out / "active.md").write_text("\n".join(["# A provider that answers wrongly", "", *table, ""]))
+    (out / "active.json").write_text(json.dumps(data, indent=1) + "\n")
+    (out / "active.md").write_text("\n".join(["# A provider that answers wrongly", "", *table, ""]))
     print("\n".join(table))
     return 0 if all(one.caught for one in outcomes if one.verify and one.fault) else 1
 

@@ -24,8 +24,9 @@ from attacks import quick_model
 from attacks.adversary import Adversary
 from attacks.catalogue import adversaries, controls
 from attacks.controls.control import Control, ControlResult
+from attacks.exit_status import exit_status
 from attacks.victim import KINDS
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError
 
 MASKS = "off,gaussian-pool,lattice"
 _LOOK_S = 0.5
@@ -66,14 +67,8 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
             for module, summary in OTHER_PROGRAMS.items():
                 print(f"python -m {module:15} {summary}")
             return 0
-        options.out.mkdir(parents=True, exist_ok=True)
-        return _run(options, default if options.adversaries is None else options.adversaries)
-    except VeilbaseError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 2
-    except OSError as exc:
-        print(f"error: cannot write to {options.out}: {exc.strerror}", file=sys.stderr)
-        return 2
+        names = default if options.adversaries is None else options.adversaries
+        return exit_status(options.out, lambda: _run(options, names))
     finally:
         signal.signal(signal.SIGTERM, before)
 

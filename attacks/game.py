@@ -34,6 +34,7 @@ import torch
 from attacks.adversaries.distinguisher import SCORES, Known, Seen, known
 from attacks.controls.control import ControlResult
 from attacks.controls.tiny import tiny_model
+from attacks.exit_status import exit_status
 from noise import polynomial, sampling
 from noise.hints import DEFAULT_DROPPED_BITS
 from noise.ledger import Ledger
@@ -41,7 +42,7 @@ from noise.params import PARAMETERS
 from noise.registry import Setting, make_scheme
 from noise.scheme import GroupSpec, MaskScheme, encode_rows
 from wire import ring
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError
 from wire.expand import SEED_BYTES, Rows, SeededRows
 from wire.frame import Call, Direction
 from wire.quantise import digest, max_norms, quantise
@@ -411,22 +412,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     options = _parser().parse_args(arguments)
     num_runs = options.runs if options.runs is not None else QUICK_RUNS if options.quick else FULL_RUNS
-    began = time.monotonic()
     torch.set_num_threads(1)
-    try:
-        found = play(options.mask, num_runs, options.secret)
-        checks = controls()
-    except VeilbaseError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 2
-    print("\n".join(lines(options.mask, options.secret, found, checks)))
+    return exit_status(options.out, lambda: _play_and_report(options.mask, options.secret, num_runs, options.out))
+
+
+def _play_and_report(mask: str, secret: str, num_runs: int, out: Path | None) -> int:
+    began = time.monotonic()
+    found = play(mask, num_runs, secret)
+    checks = controls()
+    print("\n".join(lines(mask, secret, found, checks)))
     print(f"\n{num_runs} runs in {time.monotonic() - began:.1f} s, controls of {CONTROL_RUNS} runs included")
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
+    if out is not None:
         scores, wins = [asdict(one) for one in found], [{**asdict(check), "wins": check.wins} for check in checks]
-        data = {"mask": options.mask, "secret": options.secret, "runs": num_runs, "scores": scores, "controls": wins}
+        data = {"mask": mask, "secret": secret, "runs": num_runs, "scores": scores, "controls": wins}
         data |= {"confidence": CONFIDENCE, "method": "bootstrap over runs, normal, Bonferroni over scores"}
-        (options.out / "game.json").write_text(json.dumps(data, indent=1) + "\n")
+        (out / "game.json").write_text(json.dumps(data, indent=1) + "\n")
     return 0 if all(one.is_at_chance for one in found) and all(check.wins for check in checks) else 1
 
 

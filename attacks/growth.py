@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from attacks.adversaries.lattice_growth import BLOCK_SIZES, HARD_SIGMA, Growth, extrapolate, fit, measure_growth
+from attacks.exit_status import exit_status
 from noise.params import PARAMETERS
-from wire.errors import ConfigurationError
 
 SHIPPED_SIGMA = 3.2
 SERIES = ((SHIPPED_SIGMA, (32, 48, 64, 80, 96)), (HARD_SIGMA, (16, 28, 40, 52, 64)))
@@ -28,18 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints; exit status 1 where no line can be drawn, 2 for what cannot be done."""
     options = _parser().parse_args(arguments)
     series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
-    try:
+
+    def work() -> int:
         measured = {sigma: measure_growth(dimensions, sigma, options.seed) for sigma, dimensions in series}
         print("\n".join(line for sigma, points in measured.items() for line in lines(sigma, points)))
         if options.out is not None:
             write(options.out, measured)
-    except ConfigurationError as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        return 2
-    except OSError as exc:
-        print(f"error: cannot write to {options.out}: {exc.strerror}", file=sys.stderr)
-        return 2
-    return 0 if all(math.isfinite(fit(points)[0]) for points in measured.values()) else 1
+        return 0 if all(math.isfinite(fit(points)[0]) for points in measured.values()) else 1
+
+    return exit_status(options.out, work)
 
 
 def _parser() -> argparse.ArgumentParser:

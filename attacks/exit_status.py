@@ -1,0 +1,26 @@
+"""What the command lines here share: a folder that can be written to, and one line for what cannot be done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from wire.errors import VeilbaseError
+
+
+def exit_status(out: Path | None, work: Callable[[], int]) -> int:
+    """What `work` returns; 2 for what cannot be done, said in one line on standard error.
+
+    Args:
+        out: a folder to make, before any work is done; None for none.
+    """
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        return work()
+    except VeilbaseError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+    except OSError as exc:
+        print(f"error: cannot write to {exc.filename or out}: {exc.strerror}", file=sys.stderr)
+    return 2
