@@ -7,6 +7,7 @@ is killed. `python -m benchmarks.soak [SECONDS]`; exit status 1 where anything w
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import statistics
@@ -15,18 +16,27 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.common import provider
+from wire.errors import DeadlineExceeded, QuotaExceeded, Unavailable
+from wire.expand import Rows, SeededRows
+from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.transport.grpc_client import GrpcConnection
+from wire.transport.identity import TlsIdentity
 
 BLOCKS = "model.layers.[0-1].*"
 NUM_PROCESSES, TENANTS_EACH = 4, 5
 KILL_EVERY_S = 15.0
 ROWS = 640
+_SEED = bytes(range(32))
 _SETTLE_S = 10.0
 
 
@@ -70,62 +80,73 @@ class Soak:
 # ---- one process of tenants ------------------------------------------------------------------------------------------
 
 
+class _Counts:
+    """What came of requests, by several threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._counts = threading.Lock(), dict.fromkeys(("answered", "refused", "wrong", "lost"), 0)
+
+    def add(self, what: str) -> None:
+        with self._lock:
+            self._counts[what] += 1
+
+    def say(self, num_lost: int) -> None:
+        """A line of JSON; `num_lost` threads are stuck or dead, with a request each."""
+        with self._lock:
+            print(json.dumps({**self._counts, "lost": self._counts["lost"] + num_lost}), flush=True)
+
+
+def _request(rng: random.Random, known: Mapping[str, torch.Tensor], group: int) -> tuple[Call, Rows, torch.Tensor]:
+    """A call, its rows and the right reply: a slice of the known rows or of the known hint."""
+    direction = rng.choice(list(Direction))
+    size = rng.choice((1, 1, 1, 4, 16, 100, 512))
+    first = rng.randrange(ROWS - size + 1)
+    place = slice(first, first + size)
+    key = f"{group}.{int(direction)}"
+    if rng.random() < 0.1:
+        rows = SeededRows(_SEED, first, size)
+        return Call(group, direction, Arithmetic.RING, Purpose.HINT), rows, known[f"{key}.hint"][place]
+    return Call(group, direction, Arithmetic.RING), known[f"{key}.rows"][place], known[f"{key}.replies"][place]
+
+
+def _work(
+    connect: Callable[[], GrpcConnection],
+    known: Mapping[str, torch.Tensor],
+    rng: random.Random,
+    counts: _Counts,
+    stop: threading.Event,
+) -> None:
+    """One tenant, until it is told to stop; now and then it drops its connection with requests on the way."""
+    connection = connect()
+    num_groups = len(connection.manifest().groups)
+    while not stop.is_set():
+        asked = [_request(rng, known, rng.randrange(num_groups)) for _ in range(rng.choice((1, 1, 1, 5)))]
+        sent = [(connection.submit(call, rows, want.shape[1]), want) for call, rows, want in asked]
+        if rng.random() < 0.01:
+            connection.close()
+            connection = connect()
+            continue
+        for pending, want in sent:
+            try:
+                counts.add("answered" if torch.equal(pending.result(), want) else "wrong")
+            except (QuotaExceeded, DeadlineExceeded):
+                counts.add("refused")
+            except Unavailable:
+                counts.add("lost")
+        time.sleep(rng.random() * 0.01)
+    connection.close()
+
+
 def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
     """Works until its input ends; prints counts twice a second."""
-    import torch
-    from safetensors.torch import load_file
-
-    from wire.errors import DeadlineExceeded, QuotaExceeded, Unavailable
-    from wire.expand import Rows, SeededRows
-    from wire.frame import Arithmetic, Call, Direction, Purpose
-    from wire.transport.grpc_client import GrpcConnection
-    from wire.transport.identity import TlsIdentity
-
     torch.set_num_threads(1)
     known = load_file(folder / "known.safetensors")
-    seed_bytes = bytes(range(32))
-    stop, lock, counts = threading.Event(), threading.Lock(), dict.fromkeys(("answered", "refused", "wrong", "lost"), 0)
-
-    def count(what: str) -> None:
-        with lock:
-            counts[what] += 1
-
-    def connect(name: str) -> GrpcConnection:
-        return GrpcConnection(url, TlsIdentity.read(folder / name))
-
-    def request(rng: random.Random, group: int) -> tuple[Call, Rows, torch.Tensor]:
-        direction = rng.choice(list(Direction))
-        size = rng.choice((1, 1, 1, 4, 16, 100, 512))
-        first = rng.randrange(ROWS - size + 1)
-        place = slice(first, first + size)
-        key = f"{group}.{int(direction)}"
-        if rng.random() < 0.1:
-            rows: Rows = SeededRows(seed_bytes, first, size)
-            return Call(group, direction, Arithmetic.RING, Purpose.HINT), rows, known[f"{key}.hint"][place]
-        return Call(group, direction, Arithmetic.RING), known[f"{key}.rows"][place], known[f"{key}.replies"][place]
-
-    def work(name: str, number: int) -> None:
-        rng = random.Random(seed * 1000 + number)
-        connection = connect(name)
-        num_groups = len(connection.manifest().groups)
-        while not stop.is_set():
-            asked = [request(rng, rng.randrange(num_groups)) for _ in range(rng.choice((1, 1, 1, 5)))]
-            sent = [(connection.submit(call, rows, want.shape[1]), want) for call, rows, want in asked]
-            if rng.random() < 0.01:
-                connection.close()  # with all of them on the way
-                connection = connect(name)
-                continue
-            for pending, want in sent:
-                try:
-                    count("answered" if torch.equal(pending.result(), want) else "wrong")
-                except (QuotaExceeded, DeadlineExceeded):
-                    count("refused")
-                except Unavailable:
-                    count("lost")
-            time.sleep(rng.random() * 0.01)
-        connection.close()
-
-    threads = [threading.Thread(target=work, args=(name, number)) for number, name in enumerate(names)]
+    stop, counts = threading.Event(), _Counts()
+    threads = []
+    for number, name in enumerate(names):
+        identity, rng = TlsIdentity.read(folder / name), random.Random(seed * 1000 + number)
+        connect = functools.partial(GrpcConnection, url, identity)
+        threads.append(threading.Thread(target=_work, args=(connect, known, rng, counts, stop)))
     for thread in threads:
         thread.start()
 
@@ -135,14 +156,10 @@ def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
 
     threading.Thread(target=end_with_input, daemon=True).start()
     while not stop.wait(0.5):
-        dead = [thread for thread in threads if not thread.is_alive()]
-        with lock:
-            print(json.dumps({**counts, "lost": counts["lost"] + len(dead)}), flush=True)
+        counts.say(sum(not thread.is_alive() for thread in threads))
     for thread in threads:
         thread.join(60)
-    with lock:
-        stuck = sum(thread.is_alive() for thread in threads)
-        print(json.dumps({**counts, "lost": counts["lost"] + stuck}), flush=True)
+    counts.say(sum(thread.is_alive() for thread in threads))
 
 
 class Tenants:
@@ -187,14 +204,9 @@ class Tenants:
 
 def known_replies(folder: Path, model: str, blocks: str) -> None:
     """Rows and what the weights make of them, for every group and direction."""
-    import torch
-    from safetensors.torch import save_file
-
     from provider.core import ProviderCore
     from provider.models import load, resolve
     from provider.weights import serve_model
-    from wire.expand import SeededRows
-    from wire.frame import Arithmetic, Call, Direction, Purpose
 
     served = serve_model(load(resolve(model)), patterns=blocks)
     core, tensors = ProviderCore(served), {}
@@ -206,7 +218,7 @@ def known_replies(folder: Path, model: str, blocks: str) -> None:
             tensors[f"{key}.rows"] = rows
             tensors[f"{key}.replies"] = core.compute(Call(group.id, direction, Arithmetic.RING), rows)
             hint = Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
-            tensors[f"{key}.hint"] = core.compute(hint, SeededRows(bytes(range(32)), 0, ROWS))
+            tensors[f"{key}.hint"] = core.compute(hint, SeededRows(_SEED, 0, ROWS))
     save_file(tensors, folder / "known.safetensors")
 
 

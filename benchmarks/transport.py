@@ -7,16 +7,24 @@ their way at a time, and one at a time as well, where the fixed cost of a call s
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
+from wire.limits import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from wire.transport.base import Connection
+    from wire.transport.identity import TlsIdentity
 
 SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
@@ -106,79 +114,98 @@ def median_us(call: Callable[[], Any], count: int) -> float:
     return statistics.median(times) * 1e6
 
 
+class _Echo:
+    """A client of `serve_echo`: one stream."""
+
+    def __init__(self, url: str, identity: TlsIdentity) -> None:
+        from wire.transport.grpc_client import open_channel
+
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._channel = open_channel(url, identity)
+        self._stream = self._channel.stream_stream(ECHO_METHOD)(iter(self._outgoing.get, None))
+
+    def small(self) -> None:
+        """As many bytes as one row there and back."""
+        self._outgoing.put(b"x" * (HEADER_BYTES + 4 * FEATURES))
+        next(self._stream)
+
+    def send(self, size_mib: int) -> None:
+        """In the chunks of a tensor."""
+        for _ in range(size_mib):
+            self._outgoing.put(b"x" * (HEADER_BYTES + CHUNK_BYTES))
+
+    def receive(self, size_mib: int) -> None:
+        """What `send` sent."""
+        for _ in range(size_mib):
+            next(self._stream)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+        self._channel.close()
+
+
+def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: int, in_flight: int) -> float:
+    """Mean seconds of a tensor there and back, with so many on their way."""
+    began, waiting = time.perf_counter(), [send() for _ in range(in_flight)]
+    for left in range(count, 0, -1):
+        receive(waiting.pop(0))
+        if left > in_flight:
+            waiting.append(send())
+    return (time.perf_counter() - began) / count
+
+
 def run(repeats: int = 7) -> dict[str, Any]:
     """Microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
-    import torch
-
     from provider.identity import StateDir
     from provider.tenants import enroll
-    from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
-    from wire.limits import CHUNK_BYTES
-    from wire.transport.grpc_client import GrpcConnection, open_channel
+    from wire.transport.grpc_client import GrpcConnection
     from wire.transport.identity import load_identity
 
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         root = Path(scratch)
         make_model(root / "model")
         enroll(StateDir(root / "state"), "bench", root / "bench", "grpcs://127.0.0.1:1")
         identity = load_identity(root / "bench")
-        echo_server = _Child("echo", str(root / "state"))
-        real = _Child("provider", str(root / "state"), str(root / "model"), "real")
-        plain = _Child("provider", str(root / "state"), str(root / "model"), "identity")
-        outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        channel = open_channel(echo_server.url, identity)
-        stream = channel.stream_stream(ECHO_METHOD)(iter(outgoing.get, None))
-        connections = {"real": GrpcConnection(real.url, identity), "identity": GrpcConnection(plain.url, identity)}
-        ours, call = connections["identity"], Call(0, Direction.FORWARD, Arithmetic.RING)
-        row = torch.ones(1, FEATURES, dtype=torch.int32)
 
-        def echo_small() -> None:
-            outgoing.put(b"x" * (HEADER_BYTES + 4 * FEATURES))
-            next(stream)
+        def start(*arguments: str) -> str:
+            return stack.enter_context(contextlib.closing(_Child(*arguments))).url
 
-        def echo_send(size_mib: int) -> None:
-            for _ in range(size_mib):
-                outgoing.put(b"x" * (HEADER_BYTES + CHUNK_BYTES))
+        echo_url = start("echo", str(root / "state"))
+        urls = {
+            name: start("provider", str(root / "state"), str(root / "model"), name) for name in ("real", "identity")
+        }
+        connections = {
+            name: stack.enter_context(contextlib.closing(GrpcConnection(url, identity))) for name, url in urls.items()
+        }
+        echo = stack.enter_context(contextlib.closing(_Echo(echo_url, identity)))
+        return _compare(echo, connections, repeats)
 
-        def echo_receive(size_mib: int) -> None:
-            for _ in range(size_mib):
-                next(stream)
 
-        def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: int, in_flight: int) -> float:
-            """Mean seconds of a tensor there and back, with so many on their way."""
-            began, waiting = time.perf_counter(), [send() for _ in range(in_flight)]
-            for left in range(count, 0, -1):
-                receive(waiting.pop(0))
-                if left > in_flight:
-                    waiting.append(send())
-            return (time.perf_counter() - began) / count
+def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -> dict[str, Any]:
+    import torch
 
-        rows = {size: torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32) for size in SIZES_MIB}
-        small: dict[str, list[float]] = {"echo": [], "real": [], "identity": []}
-        large: dict[tuple[int, int], list[Any]] = {(size, n): [] for size in SIZES_MIB for n in (1, IN_FLIGHT)}
-        for repeat in range(repeats + 1):
-            times = {"echo": median_us(echo_small, 300)}
-            for name, connection in connections.items():
-                times[name] = median_us(lambda c=connection: c.submit(call, row, FEATURES).result(), 300)
-            shares = {}
-            for size, in_flight in large:
-                count = max(16, 64 // size)
-                echo_s = seconds_of(lambda s=size: echo_send(s), lambda _, s=size: echo_receive(s), count, in_flight)
-                ours_s = seconds_of(
-                    lambda s=size: ours.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
-                )
-                shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6)
-            if repeat:
-                for name, value in times.items():
-                    small[name].append(value)
-                for key, pair in shares.items():
-                    large[key].append(pair)
-        for connection in connections.values():
-            connection.close()
-        outgoing.put(None)
-        channel.close()
-        for child in (echo_server, real, plain):
-            child.close()
+    ours, call = connections["identity"], Call(0, Direction.FORWARD, Arithmetic.RING)
+    row = torch.ones(1, FEATURES, dtype=torch.int32)
+    rows = {size: torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32) for size in SIZES_MIB}
+    small: dict[str, list[float]] = {"echo": [], "real": [], "identity": []}
+    large: dict[tuple[int, int], list[Any]] = {(size, n): [] for size in SIZES_MIB for n in (1, IN_FLIGHT)}
+    for repeat in range(repeats + 1):
+        times = {"echo": median_us(echo.small, 300)}
+        for name, connection in connections.items():
+            times[name] = median_us(lambda c=connection: c.submit(call, row, FEATURES).result(), 300)
+        shares = {}
+        for size, in_flight in large:
+            count = max(16, 64 // size)
+            echo_s = seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
+            ours_s = seconds_of(
+                lambda s=size: ours.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
+            )
+            shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6)
+        if repeat:  # the first round warms up
+            for name, value in times.items():
+                small[name].append(value)
+            for key, pair in shares.items():
+                large[key].append(pair)
     above = statistics.median(a - b for a, b in zip(small["real"], small["echo"], strict=True))
     return {
         "small_us": {name: statistics.median(values) for name, values in small.items()},
