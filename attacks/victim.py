@@ -161,11 +161,13 @@ def _train_on(client: Any, job: Job, adapter: Path) -> None:
     from peft import PeftModel
 
     from tenant_sdk.dataset import Collator, load_rows, tokenize
+    from tenant_sdk.finetune import completion_loss
 
     model = PeftModel.from_pretrained(client.load_model(), str(adapter), is_trainable=True).train()
     rows = tokenize(load_rows(job.rows[: job.continued_rows]), client.tokenizer, model.config.max_position_embeddings)
     batch = Collator(client.tokenizer.pad_token_id or 0)(rows)
-    model(**batch, use_cache=False).loss.backward()
+    loss, _ = completion_loss(model, batch)
+    loss.backward()
 
 
 if __name__ == "__main__":

@@ -203,6 +203,23 @@ def _pad_token(tokenizer: Any) -> int:
     return int(pad) if pad is not None else 0
 
 
+def completion_loss(model: Any, inputs: Any, count: Any = None) -> tuple[torch.Tensor, Any]:
+    """Mean cross-entropy over labelled tokens, and the model's outputs; logits only where some row has a label.
+
+    Args:
+        model: one whose forward takes `logits_to_keep`.
+        inputs: of a `Collator`; `labels` are taken out.
+        count: what the sum is divided by; None for the number of labels.
+    """
+    labels = inputs.pop("labels")
+    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
+    keep = (targets != -100).any(dim=0).nonzero().squeeze(1)
+    outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
+    logits = outputs.logits.float().flatten(0, 1)
+    total = functional.cross_entropy(logits, targets[:, keep].flatten(), ignore_index=-100, reduction="sum")
+    return total / (count if count is not None else (targets != -100).sum()), outputs
+
+
 class CompletionTrainer(Trainer):  # type: ignore[misc]
     """Trainer that computes logits only where some row has a label, and counts tokens."""
 
@@ -218,14 +235,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         self.num_tokens += int(inputs["attention_mask"].sum())
         if not self._keeps_logits(model):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs.pop("labels")
-        targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
-        keep = (targets != -100).any(dim=0).nonzero().squeeze(1)
-        outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
-        logits = outputs.logits.float().flatten(0, 1)
-        total = functional.cross_entropy(logits, targets[:, keep].flatten(), ignore_index=-100, reduction="sum")
-        count = num_items_in_batch if num_items_in_batch is not None else (targets != -100).sum()
-        loss = total / count
+        loss, outputs = completion_loss(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
