@@ -12,6 +12,7 @@ import io
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,6 +31,8 @@ from wire.errors import ConfigurationError
 
 MASKS = "off,gaussian-pool,lattice"
 _LOOK_S = 0.5
+_ENDING_S = 10.0
+"""What a process that has sent its results has to end by itself."""
 _JUDGED_ROWS = 16
 """Private questions that a stolen adapter is asked."""
 
@@ -54,8 +57,10 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     """
     parser = _parser(program, description)
     options = parser.parse_args(arguments)
-    if options.view is not None and (options.masks != MASKS or options.peft != "lora"):
-        parser.error("--view takes a recording as it is: --masks and --peft are for a victim")
+    if options.view is not None and options.peft != "lora":
+        parser.error("--view takes a recording as it is: --peft is for a victim")
+    if options.view is None and options.tenant is not None:
+        parser.error("--tenant is for --view")
     before = signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
     )  # so that the processes that were started are ended
@@ -74,16 +79,25 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
 
 
 def _parser(program: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description,
+        epilog="Exit status: 0 done; 1 a control does not win, what is not private holds, or a private mask shows more "
+        "than chance does; 2 it cannot be done.",
+    )
     parser.add_argument(
         "--model", help="tiny-llama, tiny-gpt2, smollm2-135m or a Hugging Face folder; by default what --profile says"
     )
     parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="full is smollm2-135m")
-    parser.add_argument("--masks", default=MASKS, help="comma-separated")
+    parser.add_argument(
+        "--masks",
+        help=f"comma-separated, {MASKS} by default; with --view the one that was used, if you know",
+    )
     parser.add_argument("--adversaries", help="comma-separated names of --list")
     parser.add_argument("--peft", choices=tuple(KINDS), default="lora", help="what the victim trains; tiny models only")
     parser.add_argument("--adapter", type=Path, help="PEFT folder to attack in place of one that is trained")
     parser.add_argument("--view", type=Path, help="a recording of `provider serve --record` in place of a victim")
+    parser.add_argument("--tenant", help="with --view: whose traffic; by default that of all")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report")
     parser.add_argument("--list", action="store_true", help="names the adversaries, and the programs beside this one")
     return parser
@@ -92,7 +106,7 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, names: str | None) -> int:
     chosen = adversaries(names)
     with _controls_beside(names) as results_of_controls:
-        return _attack_and_report(options, chosen, names is None, results_of_controls)
+        return _attack_and_report(options, chosen, results_of_controls)
 
 
 @contextlib.contextmanager
@@ -106,6 +120,7 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
     try:
         yield ours
     finally:
+        process.join(_ENDING_S if sys.exc_info()[0] is None else 0)  # a signal on its way out would be a traceback
         process.terminate()
         process.join()
 
@@ -129,20 +144,21 @@ def _checked(control: Control) -> ControlResult:
 
 
 def _attack_and_report(
-    options: argparse.Namespace, chosen: Sequence[Adversary], is_whole: bool, results_of_controls: Connection
+    options: argparse.Namespace, chosen: Sequence[Adversary], results_of_controls: Connection
 ) -> int:
     import torch
 
     from attacks import gate, plots, report
     from attacks.judge import kind_of
 
+    shutil.rmtree(options.out / "stolen", ignore_errors=True)  # of an earlier run
     model = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
     is_tiny = model in quick_model.NAMES
     if is_tiny:
         torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
         if options.view is not None:
-            cases, notes = _recorded(options.view, model, options.adapter)
+            cases, notes = _recorded(options)
         else:
             cases, notes = _cases(Path(scratch), Path(recording), model, options)
         results = _attack_all(cases, chosen, options.out, len(os.sched_getaffinity(0)) if is_tiny else 1)
@@ -151,14 +167,15 @@ def _attack_and_report(
         checks: list[ControlResult] = results_of_controls.recv()
     except EOFError:
         raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from None
-    files = [*report.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
-    print("\n".join(report.lines(results, checks, notes)))
-    print(f"\nwritten: {', '.join(map(str, files))}")
     alarms = [*gate.weakened(results), *(f"control of {one.adversary} does not win" for one in checks if not one.wins)]
-    if is_whole and options.peft == "lora" and options.view is None:
+    if options.peft == "lora" and options.view is None:
         truths = [case.truth for case in cases if case.truth is not None]
         kinds = {kind_of(name) for truth in truths for name, delta in truth.deltas.items() if bool(delta.any())}
-        alarms += gate.standing(results, is_tiny, kinds)
+        alarms += gate.standing(results, is_tiny, kinds, {one.name for one in chosen})
+    notes += [f"ALARM: {alarm}" for alarm in alarms] or ["no alarm: what is private shows no more than chance does"]
+    files = [*report.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
+    print("\n".join(report.lines(results, checks, notes)))
+    print(f"\nwritten: {', '.join(map(str, files))}; adapters and prompts that were stolen: {options.out / 'stolen'}")
     for alarm in alarms:
         print(f"ALARM: {alarm}", file=sys.stderr)
     return 1 if alarms else 0
@@ -175,8 +192,9 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
         ]
     order = sorted(whole, key=lambda one: one[1])  # thieves, who take longest, first
     context = multiprocessing.get_context("fork")  # so that views and models are there already
+    others = {process.pid for process in multiprocessing.active_children()}
     with context.Pool(num_processes, _set_work, (cases, chosen, out)) as pool:
-        started = {process.pid for process in multiprocessing.active_children()}
+        started = {process.pid for process in multiprocessing.active_children()} - others
         waiting = pool.map_async(_attack_part, order, chunksize=1)
         while not waiting.ready():
             waiting.wait(_LOOK_S)
@@ -222,22 +240,40 @@ def _checked_view(view: View, label: str, num_prompts: int) -> View:
     return whole
 
 
-def _recorded(folder: Path, model: str, adapter: Path | None) -> tuple[list[Case], list[str]]:
+def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each tenant of a recording; judged only as far as an adapter is given."""
     from attacks.evaluate import Case
+    from attacks.gate import UNKNOWN
     from attacks.load import load_public
+    from attacks.profiles import MASKS as KNOWN
     from attacks.truth import Truth
     from attacks.view import open_view
 
-    if model in quick_model.NAMES:
-        raise ConfigurationError("--view needs --model: the model that the recording is of")
-    view = open_view(folder)
+    if options.model is None or options.model in quick_model.NAMES:
+        raise ConfigurationError("--view needs --model: the folder or the name of the model that the recording is of")
+    if options.masks is not None and options.masks not in (*KNOWN, "shares"):
+        raise ConfigurationError(f"with --view, --masks is one of {', '.join(KNOWN)}, shares; got {options.masks!r}")
+    view = open_view(options.view)
+    tenants = view.tenants if options.tenant is None else (options.tenant,)
+    if not set(tenants) <= set(view.tenants):
+        raise ConfigurationError(f"no tenant {options.tenant!r} in the recording: there are {', '.join(view.tenants)}")
+    if options.adapter is not None and len(tenants) > 1:
+        raise ConfigurationError(f"--adapter is one tenant's: choose --tenant out of {', '.join(tenants)}")
     notes = [f"recording of {view.manifest.model_id}, {len(view.messages)} messages"]
-    if view.is_truncated:
-        notes.append("the recording ran into its size limit: later messages lack their tensors")
-    loaded, public = load_public(model, view.manifest)
-    truth = None if adapter is None else Truth(loaded, public, view.manifest, adapter)
-    return [Case(name, view.of_tenant(name).with_tensors(), public, truth, [], None) for name in view.tenants], notes
+    if not view.is_ended:
+        notes.append("the recording was not ended: it goes on, was cut off, or its disk was full")
+    loaded, public = load_public(options.model, view.manifest)
+    truth = None if options.adapter is None else Truth(loaded, public, view.manifest, options.adapter)
+    cases = []
+    for name in tenants:
+        seen = view.of_tenant(name)
+        if seen.is_truncated:
+            notes.append(
+                f"{name}: tensors of the first {len(seen.with_tensors().messages)} of {len(seen.messages)} messages, "
+                "since the recording ran into its size limit; metadata of all"
+            )
+        cases.append(Case(name, options.masks or UNKNOWN, seen, public, truth, [], None))
+    return cases, notes
 
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
@@ -249,11 +285,13 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
     from attacks.truth import Truth, read_batches
     from attacks.view import open_view
 
-    runs = profiles.runs(options.masks)
+    runs = profiles.runs(options.masks or MASKS)
     profile = profiles.choose(scratch, model, options.adapter, options.peft)
     seen = recording / "seen"  # apart from the truth
     harness.record(scratch / "run", seen, profile.model, profile.job, runs, profile.limit, profile.layers)
     view = open_view(seen)
+    if not view.is_ended:
+        raise ConfigurationError("the recording was not ended: is there room on the disk?")
     notes = [f"profile {profile.name}, model {model}, {len(view.messages)} messages recorded"]
     loaded, public = load_public(profile.model, view.manifest)
     truth = Truth(loaded, public, view.manifest, profile.job.adapter or profile.job.truth / "adapter")
@@ -264,5 +302,5 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
         sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
         trained = read_batches(profile.job.truth / f"{run.label}-batches.json")
         seen_here = _checked_view(view.of_tenant(run.label), run.label, len(sent))
-        cases.append(Case(run.label, seen_here, public, truth, sent, task, trained))
+        cases.append(Case(run.label, run.mask, seen_here, public, truth, sent, task, trained))
     return cases, notes

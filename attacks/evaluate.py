@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attacks.adversaries import byte_statistics
+from attacks.adversaries import byte_statistics, slot_reuse
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
 from attacks.finding import Finding, unclaimed, verdict_on
 from attacks.gain import Gain, PrivateTask, Worth
+from attacks.gate import METADATA
 from attacks.judge import judge
 from attacks.judge_facts import in_words
 from attacks.passes import Opened
@@ -22,15 +23,15 @@ from attacks.truth import Batch, Truth
 from attacks.view import View
 from wire.errors import ConfigurationError
 
-_CERTAIN = {
-    "slot-reuse": "messages that share mask rows in other places",
-    "byte-statistics": byte_statistics.FACT,
-    "no-error": None,
-    "tiny-error": None,
-    "lattice-reduction": None,
-    "seed-search": None,
+_CERTAIN: dict[str, tuple[str, ...]] = {
+    "slot-reuse": (slot_reuse.SHARED_ROWS, slot_reuse.SHARED_SECRET),
+    "byte-statistics": (byte_statistics.FACT,),
+    "no-error": (),
+    "tiny-error": (),
+    "lattice-reduction": (),
+    "seed-search": (),
 }
-"""Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the fact that counts."""
+"""Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the facts that count."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
 """What is tried again on rows that another adversary opened."""
@@ -48,6 +49,8 @@ class Case:
     """One mask's view, and the truth about it.
 
     Attributes:
+        label: of the run, or the tenant's name.
+        mask: its name; `gate.UNKNOWN` where nobody says what it was.
         truth: None where nobody knows it: then claims are counted and written down, and not judged.
         sent: for each prompt the tokens that went through the layers.
         task: private questions, for the gain; None where there are none.
@@ -55,17 +58,13 @@ class Case:
     """
 
     label: str
+    mask: str
     view: View
     public: PublicModel
     truth: Truth | None
     sent: Sequence[Sequence[int]]
     task: PrivateTask | None
     trained: Sequence[Batch] = ()
-
-    @property
-    def mask(self) -> str:
-        """Without the arithmetic that tells two runs of one mask apart."""
-        return self.label.removesuffix("-float").removesuffix("-ring")
 
     @property
     def arithmetic(self) -> str:
@@ -92,6 +91,8 @@ def attack(
     """
     results: list[Result] = []
     opened: dict[str, Opened] = {}
+    if not case.view.with_tensors().messages:
+        part = [one for one in part if one.name == METADATA]  # the others would say that they found nothing
     for one in part:
         claims = _run(one, case, None, say)
         results += _judged(case, one.name, claims, out)
@@ -127,13 +128,16 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
     truth = case.truth
     findings = _counted(claims) if truth is None else judge(claims, case.view, truth, case.sent, case.trained)
     findings += _certain(name, claims)
+    if truth is not None:
+        findings += _unjudged(claims, {one.module for one in findings}, _CERTAIN.get(name, ()))
     deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
     folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
     stolen = write(deltas, case.public, folder) if deltas else None
     _write_prompts([claim for claim in claims if isinstance(claim, StolenTokens)], case.public, folder)
     if stolen is not None and case.task is not None:
         findings += _worth(case.task.measure(stolen), folder)
-    return [Result(case.mask, case.arithmetic, name, finding) for finding in findings or _silent(claims)]
+    tenant = case.label if truth is None or not case.sent else None
+    return [Result(case.mask, case.arithmetic, name, finding, tenant) for finding in findings or _silent(claims)]
 
 
 def _silent(claims: Sequence[Claim]) -> list[Finding]:
@@ -148,8 +152,8 @@ def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
     failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
     if failed:
         return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
-    told = _CERTAIN.get(name)
-    count = sum(not isinstance(claim, StolenFact) or claim.name == told for claim in claims)
+    told = _CERTAIN.get(name, ())
+    count = sum(not isinstance(claim, StolenFact) or claim.name in told for claim in claims)
     if name not in _CERTAIN or not count:
         return []
     return [Finding("mask", "certain claims", float(count), 0.0, (0.0, 0.0), "wins")]
@@ -175,10 +179,16 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
         count = sum(isinstance(claim, kind) for claim in claims)
         if count:
             found.append(Finding(name, "claimed", float(count), 0.0, (0.0, 0.0), "not judged"))
-    facts = [claim for claim in claims if isinstance(claim, StolenFact) and claim.name != FAILED]
+    return [*found, *_unjudged(claims, set(), ())]
+
+
+def _unjudged(claims: Sequence[Claim], judged: Collection[str], certain: Collection[str]) -> list[Finding]:
+    """Facts that nobody has a truth for, in their own words; without those that stand elsewhere."""
+    facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
-        *found,
-        *(Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", said=in_words(one)) for one in facts),
+        Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", said=in_words(one))
+        for one in facts
+        if one.name not in judged and one.name not in certain and one.name != FAILED
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +19,11 @@ def exit_status(out: Path | None, work: Callable[[], int]) -> int:
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=out):
+                pass  # it can be written to
         return work()
     except VeilbaseError as exc:
         print(f"error: {exc}", file=sys.stderr)
     except OSError as exc:
-        print(f"error: cannot write to {exc.filename or out}: {exc.strerror}", file=sys.stderr)
+        print(f"error: cannot read or write {str(exc.filename or out)[:200]}: {exc.strerror}", file=sys.stderr)
     return 2

@@ -12,6 +12,8 @@ NO_CLAIM = "no claim"
 """Verdict on an adversary that said nothing: neither right nor wrong, and no evidence that nothing was there."""
 SHARE_TRIED = "share tried"
 """Metric: how many of all tokens an adversary named, right or wrong."""
+SHARE_CLAIMED = "share claimed"
+"""Metric: in how many of the layers of a kind that the victim changed anything was claimed, right or wrong."""
 _DRAWS = 400
 _TAIL = 0.005
 

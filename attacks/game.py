@@ -282,7 +282,15 @@ def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.
 
 
 def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
-    """AUC and interval of every score; same arguments as `run` returns."""
+    """AUC and interval of every score; same arguments as `run` returns.
+
+    Raises:
+        ConfigurationError: coins that fell on one side, or a score that tells no run from another: no game was played.
+    """
+    if bool(coins.all()) or not bool(coins.any()):
+        raise ConfigurationError(f"all of {len(coins)} coins fell on one side: play more runs")
+    if not bool(scores.isfinite().all()) or bool((scores == scores[:, :1]).all(1).any()):
+        raise ConfigurationError("a score is not finite, or the same in all runs: it measures nothing")
     ranks = [_ranks(row) for row in scores]
     generator = torch.Generator().manual_seed(2)
     drawn = torch.empty(_RESAMPLES, len(ranks), dtype=torch.float64)
@@ -427,7 +435,8 @@ def _play_and_report(mask: str, secret: str, num_runs: int, out: Path | None) ->
         data = {"mask": mask, "secret": secret, "runs": num_runs, "scores": scores, "controls": wins}
         data |= {"confidence": CONFIDENCE, "method": "bootstrap over runs, normal, Bonferroni over scores"}
         (out / "game.json").write_text(json.dumps(data, indent=1) + "\n")
-    return 0 if all(one.is_at_chance for one in found) and all(check.wins for check in checks) else 1
+    is_narrow = num_runs < FULL_RUNS or all(one.half_width <= NEEDED_HALF_WIDTH for one in found)
+    return 0 if is_narrow and all(one.is_at_chance for one in found) and all(check.wins for check in checks) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from attacks.finding import SHARE_TRIED
+from attacks.finding import SHARE_CLAIMED, SHARE_TRIED
 from attacks.report import Result
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
+UNKNOWN = "unknown"
+"""A mask that nobody named: claims that are never wrong count, since it may have been a private one."""
 METADATA = "traffic-shape"
 """Its facts are not protected by any mask, and DESIGN says so."""
-_COUNTS = ("claimed", SHARE_TRIED)
+_COUNTS = ("claimed", SHARE_TRIED, SHARE_CLAIMED)
 """How much was claimed, which says nothing about what is right."""
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
@@ -35,15 +37,24 @@ _ADAPTER = {
 _OPENED_ERROR = 0.05
 """Of ΔW through `gaussian-pool` on a real model: the masks that were taken off are many times the rows, and leave their
 rounding in them (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
+_SHARE_CLAIMED = {("o_proj", SHARE_CLAIMED): 0.9, ("v_proj", SHARE_CLAIMED): 0.9}
+"""Without a mask; a median over the layers that were claimed says little about the others."""
 _TOKENS = {("tokens", "recovery rate"): 0.99, ("tokens", SHARE_TRIED): 0.99}
 _BATCH = {("training tokens", "recovery rate"): 0.99}
+_ROWS = {("rows", "row cosine"): 0.99}
 _FALLS = {
-    ("off", "float"): {"closed-form": _ADAPTER, "layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
+    ("off", "float"): {
+        "closed-form": _ADAPTER | _SHARE_CLAIMED,
+        "layer-0 lookup": _TOKENS,
+        "gradient-view": _BATCH,
+    },
     ("off", "ring"): {"layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
     ("gaussian-pool", "float"): {
         "known-mask + closed-form": _ADAPTER,
         "known-mask + layer-0 lookup": _TOKENS,
         "known-mask + gradient-view": _BATCH,
+        "known-mask": _ROWS,
+        "which-of-K": _ROWS,
     },
 }
 """The targets: ΔW of three layers to 1e-3, nine tenths of the gain, and the tokens of prompts and of a training step.
@@ -62,6 +73,7 @@ def weakened(results: Sequence[Result]) -> list[str]:
         for one in results
         if one.finding.metric == "failed"
         or (one.mask in PRIVATE_MASKS and one.adversary != METADATA and _beats_chance(one))
+        or (one.mask == UNKNOWN and one.finding.metric == "certain claims" and _beats_chance(one))
         if one.finding.metric != _GAIN
         or one.finding.verdict == "wins"
         or (one.mask, one.arithmetic, one.adversary) not in at_odds
@@ -91,11 +103,15 @@ def _beats_chance(one: Result) -> bool:
 
 
 def standing(
-    results: Sequence[Result], is_tiny: bool = True, kinds: Collection[str] = ("o_proj", "v_proj", "down_proj")
+    results: Sequence[Result],
+    is_tiny: bool = True,
+    kinds: Collection[str] = ("o_proj", "v_proj", "down_proj"),
+    ran: Collection[str] | None = None,
 ) -> list[str]:
-    """Adversaries that should have won against what is not private, and did not; for a run of the whole catalogue.
+    """Adversaries that should have won against what is not private, and did not.
 
     Args:
+        ran: names of those that were run; None for the whole catalogue.
         is_tiny: whether the model is one of the tiny ones; see `_OPENED_ERROR`.
         kinds: of layers that the adapter changes: of others there is nothing to steal.
     """
@@ -103,11 +119,13 @@ def standing(
     for (mask, arithmetic), names in _FALLS.items():
         here = [one for one in results if (one.mask, one.arithmetic) == (mask, arithmetic)]
         for name, needed in names.items() if here else ():
+            if ran is not None and not set(name.split(" + ")) <= set(ran):
+                continue
             values = {
                 (one.finding.module, one.finding.metric): one.finding.value for one in here if one.adversary == name
             }
             for (module, metric), bound in needed.items():
-                if metric == "relative error" and module not in kinds:
+                if metric in ("relative error", SHARE_CLAIMED) and module not in kinds:
                     continue
                 value = values.get((module, metric))
                 if mask == "gaussian-pool" and metric == "relative error" and not is_tiny:

@@ -69,7 +69,8 @@ def lines(sigma: float, measured: Sequence[Growth]) -> list[str]:
     table += [f"| {one.dimension} | {one.num_samples} | {one.seconds:.3g} | {_found_by(one)} |" for one in measured]
     slope, intercept = fit(measured)
     if not math.isfinite(slope):
-        return [*table, "", "No line: the secret has to be found at two dimensions at least.", ""]
+        told = "No line that rises: the secret has to be found at two dimensions, and later at the larger one."
+        return [*table, "", told, ""]
     table += ["", f"The line: log2(seconds) = {slope:.3f} · dimension {intercept:+.1f}", ""]
     table += ["| set | dimension | σ | bits on the line | published estimate |", "|---|---|---|---|---|"]
     for name, (bits, published) in extrapolate(measured).items():

@@ -108,7 +108,7 @@ def _provider(
                 ending.callback(one.wait)
                 ending.callback(one.kill)  # which does nothing to one that has ended
             for run, one in zip(runs, enrolling, strict=True):
-                if one.wait(timeout=_START_S):
+                if _failed(one):
                     raise ConfigurationError(f"the provider could not enrol {run.label}")
         yield url
     finally:
@@ -119,6 +119,13 @@ def _provider(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _failed(enrolling: subprocess.Popen[bytes]) -> bool:
+    try:
+        return bool(enrolling.wait(timeout=_START_S))
+    except subprocess.TimeoutExpired:
+        return True
 
 
 def _last_line(log: Path) -> str:

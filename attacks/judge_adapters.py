@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from attacks.adversary import StolenDelta
-from attacks.finding import Finding, unclaimed, verdict_on
+from attacks.finding import SHARE_CLAIMED, Finding, unclaimed, verdict_on
 from attacks.public_model import Block
 from attacks.truth import Truth
 
@@ -58,6 +58,10 @@ def _findings(kind: str, each: Sequence[_Compared | None]) -> Iterator[Finding]:
         yield Finding(kind, "relative error", error, 1.0, (1.0, 1.0), verdict_on(error, bounds, error < 0.1, False))
         half = 2.576 / math.sqrt(min(one.size for one in judged) * len(judged))
         value = sum(one.cosine for one in judged) / len(judged)
+        worst = max(one.error for one in judged)
+        yield Finding(kind, "largest error", worst, 1.0, (1.0, 1.0), verdict_on(worst, bounds, worst < 0.1, False))
+        count = f"{len(judged)} of {len(each)}"
+        yield Finding(kind, SHARE_CLAIMED, len(judged) / len(each), 0.0, (0.0, 0.0), count)
         yield Finding(kind, "cosine with ΔW", value, 0.0, (-half, half), verdict_on(value, (-half, half), value > 0.99))
     if len(judged) < len(each):
         part = f" ({len(each) - len(judged)} of {len(each)} layers)" if judged else ""

@@ -13,6 +13,16 @@ from attacks.finding import NO_CLAIM, Finding
 
 _LONGEST = 240
 """Characters of a claim in words; report.json has the whole of it."""
+LEGEND = (
+    "- **wins**: what a thief needs: an error below 0.1, a cosine above 0.99, nine tenths of tokens or gain. **At "
+    "baseline**: inside the 99% interval of guessing; a report has dozens of lines, and one leaves it now and then.",
+    "- **stolen task gain**: share of what the victim's adapter gains on private questions that the stolen one has; "
+    "**agreement of answers**: share of answer tokens that both would say.",
+    "- **relative error** and **cosine with ΔW**: of the stolen weights of a kind of layer, medians and means over the "
+    "layers that were claimed; **share claimed** says how many those are. **q·k** is the product of query and key.",
+    "- **recovery rate**: right among the tokens that were tried, and **share tried** of all. **certain claims** are "
+    "never wrong by chance. **A + B**: A opened the mask, B used the rows. **claimed, not judged**: nobody knows.",
+)
 NOTE = (
     "“At baseline” says that this adversary, on this traffic, did no better than guessing. It is not evidence of "
     "security: what `lattice`, `pad` and `shares` protect rests on the assumptions in docs/threat-model.md."
@@ -21,12 +31,13 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Result:
-    """One finding about one mask."""
+    """One finding about one mask; `tenant` names whose traffic it was where that does not go without saying."""
 
     mask: str
     arithmetic: str
     adversary: str
     finding: Finding
+    tenant: str | None = None
 
 
 def write(
@@ -48,6 +59,7 @@ def write(
                 "spread": None if one.finding.spread is None else list(one.finding.spread),
                 "verdict": one.finding.verdict,
                 **({"said": one.finding.said} if one.finding.said else {}),
+                **({"tenant": one.tenant} if one.tenant is not None else {}),
             }
             for one in results
         ],
@@ -79,11 +91,19 @@ def _line(one: Result) -> str:
     value, baseline = "–", "–"
     if found.verdict != NO_CLAIM:
         value = f"{found.value:.3g}" + _between(found.spread)
+    if found.verdict not in (NO_CLAIM, "not judged"):
         baseline = f"{found.baseline:.3g}" + _between(found.interval)
-    return (
-        f"| {one.mask} | {one.arithmetic} | {one.adversary} | {found.module} | {found.metric} | {value} | {baseline} "
-        f"| {found.verdict} |"
-    )
+    cells = _whose(one), one.arithmetic, one.adversary, found.module, found.metric, value, baseline, found.verdict
+    return f"| {' | '.join(map(_plain, cells))} |"
+
+
+def _whose(one: Result) -> str:
+    return one.mask if one.tenant is None else f"{one.mask} ({one.tenant})"
+
+
+def _plain(text: str) -> str:
+    """Fit for a cell or a line of Markdown: what was stolen, or a recording says, may hold anything."""
+    return "".join(f"\\{char}" if char in "|`<" else char for char in " ".join(text.split()))
 
 
 def _between(interval: tuple[float, float] | None) -> str:
@@ -93,6 +113,10 @@ def _between(interval: tuple[float, float] | None) -> str:
 def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]) -> list[str]:
     """The report as Markdown."""
     table = [
+        *_summary(results),
+        "",
+        *LEGEND,
+        "",
         "| mask | arithmetic | adversary | module | metric | value | baseline (99% interval) | verdict |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -121,13 +145,32 @@ def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: S
     ]
 
 
+def _summary(results: Sequence[Result]) -> list[str]:
+    """A line for each mask: who won, who was above what chance gives, and how many were not."""
+    verdicts: dict[str, dict[str, set[str]]] = {}
+    for one in results:
+        verdicts.setdefault(f"{_whose(one)}, {one.arithmetic}", {}).setdefault(one.adversary, set()).add(
+            one.finding.verdict
+        )
+    found = []
+    for mask, by_name in verdicts.items():
+        won = [name for name, each in by_name.items() if any(one.startswith("wins") for one in each)]
+        above = [name for name, each in by_name.items() if name not in won and "above baseline" in each]
+        others = len(by_name) - len(won) - len(above)
+        found.append(
+            f"- **{_plain(mask)}**: won in some line by {', '.join(won) or 'nobody'}; above baseline in some line: "
+            f"{', '.join(above) or 'nobody'}; {others} others."
+        )
+    return found
+
+
 def _words(results: Sequence[Result]) -> dict[str, list[str]]:
     """What was said, and through which masks: metadata says the same through all of them."""
     found: dict[str, list[str]] = {}
     for one in results:
         if one.finding.said:
-            what = f"{one.adversary}, {one.finding.module}: {_clipped(one.finding.said)}"
-            found.setdefault(what, []).append(f"{one.mask}, {one.arithmetic}")
+            what = f"{one.adversary}, {one.finding.module}: {_plain(_clipped(one.finding.said))}"
+            found.setdefault(what, []).append(f"{_whose(one)}, {one.arithmetic}")
     return found
 
 

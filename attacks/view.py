@@ -2,19 +2,20 @@
 
 Guarantees: a view holds the manifest and the recorded bytes and nothing of the tenant's; a recording that is empty,
 damaged or of another model is one `ConfigurationError`; tensors are read when they are asked for. Where the recorder
-ran into its size limit, messages are there without their tensors, and `is_truncated` says so.
+ran into its size limit, messages are there without their tensors, and `is_truncated` says so; where it was not ended,
+`is_ended` does.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 
 from wire.errors import ConfigurationError, VeilbaseError
@@ -23,19 +24,27 @@ from wire.manifest import Manifest, parse_manifest
 
 INDEX_NAME = "index.jsonl"
 MANIFEST_NAME = "manifest.json"
+END_NAME = "end.json"
+
+
+class _End(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    messages: int = Field(ge=0)
+    failed: bool
 
 
 class _Line(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     seq: int = Field(ge=0)
-    tenant: str
+    tenant: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")  # as the provider enrols them: it names files
     layer: int
     direction: Literal["forward", "backward"]
     arithmetic: Literal["ring", "float"]
     purpose: Literal["product", "hint", "effect"]
     rows: int = Field(ge=0)
-    file: str | None
+    file: str | None = Field(pattern=r"^[0-9]{8,20}\.safetensors$")
     truncated: bool = False
 
 
@@ -44,7 +53,7 @@ class Message:
     """One request and its reply.
 
     Attributes:
-        seq: place in the order of arrival.
+        seq: place in the recording: in the order of the answers.
         group: id in the manifest.
         num_rows: tokens; of a hint, rows of the public matrix.
         widths: columns of the request and of the reply, by the manifest.
@@ -99,10 +108,15 @@ class Message:
 
 @dataclass(frozen=True)
 class View:
-    """Everything one provider learned, in the order in which it came."""
+    """What one provider answered, in the order of the answers.
+
+    Attributes:
+        is_ended: whether the recorder wrote that all is there; without that, the last messages may be missing.
+    """
 
     manifest: Manifest
     messages: tuple[Message, ...]
+    is_ended: bool = True
 
     @property
     def is_truncated(self) -> bool:
@@ -110,12 +124,13 @@ class View:
         return any(message.file is None for message in self.messages)
 
     def with_tensors(self) -> View:
-        """The same view without the messages whose tensors are missing."""
-        return View(self.manifest, tuple(message for message in self.messages if message.file is not None))
+        """The same view up to the first message whose tensors are missing."""
+        whole = itertools.takewhile(lambda message: message.file is not None, self.messages)
+        return replace(self, messages=tuple(whole))
 
     def of_tenant(self, tenant: str) -> View:
         """One tenant's messages."""
-        return View(self.manifest, tuple(message for message in self.messages if message.tenant == tenant))
+        return replace(self, messages=tuple(message for message in self.messages if message.tenant == tenant))
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -149,17 +164,33 @@ def open_view(folder: Path) -> View:
     except (OSError, UnicodeDecodeError, VeilbaseError):
         raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from None
     messages = tuple(_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1))
-    if any(later.seq <= earlier.seq for earlier, later in itertools.pairwise(messages)):
-        raise ConfigurationError(f"{folder / INDEX_NAME} is not in the order of its numbers: the recording was changed")
+    if any(message.seq != place for place, message in enumerate(messages)):
+        raise ConfigurationError(f"{folder / INDEX_NAME} lacks lines, or has them in another order: it was changed")
+    is_ended = _is_ended(folder, len(messages))
     if not any(message.file is not None for message in messages):
         raise ConfigurationError(f"the recording in {folder} is empty: no tensor was recorded")
-    return View(manifest, messages)
+    return View(manifest, messages, is_ended)
+
+
+def _is_ended(folder: Path, num_messages: int) -> bool:
+    """Whether the recorder came to its end, and not to that of the disk."""
+    try:
+        end = _End.model_validate_json((folder / END_NAME).read_bytes())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        raise ConfigurationError(f"{folder / END_NAME} cannot be read: the recording was changed") from None
+    if end.messages != num_messages:
+        raise ConfigurationError(
+            f"{folder / INDEX_NAME} has {num_messages} lines of {end.messages}: the recording was cut off or changed"
+        )
+    return not end.failed
 
 
 def _message(folder: Path, number: int, line: str, manifest: Manifest) -> Message:
     try:
         fields = _Line.model_validate(json.loads(line))
-    except (ValueError, ValidationError):
+    except (ValueError, RecursionError):
         raise ConfigurationError(
             f"line {number} of {folder / INDEX_NAME} cannot be read: the recording was cut off or changed"
         ) from None

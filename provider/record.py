@@ -1,7 +1,9 @@
 """Writes down exactly what a provider sees, for security evaluation (DESIGN.md, section 8).
 
 Guarantees: manifest.json says what was served; one line of index.jsonl per request, in the order of `seq`; tensors only
-up to the size limit, and where one is missing the index says so; a full disk ends the recording, never the serving.
+up to the size limit, and from the first that is missing on the index says so; a full disk ends the recording, never
+the serving. end.json, written at the end, counts the lines: a recording without it was cut off or goes on. Requests
+that were not answered with a tensor (refused, cancelled, out of time) are not in it; lines are in the order of answers.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Recorder:
         except OSError as exc:
             raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from None
         self._lock = threading.Lock()
-        self._seq = self._written_bytes = 0
-        self._failed = False
+        self._seq = self._num_lines = self._written_bytes = 0
+        self._failed = self._is_full = False
         _LOGGER.warning(
             "RECORDING: everything tenants send is written to %s (up to %d bytes). This is for security evaluation; "
             "the manifest tells every tenant.", folder, limit_bytes,
@@ -81,6 +83,7 @@ class Recorder:
                 line["truncated"] = line["file"] is None
                 self._index.write(json.dumps(line) + "\n")
                 self._index.flush()
+                self._num_lines += 1
             except (OSError, ValueError) as exc:
                 self._failed = True
                 _LOGGER.error("the recording ends here: %s", getattr(exc, "strerror", None) or type(exc).__name__)
@@ -88,7 +91,8 @@ class Recorder:
 
     def _write_tensors(self, request: torch.Tensor, reply: torch.Tensor) -> str | None:
         data = save({"request": request.contiguous(), "reply": reply.contiguous()})
-        if self._written_bytes + len(data) > self._limit_bytes:
+        self._is_full = self._is_full or self._written_bytes + len(data) > self._limit_bytes
+        if self._is_full:
             return None
         name = f"{self._seq:08d}.safetensors"
         (self._folder / name).write_bytes(data)
@@ -98,8 +102,13 @@ class Recorder:
     def close(self) -> None:
         """Ends the recording."""
         with self._lock:
+            end = {"messages": self._num_lines, "failed": self._failed}
             self._failed = True
             self._index.close()
+            try:
+                (self._folder / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
+            except OSError as exc:
+                _LOGGER.error("the end of the recording cannot be written: %s", exc.strerror)
 
 
 def _as_tensor(request: Rows) -> torch.Tensor:

@@ -61,6 +61,9 @@ class Growth:
     block_size: int | None
 
 
+_WARM_UP = 16
+
+
 def measure_growth(dimensions: Sequence[int], sigma: float = HARD_SIGMA, seed: int = 0) -> list[Growth]:
     """Runs the primal attack on random LWE instances with a ternary secret, q = 2^32.
 
@@ -72,6 +75,7 @@ def measure_growth(dimensions: Sequence[int], sigma: float = HARD_SIGMA, seed: i
     Raises:
         ConfigurationError: fpylll is not installed.
     """
+    _measure(_WARM_UP, sigma, np.random.default_rng(seed))  # the first reduction of a process takes longer
     return [_measure(dimension, sigma, np.random.default_rng((seed, dimension))) for dimension in dimensions]
 
 
@@ -110,12 +114,15 @@ def best_num_samples(dimension: int, sigma: float) -> int:
 
 
 def fit(measured: Sequence[Growth]) -> tuple[float, float]:
-    """Slope and intercept of log2(seconds) against the dimension, of the measurements that found the secret."""
+    """Slope and intercept of log2(seconds) against the dimension, of the measurements that found the secret.
+
+    NaN where they make no line that rises: too few, or too small to be told from the machine's noise.
+    """
     points = [(one.dimension, math.log2(one.seconds)) for one in measured if one.block_size is not None]
     if len({dimension for dimension, _ in points}) < 2:
         return math.nan, math.nan
     slope, intercept = np.polyfit([x for x, _ in points], [y for _, y in points], 1)
-    return float(slope), float(intercept)
+    return (float(slope), float(intercept)) if slope > 0 else (math.nan, math.nan)
 
 
 def extrapolate(measured: Sequence[Growth]) -> dict[str, tuple[float, int]]:

@@ -48,10 +48,11 @@ def public_seeds(view: View) -> list[SeededRows]:
     """
     dimensions: dict[bytes, int] = {}
     for message in reversed(view.with_tensors().select("hint")):
+        payload = message.request().numpy().tobytes()
         try:
-            rows = message.seeded_rows()
-        except (VeilbaseError, TypeError, RuntimeError):
-            continue  # damaged, or not a hint's payload
+            rows = SeededRows.unpack(payload)
+        except VeilbaseError:
+            continue  # not a hint's payload
         if len(dimensions) < MOST_SEEDS or rows.seed in dimensions:
             dimensions[rows.seed] = max(dimensions.get(rows.seed, 0), rows.first_row + rows.num_rows)
     return [SeededRows(seed, 0, rows) for seed, rows in dimensions.items() if 2 <= rows <= MAX_DIMENSION]
@@ -222,12 +223,13 @@ def streams(view: View, opened: Opened | None = None) -> Iterator[Stream]:
 
 
 def ring_request(message: Message) -> torch.Tensor | None:
-    """The int32 rows of a message, None where they cannot be read or are no ring rows."""
-    try:
-        rows = message.request()
-    except (VeilbaseError, TypeError, RuntimeError):
-        return None
-    return rows if rows.dtype == torch.int32 and rows.dim() == 2 and rows.numel() else None
+    """The int32 rows of a message, None where there are none.
+
+    Raises:
+        ConfigurationError: they cannot be read.
+    """
+    rows = message.request()
+    return rows if rows.dtype == torch.int32 and rows.numel() else None
 
 
 def _stream(messages: list[Message], opened: Opened, most_bytes: int) -> Stream | None:

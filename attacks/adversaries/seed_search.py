@@ -1,7 +1,9 @@
 """Masks from a generator with a guessable seed: every candidate is tried until the rows behind one look like data.
 
 Two conventions of a careless tenant, with a torch.Generator seeded anew for each message: float rows plus
-`torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. Seeds tried: small numbers, and
+`torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. A third is a lattice mask whose
+ternary secret comes from `torch.randint`: each candidate is tried on the first row of every stream, where a block
+begins, with errors that may be as good as they like. Seeds tried: small numbers, and
 the seconds before the first message arrived (the recorder's file times; a recording that was copied without them has
 lost that). A float candidate must correlate with the rows and leave rows of the norm that a norm layer gives; in the
 ring it must leave small numbers. Of one generator for many messages only the first is found. torch's generator on the
@@ -15,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from attacks.adversaries.ring_lwe import SMALL, PublicMatrix, centred, public_seeds, ring_degrees, streams
 from attacks.adversary import Adversary, Claim, StolenRows
 from attacks.passes import Opened
 from attacks.public_model import Norm, PublicModel
@@ -33,6 +36,8 @@ _SIGNIFICANT = 5.0
 """Standard deviations above chance: 4,396 candidates reach it once in a thousand searches."""
 _NORM_TOLERANCE = 1e-2
 """Of a row's squared norm; room for the eps of a norm layer."""
+_TRIED_COLUMNS, _MOST_MATRICES = 8, 8
+"""Of a row, for each secret: chance leaves all of them small once in 2^56."""
 _SMALL = 2.0**28
 """Data in the ring is far below 2^31; uniform numbers have a mean magnitude of 2^30."""
 
@@ -42,7 +47,31 @@ Guess = Callable[[torch.Generator], torch.Tensor | None]
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
     """Small seeds and those of the clock; see `Adversary.attack`."""
-    return search(view, public, [*SMALL_SEEDS, *arrival_seconds(view)])
+    seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
+    return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
+
+
+def secrets(view: View, seeds: Sequence[int]) -> list[Claim]:
+    """Rows of blocks at the beginning of a stream whose secret comes from one of these seeds."""
+    claims: list[Claim] = []
+    matrices = [(seed, degree) for seed in public_seeds(view) for degree in ring_degrees(seed.num_rows)]
+    found = list(streams(view)) if matrices else []
+    for seed, degree in matrices[:_MOST_MATRICES]:
+        generator = torch.Generator()
+        shape = seed.num_rows // degree, degree
+        tried = [torch.randint(-1, 2, shape, generator=generator.manual_seed(one)).flatten() for one in seeds]
+        candidates = torch.stack(tried, dim=1)  # (k·N, num_seeds)
+        masks = PublicMatrix.of(seed, degree, _TRIED_COLUMNS).equations(0) @ candidates
+        for stream in found:
+            if stream.num_features < _TRIED_COLUMNS:
+                continue
+            rest = centred(stream.rows[0, :_TRIED_COLUMNS, None] - masks).abs().amax(0)
+            for place in (rest < SMALL).nonzero()[:, 0].tolist():
+                public = PublicMatrix.of(seed, degree, stream.num_features)
+                stream.open_around(public, candidates[:, place], 0, 1)
+    for stream in found:
+        claims += stream.claims()
+    return claims
 
 
 def arrival_seconds(view: View) -> range:
@@ -138,7 +167,7 @@ def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Ten
 
 ADVERSARY = Adversary(
     "seed-search",
-    "masks from a torch.Generator with a small or time-like seed: tries them all",
+    "masks, or a lattice mask's secrets, from a torch.Generator with a small or time-like seed: tries them all",
     attack,
     opens_masks=True,
 )

@@ -5,16 +5,23 @@ leaves x̃ − x̃′, below 2^21 or so. A pair of fresh rows looks reused with 
 features; where that, times the pairs, is not below 2^-40 the adversary claims nothing. At d = 64 and 10,000 rows:
 2^-423. Requests sent again byte by byte tell nothing, and are passed over.
 
+All layers share the public matrix and read its first columns, so that one secret used in two layers, or in both
+directions of one, shows in the same way: the rows of two messages agree in as many columns as both have, up to
+activations and errors. There are too many rows to compare each with each; rows are sorted by the high bits of some
+columns, which puts most pairs that share a secret side by side. What a pair tells is said and not used: the difference
+of two layers' inputs has no use here that the same layer's would not have.
+
 Source: the two-time pad; DESIGN.md section 4, "what breaks it", item 1.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 
-from attacks.adversaries.ring_lwe import SMALL, Stream, centred, streams
+from attacks.adversaries.ring_lwe import MODULUS, SMALL, Stream, centred, ring_request, streams
 from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact
 from attacks.passes import Opened
 from attacks.public_model import PublicModel
@@ -26,6 +33,12 @@ MOST_NEIGHBOURS = 512
 MOST_PAIRS = 1 << 14
 """Traffic without a mask is all near pairs."""
 MOST_CLAIMS = 256
+SHARED_ROWS = "messages that share mask rows in other places"
+SHARED_SECRET = "messages of different layers or directions that share a secret"  # noqa: S105 - a fact's name
+_HIGH_BITS, _KEY_COLUMNS = 7, 8
+"""Of the columns that rows are sorted by: numbers that differ by 2^20 have the same high bits 31 times of 32."""
+_MOST_COLUMNS, _NOTHING = 64, 1 << 40
+"""Compared between layers, and where a narrower one has no column."""
 
 
 def false_positive_log2(num_rows: int, num_features: int) -> float:
@@ -43,7 +56,52 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
         claims += _claims(stream)
         if len(claims) >= MOST_CLAIMS:
             break
-    return claims[:MOST_CLAIMS]
+    return [*claims[:MOST_CLAIMS], *(shared_secrets(view) if opened is None else ())]
+
+
+def shared_secrets(view: View) -> list[Claim]:
+    """A fact for each of some pairs of groups, or of directions of one, in which a secret was used twice."""
+    places: dict[tuple[str, int], int] = {}
+    heads, owners, messages = [], [], []
+    for message in view.with_tensors().select("product"):
+        rows = ring_request(message)
+        if rows is None or message.arithmetic != "ring":
+            continue
+        head = rows[:, :_MOST_COLUMNS].to(torch.int64)
+        if head.shape[1] < _KEY_COLUMNS or is_plain(head):
+            continue
+        place = places.setdefault((message.direction, message.group), len(places))
+        heads.append(torch.nn.functional.pad(head, (0, _MOST_COLUMNS - head.shape[1]), value=_NOTHING))
+        owners.append(torch.full((len(head),), place))
+        messages.append(torch.full((len(head),), message.seq))
+    if len(places) < 2:
+        return []
+    rows, owner, seq = torch.cat(heads), torch.cat(owners), torch.cat(messages)
+    met: dict[tuple[int, int], tuple[int, int]] = {}
+    for one, other in _alike(rows):
+        if owner[one] != owner[other] and _shows_sharing(rows[one], rows[other], len(rows)):
+            between = sorted((int(owner[one]), int(owner[other])))
+            met.setdefault((between[0], between[1]), (int(seq[one]), int(seq[other])))
+        if len(met) == MOST_CLAIMS:
+            break
+    return [StolenFact(SHARED_SECRET, f"{min(pair)}, {max(pair)}") for pair in met.values()]
+
+
+def _alike(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Pairs of rows whose first columns have the same high bits; of three that do, two pairs."""
+    high = rows[:, :_KEY_COLUMNS].remainder(MODULUS) >> (32 - _HIGH_BITS)
+    key = (high << (_HIGH_BITS * torch.arange(_KEY_COLUMNS))).sum(1)
+    ordered, order = key.sort()
+    for place in (ordered[1:] == ordered[:-1]).nonzero()[:, 0][:MOST_PAIRS].tolist():
+        yield int(order[place]), int(order[place + 1])
+
+
+def _shows_sharing(one: torch.Tensor, other: torch.Tensor, num_rows: int) -> bool:
+    there = (one != _NOTHING) & (other != _NOTHING)
+    count = int(there.sum())
+    if false_positive_log2(num_rows, count) > -FALSE_POSITIVE_BITS:
+        return False
+    return int(centred(one[there] - other[there]).abs().max()) < SMALL
 
 
 def is_plain(rows: torch.Tensor) -> bool:
@@ -72,7 +130,7 @@ def _claim(stream: Stream, one: int, other: int) -> Claim | None:
         return None  # the same bytes
     if int(difference.abs().max()) < SMALL:
         return StolenDifference(seq, other_seq, difference.to(torch.float64))
-    return StolenFact("messages that share mask rows in other places", f"{seq}, {other_seq}")
+    return StolenFact(SHARED_ROWS, f"{seq}, {other_seq}")
 
 
 def near_pairs(rows: torch.Tensor) -> torch.Tensor:

@@ -142,7 +142,7 @@ def summarise(view: View, found: Sequence[Shape]) -> Training:
     reached = {group for one in steps for group in one.backward}
     repeated = frozenset(group for one in found for group, count in one.calls.items() if count > 1)
     heads = [one.head_rows < one.num_rows for one in steps if one.head_rows is not None]
-    return Training(groups, min(reached, default=None), repeated, all(heads) if heads else None)
+    return Training(groups, min(reached, default=None), repeated, any(heads) if heads else None)
 
 
 def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, ...]:

@@ -97,9 +97,14 @@ class Traffic:
         shape = num_rows, self.num_features
         return torch.randint(-ACTIVATION, ACTIVATION + 1, shape, generator=self._generator, dtype=torch.int64)
 
-    def block(self) -> torch.Tensor:
-        """The mask of a fresh block: int32, shape (N, features)."""
-        secret = sampling.ternary(self._rng, (1, self.parameters.rank, self.parameters.ring_degree))
+    def block(self, secret: torch.Tensor | None = None) -> torch.Tensor:
+        """The mask of a block: int32, shape (N, features).
+
+        Args:
+            secret: int8, shape (1, k, N); None draws a fresh one.
+        """
+        if secret is None:
+            secret = sampling.ternary(self._rng, (1, self.parameters.rank, self.parameters.ring_degree))
         shape = 1, self.parameters.ring_degree, self.num_features
         error = self.error(shape) if self.error else sampling.error(self._rng, shape, self.parameters)
         hat = polynomial.transform(self.matrix, self.parameters)

@@ -1,4 +1,4 @@
-"""seed-search against a generator seeded with a small number, and with the clock, in float and in the ring."""
+"""seed-search against a generator seeded with a small number, and with the clock: masks, and a lattice secret."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import time
 import torch
 
 from attacks.adversaries.seed_search import ADVERSARY
+from attacks.controls import lattice_traffic
 from attacks.controls.control import ControlResult
 from attacks.controls.known_mask import Traffic, exchange, inputs_of, record, row_errors, to_ring, uniform
 from attacks.synthetic import Exchange
+from noise.params import PARAMETERS
 
 SMALL_SEED = 977
 
@@ -27,15 +29,27 @@ def seeded_traffic(folder: str, ring: bool, first_seed: int) -> Traffic:
     return record("llama", folder, sent)
 
 
+def seeded_secret_error() -> float:
+    """Relative error of rows under a lattice mask of the shipped size whose secret has a small seed."""
+    traffic = lattice_traffic.Traffic(PARAMETERS["default"], 32)
+    generator = torch.Generator().manual_seed(SMALL_SEED)
+    shape = 1, traffic.parameters.rank, traffic.parameters.ring_degree
+    mask = traffic.block(torch.randint(-1, 2, shape, generator=generator).to(torch.int8))
+    for rows in (slice(0, 5), slice(5, 12)):
+        traffic.send(traffic.activations(rows.stop - rows.start), mask[rows])
+    return traffic.relative_error(traffic.attacked(ADVERSARY.attack))
+
+
 def control() -> ControlResult:
-    """Float masks from a small seed and ring masks from the clock: all messages must be opened."""
+    """Float masks from a small seed, ring masks from the clock, a seeded secret: all messages must be opened."""
     worst = 0.0
     for ring, first_seed in ((False, SMALL_SEED), (True, int(time.time()) - 60)):
         with tempfile.TemporaryDirectory() as folder:
             traffic = seeded_traffic(folder, ring, first_seed)
             errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)
         worst = max(worst, *(errors.get(seq, 1.0) for seq in traffic.truth))
+    worst = max(worst, seeded_secret_error())
     return ControlResult(
-        ADVERSARY.name, "seed 977 in float, the clock in the ring", "worst relative error of a message's rows",
-        worst, 1e-4, smaller_wins=True,
+        ADVERSARY.name, "seed 977 in float, the clock in the ring, a lattice secret of seed 977",
+        "worst relative error of a message's rows", worst, 1e-4, smaller_wins=True,
     )  # fmt: skip

@@ -1,18 +1,33 @@
-"""One slot used twice among honest blocks: the difference of the two activations comes out."""
+"""One slot used twice among honest blocks: the difference of the two activations comes out.
+
+And one secret used in two layers, with an error of its own in each: which messages those are comes out.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from attacks.adversaries.slot_reuse import ADVERSARY
-from attacks.adversary import StolenDifference
+from attacks.adversaries.slot_reuse import ADVERSARY, SHARED_SECRET
+from attacks.adversary import Claim, StolenDifference, StolenFact
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import Traffic
 from noise.params import PARAMETERS
 
 
+def attack_on_a_shared_secret() -> list[Claim]:
+    """What is claimed where messages 2 and 3, of two groups and directions, have masks of one secret."""
+    traffic = Traffic(PARAMETERS["default"], 32, num_groups=2)
+    mask, other = traffic.block(), traffic.block()
+    error = torch.randint(-21, 22, (8, 32), generator=torch.Generator().manual_seed(1))
+    parts = (other[:8], "forward", 0), (mask[:8], "forward", 0), (mask[:8] + error, "backward", 1), \
+        (other[8:16], "forward", 1)  # fmt: skip
+    for part, direction, group in parts:
+        traffic.send(traffic.activations(8), part, direction, group)
+    return traffic.attacked(ADVERSARY.attack)
+
+
 def control() -> ControlResult:
-    """Correlation of the claimed difference with the true one; 0 where anything else is claimed."""
+    """Correlation of the claimed difference with the true one; 0 where anything else, or nothing of layers, is said."""
     traffic = Traffic(PARAMETERS["default"], 32)
     mask, other = traffic.block(), traffic.block()
     for part in (mask[:8], other[:8], mask[:8], mask[8:16]):
@@ -25,5 +40,7 @@ def control() -> ControlResult:
             if one is not None and three is not None:
                 both = torch.stack((rows.flatten(), (one - three).to(torch.float64).flatten()))
                 value = float(torch.corrcoef(both)[0, 1])
-    setting = "lattice mask 3x512 (default), eight mask rows used twice"
+    if attack_on_a_shared_secret() != [StolenFact(SHARED_SECRET, "2, 3")]:
+        value = 0.0
+    setting = "lattice mask 3x512 (default), eight mask rows used twice; a secret used in two layers"
     return ControlResult(ADVERSARY.name, setting, "correlation with the true difference", value, 0.99999, False)

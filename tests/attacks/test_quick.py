@@ -103,6 +103,17 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         for thief in ("closed-form", "substitute"):
             assert gains["off", arithmetic, thief] >= 0.9
     assert "| lattice | ring |" in capsys.readouterr().out
+    metadata = {
+        (one.finding.module, one.finding.value, one.finding.said)
+        for one in results
+        if one.adversary == gate.METADATA and one.finding.module not in ("prompt tokens", "answer tokens")
+    }
+    first = "model.layers.0.self_attn"
+    assert metadata >= {
+        ("PEFT kind", 1.0, "one of LoRA, IA3, OFT, BOFT"),
+        ("lowest adapted layer", 1.0, f"one of {first}.q_proj, {first}.o_proj"),
+    }
+    assert {module for module, _, _ in metadata} == {"PEFT kind", "lowest adapted layer", "training rows per step"}
 
 
 @pytest.mark.slow
@@ -125,7 +136,7 @@ def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
         (["--adapter", "/nowhere"], "expected a PEFT adapter folder"),
         (["--view", "/nowhere", "--model", "smollm2-135m"], "is not a recording"),
         (["--view", "/nowhere"], "needs --model"),
-        (["--out", "/proc/nowhere"], "cannot write to"),
+        (["--out", "/proc/nowhere"], "cannot read or write"),
         (["--model", "/nowhere"], "cannot find the model"),
     ],
 )
@@ -231,7 +242,9 @@ def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> Non
 def test_the_gate_asks_for_every_metric() -> None:
     found = Finding("o_proj", "relative error", 50.0, 1.0, (1.0, 1.0), "at baseline")
     lost = gate.standing([Result("off", "float", "closed-form", found)])
-    assert len(lost) == 7  # o_proj, v_proj, down_proj, gain; prompts' tokens and how many were tried; a step's tokens
+    # o, v, down_proj, gain; in how many layers o and v; tokens of prompts and how many were tried; tokens of a step
+    assert len(lost) == 9
+    assert gate.standing([Result("off", "float", "closed-form", found)], ran={"traffic-shape"}) == []
 
 
 IN_THE_VICTIM = """
@@ -254,19 +267,50 @@ ERRORLESS = """
     from noise import sampling
     sampling.error = lambda rng, shape, parameters: torch.zeros(tuple(shape), dtype=torch.int8)
 """
+SHARING = """
+    import collections, threading, torch
+    from noise import lattice, sampling
+    lock, where, counts, secrets = threading.Lock(), threading.local(), collections.Counter(), []
+    make, ternary = lattice.Lattice._make_blocks, sampling.ternary
+    def make_blocks(self, group, direction, *arguments):
+        where.stream = group.id, direction
+        return make(self, group, direction, *arguments)
+    def shared(rng, shape):
+        with lock:
+            first = counts[where.stream]
+            counts[where.stream] += shape[0]
+            while len(secrets) < first + shape[0]:
+                secrets.append(ternary(rng, (1, *shape[1:]))[0])
+            return torch.stack(secrets[first : first + shape[0]])
+    lattice.Lattice._make_blocks, sampling.ternary = make_blocks, shared
+"""
+SEEDED = """
+    import torch
+    from noise import sampling
+    seeds = iter(range(1, 4000))
+    def seeded(rng, shape):
+        generators = [torch.Generator().manual_seed(next(seeds)) for _ in range(shape[0])]
+        return torch.stack([torch.randint(-1, 2, shape[1:], generator=one) for one in generators]).to(torch.int8)
+    sampling.ternary = seeded
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("mutation", "noticed_by"),
-    [(FORGETFUL, ("gradient-view", "byte-statistics")), (ERRORLESS, ("no-error",))],
-    ids=["plain gradients", "no error"],
+    [
+        (FORGETFUL, ("gradient-view", "byte-statistics")),
+        (ERRORLESS, ("no-error",)),
+        (SHARING, ("slot-reuse",)),
+        (SEEDED, ("seed-search",)),
+    ],
+    ids=["plain gradients", "no error", "a secret for all layers", "seeded secrets"],
 )
 def test_a_victim_whose_mask_is_broken_is_noticed(
     mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None
 ) -> None:
-    """The lattice mask forgets one direction, or draws no error."""
+    """The lattice mask forgets one direction, draws no error, or draws its secrets as DESIGN.md forbids."""
     (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
     options = ["--masks", "lattice", "--adversaries", ",".join(noticed_by), "--out", str(tmp_path / "out")]

@@ -49,9 +49,42 @@ def test_a_file_that_is_missing_or_elsewhere(seen: Path) -> None:
     (seen / first["file"]).unlink()
     with pytest.raises(ConfigurationError, match="cut off"):
         open_view(seen)
-    first["file"] = "../model/config.json"
-    (seen / "index.jsonl").write_text(json.dumps(first) + "\n")
-    with pytest.raises(ConfigurationError, match="cut off"):
+    for name in ("../model/config.json", "/etc/passwd", "x" * 5000):
+        (seen / "index.jsonl").write_text(json.dumps(first | {"file": name}) + "\n")
+        with pytest.raises(ConfigurationError, match=r"line 1 .* cannot be read"):
+            open_view(seen)
+
+
+@pytest.mark.parametrize("tenant", ["../../evil", "/tmp/evil", "a | b", "a\nb", "", "A" * 200])
+def test_a_tenant_that_no_provider_enrols(seen: Path, tenant: str) -> None:
+    first = json.loads((seen / "index.jsonl").read_text().splitlines()[0])
+    (seen / "index.jsonl").write_text(json.dumps(first | {"tenant": tenant}) + "\n")
+    with pytest.raises(ConfigurationError, match=r"line 1 .* cannot be read"):
+        open_view(seen)
+
+
+def test_a_line_nested_without_end(seen: Path) -> None:
+    (seen / "index.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(ConfigurationError, match=r"line 1 .* cannot be read"):
+        open_view(seen)
+
+
+def test_lines_that_are_missing_in_the_middle_or_at_the_end(seen: Path) -> None:
+    lines = (seen / "index.jsonl").read_text().splitlines(keepends=True)
+    assert not open_view(seen).is_ended
+    (seen / "end.json").write_text(json.dumps({"messages": len(lines), "failed": False}))
+    assert open_view(seen).is_ended
+    (seen / "index.jsonl").write_text("".join(lines[:-1]))
+    with pytest.raises(ConfigurationError, match="cut off or changed"):
+        open_view(seen)
+    (seen / "index.jsonl").write_text("".join(lines[:2] + lines[3:]))
+    with pytest.raises(ConfigurationError, match="lacks lines"):
+        open_view(seen)
+    (seen / "index.jsonl").write_text("".join(lines))
+    (seen / "end.json").write_text(json.dumps({"messages": len(lines), "failed": True}))
+    assert not open_view(seen).is_ended, "the disk was full"
+    (seen / "end.json").write_text("[")
+    with pytest.raises(ConfigurationError, match=r"end\.json cannot be read"):
         open_view(seen)
 
 
@@ -70,7 +103,7 @@ def test_a_tensor_that_is_not_what_its_index_says(seen: Path, wrong: torch.Tenso
         open_view(seen).messages[0].request()
 
 
-@pytest.mark.parametrize("change", [{"seq": 7}, {"rows": -1}, {"seq": -1}])
+@pytest.mark.parametrize("change", [{"seq": 7}, {"seq": 1}, {"rows": -1}, {"seq": -1}])
 def test_numbers_that_make_no_sense(seen: Path, change: dict[str, int]) -> None:
     lines = [json.loads(line) for line in (seen / "index.jsonl").read_text().splitlines()]
     lines[0] |= change
@@ -104,7 +137,7 @@ def test_truncated_messages_are_there_without_tensors(seen: Path) -> None:
     (seen / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     view = open_view(seen)
     assert view.is_truncated
-    assert len(view.with_tensors().messages) == len(lines) - 1
+    assert [message.seq for message in view.with_tensors().messages] == [0, 1, 2], "and none after it"
     with pytest.raises(ConfigurationError, match="truncated"):
         view.messages[3].request()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from attacks import extract_lora, quick_model
+from attacks.synthetic import Exchange, write_recording
 from provider.core import ProviderCore
 from provider.models import load, resolve
 from provider.record import Recorder
@@ -77,7 +79,50 @@ def test_an_adapter_lets_it_be_judged(record: Record, model: Path, tmp_path: Pat
 def test_one_that_was_cut_off_says_so(record: Record, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     view = record(limit=40_000)
     assert attack(view, model) == 0
-    assert "ran into its size limit" in capsys.readouterr().out
+    said = re.search(r"local: tensors of the first (\d+) of (\d+) messages, since", capsys.readouterr().out)
+    assert said
+    assert 0 < int(said[1]) < int(said[2])
+    results = json.loads((view.parent / "out" / "report.json").read_text())["results"]
+    told = {one["module"]: one.get("said") for one in results if one["adversary"] == "traffic-shape"}
+    assert told["prompt tokens"] == "6,6,6,6", "metadata is whole"
+
+
+def test_one_without_any_tensor_of_a_tenant_is_looked_at_for_metadata(record: Record, model: Path) -> None:
+    view = record()
+    lines = [json.loads(line) for line in (view / "index.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        line |= {"tenant": "other", "file": None, "truncated": True}
+    (view / "index.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert attack(view, model) == 0
+    results = json.loads((view.parent / "out" / "report.json").read_text())["results"]
+    assert {one["adversary"] for one in results if one["tenant"] == "other"} == {"traffic-shape"}
+
+
+def test_whose_and_what_is_said(record: Record, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    view = record()
+    assert attack(view, model, "--tenant", "nobody") == 2
+    assert "no tenant 'nobody'" in capsys.readouterr().err
+    assert attack(view, model, "--masks", "off,lattice") == 2
+    assert "--masks is one of" in capsys.readouterr().err
+    assert attack(view, model, "--tenant", "local", "--masks", "off") == 0
+    results = json.loads((view.parent / "out" / "report.json").read_text())["results"]
+    assert {(one["mask"], one["tenant"]) for one in results} == {("off", "local")}
+
+
+@pytest.mark.parametrize(("masks", "alarms"), [((), 1), (("--masks", "lattice"), 1), (("--masks", "off"), 0)])
+def test_a_mask_that_nobody_names_may_be_a_private_one(
+    tmp_path: Path, no_controls: None, masks: tuple[str, ...], alarms: int
+) -> None:
+    """Slots used twice, in a recording of a tenant of whatever name."""
+    model = quick_model.make("tiny-llama", tmp_path / "model")
+    manifest = serve_model(load(resolve(str(model)))).manifest
+    widths = [group.in_features for group in manifest.groups]
+    mask = torch.randint(-(2**31), 2**31, (6, widths[0]), dtype=torch.int32)
+    rows = [torch.randint(-9, 10, mask.shape, dtype=torch.int32) for _ in range(2)]
+    reply = torch.zeros(6, manifest.groups[0].out_features, dtype=torch.int32)
+    write_recording(tmp_path / "seen", manifest, [Exchange(0, mask + row, reply) for row in rows], tenant="acme")
+    names = ["--adversaries", "slot-reuse", "--out", str(tmp_path / "out")]
+    assert extract_lora.main(["--view", str(tmp_path / "seen"), "--model", str(model), *names, *masks]) == alarms
 
 
 def test_some_layers(record: Record, model: Path) -> None:
