@@ -88,7 +88,7 @@ def _beats_chance(one: Result) -> bool:
         return True
     if found.metric == "certain claims":
         return found.value > 0
-    if found.metric == "relative error":
+    if found.metric in ("relative error", "largest error"):
         return found.value < _LEAST_ERROR
     if found.metric in (
         _GAIN,

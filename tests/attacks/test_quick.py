@@ -239,6 +239,13 @@ def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> Non
     assert asked([replace(read, adversary="layer-0 lookup")])
 
 
+@pytest.mark.parametrize("metric", ["relative error", "largest error"])
+def test_an_error_that_is_large_is_no_leak(metric: str) -> None:
+    for value, alarms in ((200.0, 0), (0.95, 0), (0.5, 1)):
+        found = Finding("o_proj", metric, value, 1.0, (1.0, 1.0), "at baseline")
+        assert len(gate.weakened([Result("lattice", "ring", "closed-form", found)])) == alarms
+
+
 def test_the_gate_asks_for_every_metric() -> None:
     found = Finding("o_proj", "relative error", 50.0, 1.0, (1.0, 1.0), "at baseline")
     lost = gate.standing([Result("off", "float", "closed-form", found)])
