@@ -46,6 +46,7 @@ class _Line(BaseModel):
     rows: int = Field(ge=0)
     file: str | None = Field(pattern=r"^[0-9]{8,20}\.safetensors$")
     truncated: bool = False
+    answered: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,15 +109,18 @@ class Message:
 
 @dataclass(frozen=True)
 class View:
-    """What one provider answered, in the order of the answers.
+    """What one provider was sent, and answered.
 
     Attributes:
+        messages: those that were answered, in the order of the answers.
+        unanswered: those that failed or were cancelled, which have no reply.
         is_ended: whether the recorder wrote that all is there; without that, the last messages may be missing.
     """
 
     manifest: Manifest
     messages: tuple[Message, ...]
     is_ended: bool = True
+    unanswered: tuple[Message, ...] = ()
 
     @property
     def is_truncated(self) -> bool:
@@ -126,11 +130,18 @@ class View:
     def with_tensors(self) -> View:
         """The same view up to the first message whose tensors are missing."""
         whole = itertools.takewhile(lambda message: message.file is not None, self.messages)
-        return replace(self, messages=tuple(whole))
+        kept = tuple(message for message in self.unanswered if message.file is not None)
+        return replace(self, messages=tuple(whole), unanswered=kept)
 
     def of_tenant(self, tenant: str) -> View:
         """One tenant's messages."""
-        return replace(self, messages=tuple(message for message in self.messages if message.tenant == tenant))
+        theirs = [tuple(one for one in part if one.tenant == tenant) for part in (self.messages, self.unanswered)]
+        return replace(self, messages=theirs[0], unanswered=theirs[1])
+
+    def products(self) -> tuple[Message, ...]:
+        """All that came under a mask, answered or not, in the order of `seq`."""
+        found = [message for message in (*self.messages, *self.unanswered) if message.purpose == "product"]
+        return tuple(sorted(found, key=lambda message: message.seq))
 
     @property
     def tenants(self) -> tuple[str, ...]:
@@ -163,13 +174,15 @@ def open_view(folder: Path) -> View:
         ) from None
     except (OSError, UnicodeDecodeError, VeilbaseError):
         raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from None
-    messages = tuple(_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1))
+    read = [_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1)]
+    messages = [message for message, _ in read]
     if any(message.seq != place for place, message in enumerate(messages)):
         raise ConfigurationError(f"{folder / INDEX_NAME} lacks lines, or has them in another order: it was changed")
     is_ended = _is_ended(folder, len(messages))
     if not any(message.file is not None for message in messages):
         raise ConfigurationError(f"the recording in {folder} is empty: no tensor was recorded")
-    return View(manifest, messages, is_ended)
+    answered, others = (tuple(one for one, has_reply in read if has_reply is wanted) for wanted in (True, False))
+    return View(manifest, answered, is_ended, others)
 
 
 def _is_ended(folder: Path, num_messages: int) -> bool:
@@ -187,7 +200,8 @@ def _is_ended(folder: Path, num_messages: int) -> bool:
     return not end.failed
 
 
-def _message(folder: Path, number: int, line: str, manifest: Manifest) -> Message:
+def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[Message, bool]:
+    """And whether it was answered."""
     try:
         fields = _Line.model_validate(json.loads(line))
     except (ValueError, RecursionError):
@@ -203,7 +217,8 @@ def _message(folder: Path, number: int, line: str, manifest: Manifest) -> Messag
             raise ConfigurationError(f"the recording in {folder} lacks {Path(fields.file).name}: it was cut off")
     info = manifest.groups[fields.layer]
     widths = (info.in_features, info.out_features)
-    return Message(
+    message = Message(
         fields.seq, fields.tenant, fields.layer, fields.direction, fields.arithmetic, fields.purpose, fields.rows, file,
         widths if fields.direction == "forward" else widths[::-1],
     )  # fmt: skip
+    return message, fields.answered

@@ -61,7 +61,7 @@ class Executor:
 
         replicas: all of the same weights; each takes the next batch when it is done with one. None: others will join.
         scheduler: says which; used under this object's lock alone.
-        completed: told of every request that was answered with a tensor.
+        completed: told of every request, when it is answered with a tensor, or fails or is cancelled.
         meter: told of every product.
         charge: told a tenant's share of every product's seconds.
         """
@@ -152,17 +152,18 @@ class Executor:
             use_one_core()
             reply = lane.replica.product(call, rows)
         except VeilbaseError as exc:
+            self._tell(tenant, call, rows, None)
             return exc
         except ReplicaLost:
             lane.is_lost = True  # its thread sees to it
             return None
         except Exception as exc:  # noqa: BLE001 - the caller is a stream's reader, and goes on
             _LOGGER.error("a product failed: %s", type(exc).__name__)
+            self._tell(tenant, call, rows, None)
             return _FAILED
         finally:
             self._done_here(lane, tenant, call, began_s)
-        if self._completed is not None:
-            self._completed(tenant, call, rows, reply)
+        self._tell(tenant, call, rows, reply)
         return reply
 
     def _idle(self) -> _Lane | None:
@@ -187,7 +188,14 @@ class Executor:
         """Takes a job out of the queue, and drops its rows."""
         with self._changed:
             self._scheduler.cancel(job.ticket)
+        rows = job.rows
         job.drop()
+        if rows is not None:
+            self._tell(job.ticket.tenant, job.ticket.call, rows, None)
+
+    def _tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
+        if self._completed is not None:
+            self._completed(tenant, call, rows, reply)
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -393,8 +401,7 @@ class Executor:
 
     def _finish(self, job: Job, rows: Rows, reply: torch.Tensor) -> None:
         job.drop()
-        if self._completed is not None:
-            self._completed(job.ticket.tenant, job.ticket.call, rows, reply)
+        self._tell(job.ticket.tenant, job.ticket.call, rows, reply)
         job.done(reply)
 
     def _fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:

@@ -59,8 +59,8 @@ class ProviderCore:
             _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
             raise RemoteFault("the provider failed while computing") from None
 
-    def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor) -> None:
-        """Writes a whole request and its reply down, where there is a recorder."""
+    def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
+        """Writes a whole request and its reply, if it has one, down, where there is a recorder."""
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
 

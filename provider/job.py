@@ -14,8 +14,8 @@ from wire.expand import Rows, SeededRows, count_rows
 from wire.frame import Call
 
 Outcome = torch.Tensor | VeilbaseError
-Completed = Callable[[str, Call, Rows, torch.Tensor], None]
-"""Tenant, call, the whole request and its reply, before the reply leaves."""
+Completed = Callable[[str, Call, Rows, torch.Tensor | None], None]
+"""Tenant, call, the whole request and its reply, before the reply leaves; None where there is none and will be none."""
 
 
 class Job:

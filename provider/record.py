@@ -2,8 +2,9 @@
 
 Guarantees: manifest.json says what was served; one line of index.jsonl per request, in the order of `seq`; tensors only
 up to the size limit, and from the first that is missing on the index says so; a full disk ends the recording, never
-the serving. end.json, written at the end, counts the lines: a recording without it was cut off or goes on. Requests
-that were not answered with a tensor (refused, cancelled, out of time) are not in it; lines are in the order of answers.
+the serving. end.json, written at the end, counts the lines: a recording without it was cut off or goes on. Lines are
+in the order in which requests were answered, failed or were cancelled; what is refused before it is queued (malformed,
+over quota) is not in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import save
 
 from wire.errors import ConfigurationError
-from wire.expand import Rows, SeededRows
+from wire.expand import Rows, SeededRows, count_rows
 from wire.frame import Call
 from wire.manifest import GroupInfo, Manifest
 
@@ -64,8 +65,12 @@ class Recorder:
             "the manifest tells every tenant.", folder, limit_bytes,
         )  # fmt: skip
 
-    def record(self, tenant: str, call: Call, request: Rows, reply: torch.Tensor) -> None:
-        """Writes one request; safe under threads. A hint's `request` is what came: the payload's 48 bytes, uint8."""
+    def record(self, tenant: str, call: Call, request: Rows, reply: torch.Tensor | None) -> None:
+        """Writes one request; safe under threads. A hint's `request` is what came: the payload's 48 bytes, uint8.
+
+        Args:
+            reply: None where the request failed or was cancelled.
+        """
         if call.group not in self._groups or self._failed:
             return
         with self._lock:
@@ -76,7 +81,8 @@ class Recorder:
                 "direction": call.direction.name.lower(),
                 "arithmetic": call.arithmetic.name.lower(),
                 "purpose": call.purpose.name.lower(),
-                "rows": reply.shape[0],
+                "rows": count_rows(request) if reply is None else reply.shape[0],
+                "answered": reply is not None,
             }
             try:
                 line["file"] = self._write_tensors(_as_tensor(request), reply)
@@ -89,8 +95,9 @@ class Recorder:
                 _LOGGER.error("the recording ends here: %s", getattr(exc, "strerror", None) or type(exc).__name__)
             self._seq += 1
 
-    def _write_tensors(self, request: torch.Tensor, reply: torch.Tensor) -> str | None:
-        data = save({"request": request.contiguous(), "reply": reply.contiguous()})
+    def _write_tensors(self, request: torch.Tensor, reply: torch.Tensor | None) -> str | None:
+        tensors = {"request": request} if reply is None else {"request": request, "reply": reply}
+        data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         self._is_full = self._is_full or self._written_bytes + len(data) > self._limit_bytes
         if self._is_full:
             return None

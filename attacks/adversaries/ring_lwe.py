@@ -211,7 +211,7 @@ def streams(view: View, opened: Opened | None = None) -> Iterator[Stream]:
         opened: rows that are known already; then only those serve as known plaintext.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
-    for message in view.with_tensors().select("product"):
+    for message in view.with_tensors().products():
         if message.arithmetic == "ring":
             by_place.setdefault((message.direction, message.group), []).append(message)
     left = MOST_BYTES

@@ -63,7 +63,7 @@ def shared_secrets(view: View) -> list[Claim]:
     """A fact for each of some pairs of groups, or of directions of one, in which a secret was used twice."""
     places: dict[tuple[str, int], int] = {}
     heads, owners, messages = [], [], []
-    for message in view.with_tensors().select("product"):
+    for message in view.with_tensors().products():
         rows = ring_request(message)
         if rows is None or message.arithmetic != "ring":
             continue

@@ -9,14 +9,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from attacks.adversaries import layer0_lookup
+from attacks.adversaries import layer0_lookup, slot_reuse
+from attacks.adversary import StolenDifference
 from attacks.controls import adapted_traffic
+from attacks.controls.lattice_traffic import manifest as manifest_of
+from attacks.controls.lattice_traffic import no_model
 from attacks.controls.tiny import tiny_manifest, tiny_model
 from attacks.passes import passes, places, prompts
 from attacks.public_model import describe
 from attacks.synthetic import Exchange, write_recording
 from attacks.view import open_view
+from provider.record import Recorder
 from wire.errors import ConfigurationError
+from wire.frame import Arithmetic, Call, Direction
 
 
 @pytest.fixture
@@ -67,6 +72,25 @@ def test_a_line_nested_without_end(seen: Path) -> None:
     (seen / "index.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(ConfigurationError, match=r"line 1 .* cannot be read"):
         open_view(seen)
+
+
+def test_requests_that_failed_are_apart_and_their_masks_are_looked_at(tmp_path: Path) -> None:
+    """A slot used twice, once in a request that was cancelled."""
+    recorder = Recorder(tmp_path / "seen", manifest_of(32))
+    mask = torch.randint(-(2**31), 2**31, (4, 32), dtype=torch.int32)
+    rows = [mask + torch.randint(-9, 10, mask.shape, dtype=torch.int32) for _ in range(2)]
+    call = Call(0, Direction.FORWARD, Arithmetic.RING)
+    recorder.record("acme", call, rows[0], None)
+    recorder.record("acme", call, rows[1], torch.zeros(4, 32, dtype=torch.int32))
+    recorder.close()
+    view = open_view(tmp_path / "seen").of_tenant("acme")
+    assert [message.seq for message in view.messages] == [1]
+    assert [message.seq for message in view.products()] == [0, 1]
+    with pytest.raises(ConfigurationError, match="damaged"):
+        view.unanswered[0].reply()
+    (claim,) = slot_reuse.attack(view, no_model(), None)
+    assert isinstance(claim, StolenDifference)
+    assert torch.equal(claim.rows, (rows[0] - rows[1]).to(torch.float64))
 
 
 def test_lines_that_are_missing_in_the_middle_or_at_the_end(seen: Path) -> None:

@@ -39,7 +39,7 @@ class Gate:
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
     ) -> None:
         self.batches: list[tuple[Call, int]] = []
-        self.recorded: list[tuple[str, Call, Rows, torch.Tensor]] = []
+        self.recorded: list[tuple[str, Call, Rows, torch.Tensor | None]] = []
         self.meter = Meter()
         self._core, self._may_go, self._stands = core, threading.Event(), threading.Event()
         scheduler = Scheduler(policy or Policy(max_wait_s=0.001), latency_model(core.served, profiled=False))
@@ -194,6 +194,10 @@ def test_cancelled_and_expired_requests_are_not_computed(gate: Gate) -> None:
     assert isinstance(expired.get(), DeadlineExceeded)
     assert isinstance(good.get(), torch.Tensor)
     assert cancelled.outcomes == []
+    told = {len(rows): reply for _, _, rows, reply in gate.recorded if isinstance(rows, torch.Tensor)}
+    assert told[11] is None, "the provider saw them, and a recording has them"
+    assert told[12] is None
+    assert told[5] is not None
     assert [count for call, count in gate.batches if call == CALL] == [5]
 
 
@@ -232,6 +236,7 @@ def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, core
     assert gate.recorded[-1][0] == "a"
     call = Call(0, Direction.FORWARD, FLOAT)
     assert isinstance(gate.executor.compute_here("a", call, torch.full((1, COLS), float("nan"))), InvalidTensor)
+    assert gate.recorded[-1][3] is None
 
 
 def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
