@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attacks.adversaries import byte_statistics, slot_reuse
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
-from attacks.finding import Finding, unclaimed, verdict_on
+from attacks.finding import KL, Finding, unclaimed, verdict_on
 from attacks.gain import Gain, PrivateTask, Worth
 from attacks.gate import METADATA
 from attacks.judge import judge
@@ -197,7 +197,13 @@ def _worth(gain: Gain, folder: Path) -> list[Finding]:
     return [
         _worth_of("stolen task gain", gain.gain),
         replace(_worth_of("agreement of answers", gain.agreement), said=_first_answer(gain)),
+        _divergence_of(gain.divergence),
     ]
+
+
+def _divergence_of(worth: Worth) -> Finding:
+    verdict = verdict_on(worth.value, worth.by_chance, worth.value < (1 - _WON) * worth.baseline, False)
+    return Finding("adapter", KL, worth.value, worth.baseline, worth.by_chance, verdict, worth.spread)
 
 
 def _worth_of(metric: str, worth: Worth) -> Finding:

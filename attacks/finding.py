@@ -14,6 +14,8 @@ SHARE_TRIED = "share tried"
 """Metric: how many of all tokens an adversary named, right or wrong."""
 SHARE_CLAIMED = "share claimed"
 """Metric: in how many of the layers of a kind that the victim changed anything was claimed, right or wrong."""
+KL, OVERLAP = "KL to the victim", "subspace overlap"
+"""Metrics that other ones of the same claim say better: shown, and not judged by the gate."""
 _DRAWS = 400
 _TAIL = 0.005
 

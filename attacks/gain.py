@@ -24,12 +24,14 @@ class Question:
     Attributes:
         num_tokens: of its answer.
         losses: summed over the answer, of base, victim and thief.
+        divergences: KL divergence from the victim's distribution, summed over the answer: of thief and base, in nats.
         agreed: tokens at which the thief, and the base model, would say what the victim says.
     """
 
     num_tokens: int
     losses: tuple[float, float, float]
     agreed: tuple[int, int]
+    divergences: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,14 @@ class Gain:
         sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
         return _worth(agreed[:, 0], sizes, agreed[:, 1])
 
+    @property
+    def divergence(self) -> Worth:
+        """KL divergence from the victim's next-token distribution to the thief's, nats per token; the baseline is the
+        base model's."""
+        divergences = torch.tensor([one.divergences for one in self.questions], dtype=torch.float64)
+        sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
+        return _worth(divergences[:, 0], sizes, divergences[:, 1])
+
 
 def _worth(stolen: torch.Tensor, sizes: torch.Tensor, base: torch.Tensor) -> Worth:
     """Ratios of sums over questions, which are drawn again and again with replacement.
@@ -103,10 +113,16 @@ def _quantiles(values: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Said:
-    """What one model says to private questions: for each the loss, and its choice at every place of the answer."""
+    """What one model says to private questions.
+
+    Attributes:
+        losses: of each answer.
+        log_probabilities: float32, shape (num_tokens, vocabulary) for each answer.
+        answers: its own, to the first questions.
+    """
 
     losses: tuple[float, ...]
-    choices: tuple[torch.Tensor, ...]
+    log_probabilities: tuple[torch.Tensor, ...]
     answers: tuple[str, ...]
 
 
@@ -136,6 +152,7 @@ class PrivateTask:
                 len(ids) - start,
                 (base.losses[place], victim.losses[place], thief.losses[place]),
                 (_agreed(victim, thief, place), _agreed(victim, base, place)),
+                (_divergence(victim, thief, place), _divergence(victim, base, place)),
             )
             for place, (ids, start) in enumerate(self._encoded)
         ]
@@ -144,19 +161,25 @@ class PrivateTask:
     def _hear(self, model: Any) -> _Said:
         """Args: model: taken over, and changed."""
         model = model.to(torch.float32)
-        losses, choices = [], []
+        losses, found = [], []
         for ids, start in self._encoded:
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
             losses.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum")))
-            choices.append(logits.argmax(-1))
+            found.append(logits.log_softmax(-1))
         asked = self._encoded[:_NUM_ANSWERS]
         answers = [_answer(model, self._tokenizer, ids[:start], len(ids) - start) for ids, start in asked]
-        return _Said(tuple(losses), tuple(choices), tuple(answers))
+        return _Said(tuple(losses), tuple(found), tuple(answers))
 
 
 def _agreed(one: _Said, other: _Said, place: int) -> int:
-    return int((one.choices[place] == other.choices[place]).sum())
+    choices = (said.log_probabilities[place].argmax(-1) for said in (one, other))
+    return int(torch.eq(*choices).sum())
+
+
+def _divergence(victim: _Said, other: _Said, place: int) -> float:
+    given, wanted = other.log_probabilities[place], victim.log_probabilities[place]
+    return float(torch.nn.functional.kl_div(given, wanted, log_target=True, reduction="sum"))
 
 
 def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from attacks.finding import SHARE_CLAIMED, SHARE_TRIED
+from attacks.finding import KL, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
 from attacks.report import Result
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
@@ -17,8 +17,8 @@ UNKNOWN = "unknown"
 """A mask that nobody named: claims that are never wrong count, since it may have been a private one."""
 METADATA = "traffic-shape"
 """Its facts are not protected by any mask, and DESIGN says so."""
-_COUNTS = ("claimed", SHARE_TRIED, SHARE_CLAIMED)
-"""How much was claimed, which says nothing about what is right."""
+_COUNTS = ("claimed", SHARE_TRIED, SHARE_CLAIMED, KL, OVERLAP)
+"""How much was claimed, which says nothing about what is right; and what other lines of the same claim say better."""
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
 _MOST_SLACK = 0.3

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from attacks.adversary import StolenDelta
-from attacks.finding import SHARE_CLAIMED, Finding, unclaimed, verdict_on
+from attacks.finding import OVERLAP, SHARE_CLAIMED, Finding, unclaimed, verdict_on
 from attacks.public_model import Block
 from attacks.truth import Truth
 
+_MOST_RANK, _RANK_FLOOR = 17, 1e-4
+"""Changes of a higher rank have no subspace to be compared; singular values below are rounding."""
 _SHRUNK = 0.99
 """A guess shrunk towards zero has an error a little below 1 without any knowledge."""
 
@@ -43,11 +45,14 @@ class _Compared:
     Attributes:
         error, cosine: of what was claimed.
         size: how many numbers there are.
+        overlap: share of the true change's input directions that lie among the claimed one's first, with what random
+            ones have and the standard deviation of that; None where the change is not of low rank.
     """
 
     error: float
     cosine: float
     size: int
+    overlap: tuple[float, float, float] | None = None
 
 
 def _findings(kind: str, each: Sequence[_Compared | None]) -> Iterator[Finding]:
@@ -62,17 +67,43 @@ def _findings(kind: str, each: Sequence[_Compared | None]) -> Iterator[Finding]:
         yield Finding(kind, "largest error", worst, 1.0, (1.0, 1.0), verdict_on(worst, bounds, worst < 0.1, False))
         count = f"{len(judged)} of {len(each)}"
         yield Finding(kind, SHARE_CLAIMED, len(judged) / len(each), 0.0, (0.0, 0.0), count)
+        yield from _overlap([one.overlap for one in judged if one.overlap is not None], kind)
         yield Finding(kind, "cosine with ΔW", value, 0.0, (-half, half), verdict_on(value, (-half, half), value > 0.99))
     if len(judged) < len(each):
         part = f" ({len(each) - len(judged)} of {len(each)} layers)" if judged else ""
         yield unclaimed(kind + part, "relative error", 1.0)
 
 
+def _overlap(each: Sequence[tuple[float, float, float]], kind: str) -> Iterator[Finding]:
+    if each:
+        value, baseline, deviation = (sum(parts) / len(each) for parts in zip(*each, strict=True))
+        half = 2.576 * deviation / math.sqrt(len(each))
+        bounds = baseline - half, baseline + half
+        yield Finding(kind, OVERLAP, value, baseline, bounds, verdict_on(value, bounds, value > 0.99))
+
+
+def _overlap_of(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float] | None:
+    """Mean squared cosine of the principal angles between the two input subspaces: ‖U₁ᵀU₂‖²/r, r/d by chance.
+
+    The entries of U₁ᵀU₂ are about Gaussian with variance 1/d for random subspaces, so that the mean of r² squares of
+    them, times r, deviates by √2/d.
+    """
+    torch.manual_seed(0)  # of svd_lowrank
+    found, values, _ = torch.svd_lowrank(wanted, min(_MOST_RANK, *wanted.shape))
+    rank = int((values > _RANK_FLOOR * values[0]).sum())
+    if rank >= min(_MOST_RANK, *wanted.shape):
+        return None
+    claimed, _, _ = torch.svd_lowrank(got, min(_MOST_RANK, *wanted.shape))
+    value = float((found[:, :rank].T @ claimed[:, :rank]).square().sum()) / rank
+    return value, rank / wanted.shape[0], math.sqrt(2) / wanted.shape[0]
+
+
 def _compare(layer: str, wanted: torch.Tensor, claimed: Mapping[str, torch.Tensor], truth: Truth) -> _Compared | None:
     if layer not in claimed:
         return None
     got, public = claimed[layer], truth.public.layers()[layer].weight
-    return _Compared(_relative(got, wanted), _cosine(_off(got, public), _off(wanted, public)), wanted.numel())
+    overlap = _overlap_of(got, wanted) if bool(got.isfinite().all()) else None
+    return _Compared(_relative(got, wanted), _cosine(_off(got, public), _off(wanted, public)), wanted.numel(), overlap)
 
 
 def kind_of(layer: str) -> str:

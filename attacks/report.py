@@ -17,9 +17,10 @@ LEGEND = (
     "- **wins**: what a thief needs: an error below 0.1, a cosine above 0.99, nine tenths of tokens or gain. **At "
     "baseline**: inside the 99% interval of guessing; a report has dozens of lines, and one leaves it now and then.",
     "- **stolen task gain**: share of what the victim's adapter gains on private questions that the stolen one has; "
-    "**agreement of answers**: share of answer tokens that both would say.",
+    "**agreement of answers**: share of answer tokens that both would say; **KL to the victim**: nats per token.",
     "- **relative error** and **cosine with ΔW**: of the stolen weights of a kind of layer, medians and means over the "
-    "layers that were claimed; **share claimed** says how many those are. **q·k** is the product of query and key.",
+    "layers that were claimed; **share claimed** says how many those are. **subspace overlap**: mean squared cosine of "
+    "the principal angles between the claimed and the true change's input directions. **q·k**: query times key.",
     "- **recovery rate**: right among the tokens that were tried, and **share tried** of all. **certain claims** are "
     "never wrong by chance. **A + B**: A opened the mask, B used the rows. **claimed, not judged**: nobody knows.",
 )

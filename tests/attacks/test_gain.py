@@ -15,9 +15,9 @@ import torch
 from attacks import evaluate, gate, plots, report
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenFact
 from attacks.evaluate import Case, attack
-from attacks.finding import NO_CLAIM, Finding, unclaimed
+from attacks.finding import KL, NO_CLAIM, Finding, unclaimed
 from attacks.gain import Gain, Question
-from attacks.judge_adapters import judge_deltas
+from attacks.judge_adapters import _overlap_of, judge_deltas
 from attacks.report import Result
 
 BASE, VICTIM = 5.0, 1.0
@@ -74,7 +74,7 @@ def test_a_thief_without_knowledge_is_within_what_chance_moves() -> None:
 
 def test_the_worth_is_judged_with_its_interval(tmp_path: Path) -> None:
     def verdicts(gain: Gain) -> list[str]:
-        return [one.verdict for one in evaluate._worth(gain, tmp_path)]
+        return [one.verdict for one in evaluate._worth(gain, tmp_path) if one.metric != KL]
 
     assert verdicts(questions(8, 1.0)) == ["wins", "wins"]
     assert verdicts(questions(8, 0.5)) == ["above baseline", "above baseline"]
@@ -83,6 +83,40 @@ def test_the_worth_is_judged_with_its_interval(tmp_path: Path) -> None:
     assert scattered.interval[1] > abs(scattered.value), "few questions that differ much"
     assert scattered.verdict == "at baseline"
     assert json.loads((tmp_path / "answers.json").read_text()) == []
+
+
+def test_a_copy_says_what_the_victim_says(tmp_path: Path) -> None:
+    def verdict(thief: float) -> str:
+        made = tuple(Question(10, (50.0, 10.0, 10.0), (10, 1), (thief * size, 20.0 * size)) for size in (1.0, 1.1, 0.9))
+        (found,) = [one for one in evaluate._worth(Gain(made, ()), tmp_path) if one.metric == KL]
+        assert found.value == pytest.approx(thief / 10)
+        assert found.baseline == pytest.approx(2.0)
+        return found.verdict
+
+    assert [verdict(thief) for thief in (0.01, 10.0, 20.0, 60.0)] == [
+        "wins", "above baseline", "at baseline", "at baseline",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 40])
+def test_overlap_of_subspaces(rank: int) -> None:
+    """A copy has all of it, what has nothing to do with it about r/d."""
+    generator = torch.Generator().manual_seed(rank)
+    wanted, other = (
+        torch.randn(64, rank, generator=generator, dtype=torch.float64)
+        @ torch.randn(rank, 80, generator=generator, dtype=torch.float64)
+        for _ in range(2)
+    )
+    if rank > 16:
+        assert _overlap_of(wanted, wanted) is None
+        return
+    copied, unrelated = _overlap_of(3 * wanted, wanted), _overlap_of(other, wanted)
+    assert copied is not None
+    assert copied[0] == pytest.approx(1.0)
+    assert unrelated is not None
+    value, baseline, deviation = unrelated
+    assert baseline == rank / 64
+    assert abs(value - baseline) < 4 * deviation
 
 
 def test_the_gate_still_notices_a_tenth_of_the_gain(tmp_path: Path) -> None:
