@@ -104,9 +104,9 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             assert gains["off", arithmetic, thief] >= 0.9
     assert "| lattice | ring |" in capsys.readouterr().out
     metadata = {
-        (one.finding.module, one.finding.value, one.finding.said)
-        for one in results
-        if one.adversary == gate.METADATA and one.finding.module not in ("prompt tokens", "answer tokens")
+        (one["module"], one["value"], one["said"])
+        for one in json.loads((tmp_path / "report.json").read_text())["results"]
+        if one["adversary"] == gate.METADATA and one["module"] not in ("prompt tokens", "answer tokens")
     }
     first = "model.layers.0.self_attn"
     assert metadata >= {
