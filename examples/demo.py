@@ -24,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).parent
 WORK = Path(os.environ.get("VEILBASE_DEMO_DIR") or os.path.relpath(HERE.parent / ".demo"))
 MODEL = "smollm2-135m"
-STEPS, ANSWER_TOKENS = 20, 20
+STEPS, ANSWER_TOKENS = 16, 20
 EXPLAINED = ("scheme", "assumption", "parameters", "bits", "protected", "visible", "verification")
 """Lines of `client.explain()` that are shown."""
 
@@ -33,7 +33,7 @@ def run_provider() -> tuple[subprocess.Popen[str], str]:
     """Starts `provider serve --tls` on a free port; returns the process and its URL."""
     command = [
         sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(WORK / "provider"),
-        "--record", str(WORK / "recording"), "--record-limit", "1MiB", "--record-layers", "*layers.0.self_attn.q_proj",
+        "--record", str(WORK / "recording"), "--record-limit", "32MiB", "--record-layers", "*layers.0.self_attn.q_proj",
     ]  # fmt: skip
     log = (WORK / "provider.log").open("w")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -49,7 +49,7 @@ def what_the_provider_saw() -> None:
     from safetensors.torch import load_file
 
     entries = [json.loads(line) for line in (WORK / "recording" / "index.jsonl").read_text().splitlines()]
-    entry = next(each for each in entries if each["purpose"] == "product")
+    entry = next(each for each in entries if each["purpose"] == "product" and each["file"])
     request = load_file(WORK / "recording" / entry["file"])["request"]
     print(f"\nWhat the provider saw of its first layer group: {len(entries)} requests. The first rows, {entry['rows']}")
     print("tokens of a question, begin with these numbers mod 2^32:")
