@@ -242,17 +242,17 @@ def _checked_view(view: View, label: str, num_prompts: int) -> View:
 
 def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each tenant of a recording; judged only as far as an adapter is given."""
+    from attacks import gate, profiles
     from attacks.evaluate import Case
-    from attacks.gate import UNKNOWN
     from attacks.load import load_public
-    from attacks.profiles import MASKS as KNOWN
     from attacks.truth import Truth
     from attacks.view import open_view
 
     if options.model is None or options.model in quick_model.NAMES:
         raise ConfigurationError("--view needs --model: the folder or the name of the model that the recording is of")
-    if options.masks is not None and options.masks not in (*KNOWN, "shares"):
-        raise ConfigurationError(f"with --view, --masks is one of {', '.join(KNOWN)}, shares; got {options.masks!r}")
+    known = dict.fromkeys((*profiles.MASKS, *gate.PRIVATE_MASKS))
+    if options.masks is not None and options.masks not in known:
+        raise ConfigurationError(f"with --view, --masks is one of {', '.join(known)}; got {options.masks!r}")
     view = open_view(options.view)
     tenants = view.tenants if options.tenant is None else (options.tenant,)
     if not set(tenants) <= set(view.tenants):
@@ -272,7 +272,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
                 f"{name}: tensors of the first {len(seen.with_tensors().messages)} of {len(seen.messages)} messages, "
                 "since the recording ran into its size limit; metadata of all"
             )
-        cases.append(Case(name, options.masks or UNKNOWN, seen, public, truth, [], None))
+        cases.append(Case(name, options.masks or gate.UNKNOWN, seen, public, truth, [], None, tenant=name))
     return cases, notes
 
 

@@ -55,6 +55,7 @@ class Case:
         sent: for each prompt the tokens that went through the layers.
         task: private questions, for the gain; None where there are none.
         trained: batches of its training steps, in order; empty where nobody knows them.
+        tenant: for the report, where the traffic is somebody's and not a run's.
     """
 
     label: str
@@ -65,6 +66,7 @@ class Case:
     sent: Sequence[Sequence[int]]
     task: PrivateTask | None
     trained: Sequence[Batch] = ()
+    tenant: str | None = None
 
     @property
     def arithmetic(self) -> str:
@@ -136,8 +138,7 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
     _write_prompts([claim for claim in claims if isinstance(claim, StolenTokens)], case.public, folder)
     if stolen is not None and case.task is not None:
         findings += _worth(case.task.measure(stolen), folder)
-    tenant = case.label if truth is None or not case.sent else None
-    return [Result(case.mask, case.arithmetic, name, finding, tenant) for finding in findings or _silent(claims)]
+    return [Result(case.mask, case.arithmetic, name, finding, case.tenant) for finding in findings or _silent(claims)]
 
 
 def _silent(claims: Sequence[Claim]) -> list[Finding]:

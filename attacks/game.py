@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import functools
 import json
 import math
@@ -27,108 +26,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from attacks.adversaries.distinguisher import SCORES, Known, Seen, known
 from attacks.controls.control import ControlResult
-from attacks.controls.tiny import tiny_model
 from attacks.exit_status import exit_status
+from attacks.game_choice import PARAMETERS, choice
 from noise import polynomial, sampling
 from noise.hints import DEFAULT_DROPPED_BITS
 from noise.ledger import Ledger
-from noise.params import PARAMETERS
 from noise.registry import Setting, make_scheme
-from noise.scheme import GroupSpec, MaskScheme, encode_rows
+from noise.scheme import MaskScheme, encode_rows
 from wire import ring
 from wire.errors import ConfigurationError
 from wire.expand import SEED_BYTES, Rows, SeededRows
 from wire.frame import Call, Direction
-from wire.quantise import digest, max_norms, quantise
 
 CONFIDENCE = 0.999
 NEEDED_HALF_WIDTH = 0.03
 FULL_RUNS, QUICK_RUNS, CONTROL_RUNS = 8000, 600, 200
 NEEDED_CONTROL = 0.95
 MASKS = ("lattice", "pad", "shares", "off")
-SECRETS = ("prompt", "adapter")
-_PARAMETERS = PARAMETERS["default"]
-_SEQUENCES = 2
 _RESAMPLES = 1000
 """The standard error of a standard deviation from so many draws is 2.2% of it."""
 _NARROW_BITS, _COARSE_BITS = 26, 4
-
-
-# ---- what is hidden -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One layer group and the two inputs between which the coin chooses.
-
-    Attributes:
-        group: what a scheme needs of it.
-        weight: W̃, int8, shape (in_features, out_features).
-        inputs: float32, shape (512, in_features) each.
-    """
-
-    group: GroupSpec
-    weight: torch.Tensor
-    inputs: tuple[torch.Tensor, torch.Tensor]
-
-
-def choice(secret: str) -> Choice:
-    """Two texts at the first layer, or one text under two adapters at the second block's first layer.
-
-    Raises:
-        ConfigurationError: no such secret.
-    """
-    if secret not in SECRETS:
-        raise ConfigurationError(f"the secret is one of {', '.join(SECRETS)}, got {secret!r}")
-    generator = torch.Generator().manual_seed(11)
-    shape = 2, _SEQUENCES, _PARAMETERS.ring_degree // _SEQUENCES
-    texts = torch.randint(64, shape, generator=generator)
-    if secret == "prompt":  # noqa: S105 - what is kept secret, not a secret
-        block, models = 0, (tiny_model(), tiny_model())
-    else:
-        block, models = 1, (_adapted(1), _adapted(2))
-        texts[1] = texts[0]
-    first, second = (_inputs(model, text, block) for model, text in zip(models, texts, strict=True))
-    attention = tiny_model().model.layers[block].self_attn
-    parts = [quantise(getattr(attention, name).weight.detach().t()) for name in ("q_proj", "k_proj", "v_proj")]
-    weight, alpha = torch.cat([part[0] for part in parts], dim=1), torch.cat([part[1] for part in parts])
-    num_in, num_out = weight.shape
-    group = GroupSpec(0, num_in, num_out, *max_norms(weight), alpha, digest(weight, alpha))
-    return Choice(group, weight, (first, second))
-
-
-def _adapted(seed: int) -> Any:
-    """A copy of the tiny model with a rank-4 LoRA as strong as one that was trained."""
-    from peft import LoraConfig, get_peft_model
-
-    generator = torch.Generator().manual_seed(seed)
-    adapted: Any = get_peft_model(
-        copy.deepcopy(tiny_model()), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
-    )
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return adapted.base_model.model
-
-
-def _inputs(model: Any, token_ids: torch.Tensor, block: int) -> torch.Tensor:
-    """What a block's first layers are given, float32, shape (num_rows, hidden)."""
-    seen: list[torch.Tensor] = []
-    module = model.model.layers[block].self_attn.q_proj
-    hook = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
-    try:
-        with torch.no_grad():
-            model(input_ids=token_ids)
-    finally:
-        hook.remove()
-    return seen[0].reshape(-1, seen[0].shape[-1])  # (sequences, tokens, hidden) to (rows, hidden)
 
 
 # ---- what is seen ---------------------------------------------------------------------------------------------------
@@ -184,8 +106,8 @@ class Tenant:
         """x̃ of both inputs, as this mask scales them."""
         group, room = self.choice.group, (0.0, 0.0)
         if mask == "lattice":
-            error_norm = sampling.error_bound(_PARAMETERS) * math.sqrt(group.in_features)
-            room = error_norm, float((1 << (DEFAULT_DROPPED_BITS - 1)) * _PARAMETERS.dimension)
+            error_norm = sampling.error_bound(PARAMETERS) * math.sqrt(group.in_features)
+            room = error_norm, float((1 << (DEFAULT_DROPPED_BITS - 1)) * PARAMETERS.dimension)
         first, second = (encode_rows(group, Direction.FORWARD, rows, *room)[0] for rows in self.choice.inputs)
         return first, second
 
@@ -197,7 +119,7 @@ class Tenant:
     @functools.cached_property
     def public_matrix(self) -> torch.Tensor:
         """A, int32, shape (rank·512, in_features)."""
-        return SeededRows(self._seed, 0, _PARAMETERS.dimension).expand(self.choice.group.in_features)
+        return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
 
     def message(self, coin: int) -> torch.Tensor:
         """The rows that the first provider gets, int32, from fresh slots."""
@@ -384,14 +306,14 @@ def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.T
     def uniform(bits: int) -> torch.Tensor:
         return torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), shape, generator=generator).to(torch.int32)
 
-    hat = polynomial.transform(tenant.public_matrix, _PARAMETERS)
+    hat = polynomial.transform(tenant.public_matrix, PARAMETERS)
     rng = sampling.Csprng()
 
     def one_trit() -> torch.Tensor:
-        secret = torch.zeros(1, _PARAMETERS.rank, _PARAMETERS.ring_degree, dtype=torch.int8)
+        secret = torch.zeros(1, PARAMETERS.rank, PARAMETERS.ring_degree, dtype=torch.int8)
         place = int(torch.randint(secret.numel(), (1,), generator=generator))
         secret.view(-1)[place] = int(torch.randint(2, (1,), generator=generator)) * 2 - 1
-        error = sampling.error(rng, (1, *shape), _PARAMETERS)
+        error = sampling.error(rng, (1, *shape), PARAMETERS)
         return polynomial.combine(hat, polynomial.secret_transform(secret), error)[0]
 
     yield f"masks of {_NARROW_BITS} bits", "phase", lambda: uniform(_NARROW_BITS)

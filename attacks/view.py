@@ -146,7 +146,7 @@ class View:
     @property
     def tenants(self) -> tuple[str, ...]:
         """Names, in order of appearance."""
-        return tuple(dict.fromkeys(message.tenant for message in self.messages))
+        return tuple(dict.fromkeys(message.tenant for message in (*self.messages, *self.unanswered)))
 
     def select(self, purpose: str, direction: str | None = None, group: int | None = None) -> tuple[Message, ...]:
         """Messages of one purpose, and where given of one direction and group."""

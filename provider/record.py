@@ -58,7 +58,7 @@ class Recorder:
         except OSError as exc:
             raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from None
         self._lock = threading.Lock()
-        self._seq = self._num_lines = self._written_bytes = 0
+        self._seq = self._written_bytes = 0
         self._failed = self._is_full = False
         _LOGGER.warning(
             "RECORDING: everything tenants send is written to %s (up to %d bytes). This is for security evaluation; "
@@ -89,17 +89,18 @@ class Recorder:
                 line["truncated"] = line["file"] is None
                 self._index.write(json.dumps(line) + "\n")
                 self._index.flush()
-                self._num_lines += 1
+                self._seq += 1
             except (OSError, ValueError) as exc:
                 self._failed = True
                 _LOGGER.error("the recording ends here: %s", getattr(exc, "strerror", None) or type(exc).__name__)
-            self._seq += 1
 
     def _write_tensors(self, request: torch.Tensor, reply: torch.Tensor | None) -> str | None:
+        if self._is_full:
+            return None
         tensors = {"request": request} if reply is None else {"request": request, "reply": reply}
         data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
-        self._is_full = self._is_full or self._written_bytes + len(data) > self._limit_bytes
-        if self._is_full:
+        if self._written_bytes + len(data) > self._limit_bytes:
+            self._is_full = True
             return None
         name = f"{self._seq:08d}.safetensors"
         (self._folder / name).write_bytes(data)
@@ -107,9 +108,11 @@ class Recorder:
         return name
 
     def close(self) -> None:
-        """Ends the recording."""
+        """Ends the recording, once."""
         with self._lock:
-            end = {"messages": self._num_lines, "failed": self._failed}
+            if self._index.closed:
+                return
+            end = {"messages": self._seq, "failed": self._failed}
             self._failed = True
             self._index.close()
             try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks import game
+from attacks import game, game_choice
 from attacks.adversaries.distinguisher import SCORES, Seen
 from noise import sampling
 from noise.params import PARAMETERS
@@ -26,7 +26,7 @@ def one_thread() -> None:
 # ---- the game -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("secret", game.SECRETS)
+@pytest.mark.parametrize("secret", game_choice.SECRETS)
 def test_lattice_is_at_chance(secret: str) -> None:
     """One quick game in a thousand misses by chance: a miss is played again, which leaves one in a million."""
     for _ in range(2):
@@ -71,7 +71,7 @@ def test_other_masks_can_be_played(mask: str) -> None:
 # ---- the adversary knows what it should -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("secret", game.SECRETS)
+@pytest.mark.parametrize("secret", game_choice.SECRETS)
 def test_candidates_are_exactly_what_the_mask_hides(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,10 +109,10 @@ def test_candidates_are_exactly_what_the_mask_hides(
 
 def test_the_two_inputs_are_a_block_each() -> None:
     """Those of two adapters on one text differ, by less than the numbers themselves."""
-    first, second = game.choice("adapter").inputs
+    first, second = game_choice.choice("adapter").inputs
     assert first.shape == second.shape == (DEFAULT.ring_degree, 32)
     assert 0 < float((first - second).norm()) < float(first.norm())
-    assert game.choice("prompt").inputs[0].shape == first.shape
+    assert game_choice.choice("prompt").inputs[0].shape == first.shape
 
 
 def test_the_public_matrix_is_the_one_that_the_provider_was_told(tmp_path: Path) -> None:
