@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.common import provider
+from benchmarks.common import processor_s, provider
 
 BLOCKS = "model.layers.[0-5].*"
 """Six of thirty blocks: a pass is 24 requests."""
@@ -61,12 +61,16 @@ class Found:
         rows_per_s: answered, by tenant.
         latency_ms, p99_ms: inside the provider, by class; p99 from a histogram's buckets.
         batch: requests of a product, in the mean; small requests computed alone where they are read count as one.
+        waits_ms: before a request's first product, in the mean, by layer group.
+        cores: of the provider's core and of the load's, the share that was used.
     """
 
     rows_per_s: dict[str, float]
     latency_ms: dict[str, float]
     p99_ms: dict[str, float]
     batch: float
+    waits_ms: dict[str, float]
+    cores: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -135,15 +139,17 @@ def measure(loads: Sequence[Load], *options: str) -> Found:
         folder = Path(name)
         tenants = tuple(load.tenant for load in loads)
         flags = ("--base-layers", BLOCKS, "--threads", "1", "--drain-s", "0", *options)
-        with provider(folder, *flags, tenants=tenants, core=PROVIDER_CORE) as (url, _), ExitStack() as stack:
+        with provider(folder, *flags, tenants=tenants, core=PROVIDER_CORE) as (url, pid), ExitStack() as stack:
             processes = [stack.enter_context(_replayer(url, name, load)) for load in loads]
             for process in processes:
                 if process.stdout is None or process.stdout.readline() != "ready\n":
                     raise SystemExit("the load did not start")
             _ask(processes, WARM_UP_S)
-            before = look(folder / "state")
+            pids = {"provider": [pid], "load": [process.pid for process in processes]}
+            before, used = look(folder / "state"), {name: sum(map(processor_s, each)) for name, each in pids.items()}
             rows = _ask(processes, SECONDS)
             after = look(folder / "state")
+            used = {name: sum(map(processor_s, each)) - used[name] for name, each in pids.items()}
     span = after.at_s - before.at_s
 
     def grown(sample: str, **labels: str) -> float:
@@ -158,7 +164,12 @@ def measure(loads: Sequence[Load], *options: str) -> Found:
     inline = grown("veilbase_inline_requests_total")
     products = grown("veilbase_batch_requests_count")
     batch = (grown("veilbase_batch_requests_sum") + inline) / max(products + inline, 1)
-    return Found({name: count / span for name, count in rows.items()}, latency, p99, batch)
+    waits = {}
+    for group in after.by_label("veilbase_group_requests_total", "group"):
+        count = grown("veilbase_group_requests_total", group=group)
+        waits[group] = 1000 * grown("veilbase_group_wait_seconds_total", group=group) / max(count, 1)
+    rates = {name: count / span for name, count in rows.items()}
+    return Found(rates, latency, p99, batch, waits, {name: seconds / span for name, seconds in used.items()})
 
 
 @contextlib.contextmanager
@@ -221,6 +232,8 @@ def medians(runs: Sequence[Found]) -> Found:
         middle([one.latency_ms for one in runs]),
         middle([one.p99_ms for one in runs]),
         statistics.median(one.batch for one in runs),
+        middle([one.waits_ms for one in runs]),
+        middle([one.cores for one in runs]),
     )
 
 
@@ -312,13 +325,15 @@ def main(names: Sequence[str]) -> None:
     """Prints a table for each scenario."""
     for name in names or tuple(SCENARIOS):
         print(f"\n{(SCENARIOS[name].__doc__ or '').strip()}\n")
-        print("| case | rows/s | by tenant | requests a product | latency ms, mean (p99) |\n|---|---|---|---|---|")
+        print("| case | rows/s | by tenant | requests a product | latency ms, mean (p99) | cores, provider and load |")
+        print("|---|---|---|---|---|---|")
         for case, found in SCENARIOS[name]().items():
             tenants = ", ".join(f"{tenant} {rate:.0f}" for tenant, rate in found.rows_per_s.items())
             times = ", ".join(
                 f"{kind} {found.latency_ms[kind]:.2f} ({found.p99_ms[kind]:.1f})" for kind in found.latency_ms
             )
-            print(f"| {case} | {found.total:.0f} | {tenants} | {found.batch:.2f} | {times} |", flush=True)
+            cores = ", ".join(f"{share:.2f}" for share in found.cores.values())
+            print(f"| {case} | {found.total:.0f} | {tenants} | {found.batch:.2f} | {times} | {cores} |", flush=True)
 
 
 if __name__ == "__main__":

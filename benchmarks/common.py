@@ -196,6 +196,12 @@ def pss_mb(pid: int) -> float:
     return float("nan")
 
 
+def processor_s(pid: int) -> float:
+    """Processor time that a process and its threads have used, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def rss_mb(pid: int) -> float:
     """Resident memory of a process in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():

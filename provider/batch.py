@@ -181,7 +181,7 @@ class Executor:
             self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
             if self._scheduler or self._orphans or lane.is_lost:
                 self._changed.notify_all()
-        self._meter.inline(now_s - began_s)
+        self._meter.inline(call.group, now_s - began_s)
         self._charge(tenant, now_s - began_s)
 
     def cancel(self, job: Job) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Batch
@@ -43,6 +44,16 @@ class Histogram:
         return other
 
 
+class GroupWait(NamedTuple):
+    """Requests of one layer group, and how long they waited for their first product, all together."""
+
+    requests: int
+    seconds: float
+
+
+_NO_WAIT = GroupWait(0, 0.0)
+
+
 class Meter:
     """Safe under threads."""
 
@@ -50,6 +61,7 @@ class Meter:
         """All zero."""
         self._lock = threading.Lock()
         self._inline = 0
+        self._groups: dict[int, GroupWait] = {}
         self._histograms = {
             "batch_rows": Histogram(_ROWS),
             "batch_requests": Histogram(_REQUESTS),
@@ -72,17 +84,28 @@ class Meter:
                 waited_s = max(0.0, began_s - ticket.arrived_s)
                 if piece.first_row == 0:
                     self._histograms[wait_name(ticket.request_class)].add(waited_s)
+                    self._waited(ticket.call.group, waited_s)
                 if piece.is_last:
                     self._histograms[latency_name(ticket.request_class)].add(waited_s + seconds)
             self._histograms["batch_rows"].add(batch.num_rows)
             self._histograms["batch_requests"].add(len(batch.pieces))
             self._histograms["execution_seconds"].add(seconds)
 
-    def inline(self, seconds: float) -> None:
+    def inline(self, group: int, seconds: float) -> None:
         """A small decode request was computed where it was read, without waiting."""
         with self._lock:
             self._inline += 1
+            self._waited(group, 0.0)
             self._histograms[latency_name(RequestClass.DECODE)].add(seconds)
+
+    def _waited(self, group: int, seconds: float) -> None:
+        before = self._groups.get(group, _NO_WAIT)
+        self._groups[group] = GroupWait(before.requests + 1, before.seconds + seconds)
+
+    def waits(self) -> dict[int, GroupWait]:
+        """By layer group: Symbiosis, figure 7."""
+        with self._lock:
+            return dict(self._groups)
 
     def snapshot(self) -> tuple[int, dict[str, Histogram]]:
         """Requests computed where they were read, and copies of the histograms by name."""

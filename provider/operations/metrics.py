@@ -75,6 +75,14 @@ class ProviderCollector(Collector):
                 one = histograms[name]
                 family.add_metric([request_class.name.lower()], buckets=one.buckets(), sum_value=one.sum)
         yield from (waits, whole)
+        requests = CounterMetricFamily("veilbase_group_requests", "Requests of a layer group.", labels=["group"])
+        seconds = CounterMetricFamily(
+            "veilbase_group_wait_seconds", "From arrival to the first product, added up.", labels=["group"]
+        )
+        for group, waited in sorted(self._meter.waits().items()):
+            requests.add_metric([str(group)], waited.requests)
+            seconds.add_metric([str(group)], waited.seconds)
+        yield from (requests, seconds)
 
 
 def bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, Usage]:

@@ -18,17 +18,21 @@ _MOST_DEBT = 8
 class TenantRing:
     """Tickets of one class that are ready: whose turn it is; a tenant's own go in order of arrival."""
 
-    def __init__(self, quantum: float, weight_of: Callable[[str], float]) -> None:
+    def __init__(self, quantum_of: Callable[[int], float], weight_of: Callable[[str], float]) -> None:
         """Args.
 
-        quantum: what a tenant of weight 1 may send in one turn, in the unit of all costs here.
+        quantum_of: what a tenant of weight 1 may send in one turn, in the unit of all costs here; from the number of
+            tenants that wait if each has a single ticket, else from 1.
         weight_of: by tenant.
         """
-        self._quantum, self._weight_of = quantum, weight_of
+        self._quantum_of, self._weight_of = quantum_of, weight_of
+        self._num_single = 0
         self._queues: OrderedDict[str, dict[Ticket, None]] = OrderedDict()
         self._deficits: dict[str, float] = {}
         self._in_order: dict[Ticket, None] = {}
         self._whose: str | None = None
+        self._served: set[str] = set()
+        """Those that had their credit in this round; it ends when all who wait have had it."""
 
     def __bool__(self) -> bool:
         return bool(self._in_order)
@@ -41,9 +45,16 @@ class TenantRing:
         """Of all tenants; the ring must not be empty."""
         return next(iter(self._in_order))
 
+    @property
+    def quantum(self) -> float:
+        """Of a turn that began now."""
+        return self._quantum_of(self._num_single if self._num_single == len(self._queues) else 1)
+
     def add(self, ticket: Ticket) -> None:
         """Behind everything that is there."""
-        self._queues.setdefault(ticket.tenant, {})[ticket] = None
+        queue = self._queues.setdefault(ticket.tenant, {})
+        queue[ticket] = None
+        self._num_single += (len(queue) == 1) - (len(queue) == 2)
         self._in_order[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
@@ -51,6 +62,7 @@ class TenantRing:
         del self._in_order[ticket]
         queue = self._queues[ticket.tenant]
         del queue[ticket]
+        self._num_single += (len(queue) == 1) - (not queue)
         if not queue:
             del self._queues[ticket.tenant]
             if self._deficits.get(ticket.tenant, 0.0) >= 0:
@@ -58,13 +70,19 @@ class TenantRing:
             self._whose = None if self._whose == ticket.tenant else self._whose
         if not self._queues:
             self._deficits.clear()
+            self._served.clear()
 
     def charge(self, ticket: Ticket, cost: float) -> None:
-        """Of what was taken of a ticket, by its turn or in somebody else's batch; before `remove`."""
+        """Of what was taken of a ticket, by its turn or in somebody else's batch; before `remove`.
+
+        Who rides in another's turn before its own in the same round has had its own with it.
+        """
         if len(self._queues) == 1:
             return  # nobody else waits
+        if ticket.tenant not in self._served:
+            self._give(ticket.tenant)
         left = self._deficits.get(ticket.tenant, 0.0) - cost
-        self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self._quantum)
+        self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self.quantum)
 
     def may_join(self, tenant: str) -> bool:
         """Whether a tenant may share in others' turns: not while it owes more than a turn of its own for that."""
@@ -73,38 +91,68 @@ class TenantRing:
     def turn(self, cost_of: Callable[[Ticket], float]) -> Ticket:
         """The first ticket of the tenant whose turn it is; the ring must not be empty.
 
-        As many rounds as pass until somebody has credit enough are made at once: one look at each tenant. Nobody saves
-        more than what comes next costs, or one turn.
+        One look at each tenant up to the first that can pay; where none can in this round, as many rounds as pass until
+        somebody can are made at once. Nobody saves more than what comes next costs, or one turn.
 
         Args:
             cost_of: what of a ticket would run at once.
         """
-        heads = [(tenant, next(iter(queue))) for tenant, queue in self._queues.items()]
-        if len(heads) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
-            self._deficits.pop(heads[0][0], None)
-            self._whose = heads[0][0]  # who comes in the meantime is next
-            return heads[0][1]
-        winner, rounds = 0, math.inf
-        for place, (tenant, ticket) in enumerate(heads):
-            cost, credit = cost_of(ticket), self._credit(tenant)
-            saved = min(self._deficits.get(tenant, 0.0), max(cost, credit))
-            self._deficits[tenant], missing = saved, cost - saved
-            if tenant == self._whose and missing <= 0:
-                return ticket  # it is first, and has had its credit for this round
-            needed = max(1, math.ceil(missing / credit))
-            # whose turn it was comes after all others
-            if needed < rounds or (needed == rounds and heads[winner][0] == self._whose):
-                winner, rounds = place, needed
-        whose_is_last = heads[0][0] == self._whose
-        for place, (tenant, _) in enumerate(heads):
-            is_after = place > winner if not whose_is_last else (winner != 0 and (place > winner or place == 0))
-            credit = (rounds - 1 if is_after else rounds) * self._credit(tenant)
-            self._deficits[tenant] = self._deficits.get(tenant, 0.0) + credit
-        for tenant, _ in heads[:winner]:
+        if len(self._queues) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
+            ((tenant, queue),) = self._queues.items()
+            self._deficits.pop(tenant, None)
+            self._served.clear()
+            self._whose = tenant  # who comes in the meantime is next
+            return next(iter(queue))
+        tenant = next(iter(self._queues))
+        if tenant == self._whose:  # it is first, and has had its credit for this round
+            head = self._head(tenant)
+            if self._missing(tenant, cost_of(head)) <= 0:
+                return head
             self._queues.move_to_end(tenant)
-        self._whose = heads[winner][0]
-        return heads[winner][1]
+        for _ in range(len(self._queues)):
+            tenant = next(iter(self._queues))
+            if tenant not in self._served:
+                head = self._head(tenant)
+                is_enough = self._missing(tenant, cost_of(head)) <= self._credit(tenant)
+                self._give(tenant)
+                if is_enough:
+                    self._whose = tenant
+                    return head
+            self._queues.move_to_end(tenant)
+        self._whose = self._after_more_rounds(cost_of)
+        return self._head(self._whose)
+
+    def _head(self, tenant: str) -> Ticket:
+        return next(iter(self._queues[tenant]))
+
+    def _missing(self, tenant: str, cost: float) -> float:
+        """How much more credit a tenant needs; what it saved beyond a turn, or beyond that cost, is gone."""
+        saved = min(self._deficits.get(tenant, 0.0), max(cost, self._credit(tenant)))
+        self._deficits[tenant] = saved
+        return cost - saved
+
+    def _give(self, tenant: str, rounds: int = 1) -> None:
+        """The credit of so many rounds, the last of which is this one."""
+        self._deficits[tenant] = self._deficits.get(tenant, 0.0) + rounds * self._credit(tenant)
+        self._served.add(tenant)
+
+    def _after_more_rounds(self, cost_of: Callable[[Ticket], float]) -> str:
+        """Whose turn it is where nobody can pay in this round any more; puts it first."""
+        tenants = list(self._queues)
+        needed = [
+            max(1, math.ceil(self._missing(one, cost_of(self._head(one))) / self._credit(one))) for one in tenants
+        ]
+        rounds = min(needed)
+        winner = needed.index(rounds)
+        for one in tenants[winner + 1 :]:
+            self._give(one, rounds - 1)
+        self._served.clear()
+        for one in tenants[: winner + 1]:
+            self._give(one, rounds)
+        for one in tenants[:winner]:
+            self._queues.move_to_end(one)
+        return tenants[winner]
 
     def _credit(self, tenant: str) -> float:
         """What one round gives."""
-        return self._quantum * self._weight_of(tenant)
+        return self.quantum * self._weight_of(tenant)

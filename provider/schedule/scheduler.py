@@ -16,6 +16,7 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from provider.schedule.arrivals import Arrivals
@@ -28,8 +29,11 @@ from wire.frame import Call, Purpose
 PolicyName = Literal["opportunistic", "none", "lockstep"]
 _QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
 _TURN_S = 3.5e-3
-"""What a turn is worth without a latency target, and the longest product while somebody decodes: 256 rows of
-SmolLM2."""
+"""What a turn is worth without a latency target, and the longest product while somebody decodes."""
+_REQUEST_S, _LONGEST_TURN_S = 2e-3, 15e-3
+"""A turn is longer by the first for each further tenant that waits, while each waits with one request: every cut of a
+large one would give each of the others one more, which costs about so much beside its product (docs/benchmarks.md,
+table 5). Beside one who sends many at a time turns are short."""
 _ONLY = RequestClass.PREFILL
 """The ring of all requests where none goes before another: without a latency target."""
 _ACTIVE_S = 1.0
@@ -95,8 +99,10 @@ class Scheduler:
         self._empty()
 
     def _empty(self) -> None:
-        quanta = _QUANTUM_ROWS if self._has_classes else dict.fromkeys(RequestClass, _TURN_S)
-        self._rings = {one: TenantRing(quanta[one], self._weight_of) for one in RequestClass}
+        self._rings = {
+            one: TenantRing(partial(_turn_rows, one) if self._has_classes else _turn_s, self._weight_of)
+            for one in RequestClass
+        }
         self._num_decode = 0
         """Requests of this class in the queue."""
         self._lanes: dict[Call, dict[Ticket, None]] = {}
@@ -239,7 +245,7 @@ class Scheduler:
                 return time_s
             return max(self._owed_s[ticket.request_class], _STARVED_PRODUCTS * one_s, least_s) if is_starved else 0.0
         if self._policy.slo_s is None:
-            return max(_TURN_S, _STARVED_PRODUCTS * one_s, least_s)
+            return max(self._rings[_ONLY].quantum, _STARVED_PRODUCTS * one_s, least_s)
         if self._policy.slo_s - one_s >= least_s:
             return self._policy.slo_s - one_s  # all pause: who comes back finds one product within the target
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
@@ -273,6 +279,8 @@ class Scheduler:
             return policy.max_wait_s if len(self._active) > 1 else 0.0
         if ticket.request_class is RequestClass.DECODE or len(self._lane_users[ticket.call]) == 1:
             return 0.0  # where nobody else asks for this layer, nobody will join
+        if any(self._rings.values()):
+            return 0.0  # it waits for others anyway, and who comes in the meantime may join
         return min(policy.max_wait_s, policy.wait_share * self._latency.predict_s(ticket.call, ticket.num_rows))
 
     @property
@@ -415,6 +423,14 @@ class Scheduler:
             del tenants[ticket.tenant]
         if not lane:
             del self._lanes[ticket.call], self._lane_tenants[ticket.call]
+
+
+def _turn_rows(request_class: RequestClass, num_equal: int) -> float:
+    return _QUANTUM_ROWS[request_class]
+
+
+def _turn_s(num_equal: int) -> float:
+    return min(_LONGEST_TURN_S, _TURN_S + _REQUEST_S * max(0, num_equal - 1))
 
 
 def _note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:

@@ -42,7 +42,7 @@ def busy() -> tuple[Meter, UsageBook]:
     ]
     meter.batch(Batch(CALL, (Piece(tickets[0], 0, 4), Piece(tickets[1], 0, 200))), 10.0002, 0.003)
     meter.batch(Batch(CALL, (Piece(tickets[1], 200, 100),)), 10.01, 0.002)
-    meter.inline(0.0004)
+    meter.inline(7, 0.0004)
     usage.of("acme").answered(RequestClass.DECODE, 4, 64, 128)
     usage.of("globex").answered(RequestClass.PREFILL, 300, 4800, 9600)
     usage.of("globex").failed(WireCode.QUOTA)
@@ -73,6 +73,10 @@ def test_every_number_is_where_it_belongs() -> None:
     assert seen.get("veilbase_wait_seconds_count", kind="prefill") == 1  # a request in two pieces waits once
     assert seen.get("veilbase_wait_seconds_sum", kind="prefill") == pytest.approx(0.0202)
     assert seen.get("veilbase_wait_seconds_bucket", kind="decode", le="0.00025") == 1
+    assert seen.get("veilbase_group_requests_total", group="0") == 2
+    assert seen.get("veilbase_group_wait_seconds_total", group="0") == pytest.approx(0.0204)
+    assert seen.get("veilbase_group_requests_total", group="7") == 1
+    assert seen.get("veilbase_group_wait_seconds_total", group="7") == 0
     assert seen.get("veilbase_latency_seconds_count", kind="decode") == 2
     assert seen.get("veilbase_latency_seconds_sum", kind="decode") == pytest.approx(0.0002 + 0.003 + 0.0004)
     assert seen.get("veilbase_latency_seconds_sum", kind="prefill") == pytest.approx(0.032)
