@@ -30,7 +30,7 @@ PolicyName = Literal["opportunistic", "none", "lockstep"]
 _QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
 _TURN_S = 3.5e-3
 """What a turn is worth without a latency target, and the longest product while somebody decodes."""
-_REQUEST_S, _LONGEST_TURN_S = 2e-3, 15e-3
+_REQUEST_S, _LONGEST_TURN_S = 3e-3, 25e-3
 """A turn is longer by the first for each further tenant that waits, while each waits with one request: every cut of a
 large one would give each of the others one more, which costs about so much beside its product (docs/benchmarks.md,
 table 5). Beside one who sends many at a time turns are short."""

@@ -1,0 +1,105 @@
+"""Deficit round robin by itself: whose turn it is, what riding in another's turn costs, how long a turn is."""
+
+from __future__ import annotations
+
+import pytest
+
+from provider.schedule.fairness import TenantRing
+from provider.schedule.request_class import RequestClass
+from provider.schedule.ticket import Ticket
+from wire.frame import Arithmetic, Call, Direction
+
+CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
+QUANTUM = 10.0
+
+
+class Ring:
+    """Serves whole tickets, whose cost is their rows."""
+
+    def __init__(self, **weights: float) -> None:
+        self.ring = TenantRing(lambda num_equal: QUANTUM, lambda tenant: weights.get(tenant, 1.0))
+        self.waiting: dict[str, list[Ticket]] = {}
+
+    def add(self, tenant: str, rows: int) -> None:
+        one = Ticket(tenant, CALL, rows, RequestClass.PREFILL, 0.0)
+        self.waiting.setdefault(tenant, []).append(one)
+        self.ring.add(one)
+
+    def take(self, ticket: Ticket) -> str:
+        self.ring.charge(ticket, ticket.num_rows)
+        self.ring.remove(ticket)
+        self.waiting[ticket.tenant].remove(ticket)
+        return ticket.tenant
+
+    def turn(self) -> str:
+        return self.take(self.ring.turn(lambda ticket: ticket.num_rows))
+
+    def ride(self, tenant: str) -> None:
+        self.take(self.waiting[tenant][0])
+
+
+def test_who_rides_has_had_its_turn_and_no_more_than_that() -> None:
+    """A ride before one's turn costs the turn of this round; the next round is like any other."""
+    ring = Ring()
+    for _ in range(3):
+        for name in "abc":
+            ring.add(name, 8)
+        assert ring.turn() == "a"
+        ring.ride("c")
+        ring.add("c", 8)  # at once again: its turn in this round is gone
+        assert ring.turn() == "b"
+        ring.add("a", 8)
+        ring.add("b", 8)
+        assert [ring.turn() for _ in range(3)] == ["c", "a", "b"]
+
+
+def test_many_rides_in_one_round_are_paid_for() -> None:
+    """Over many rounds, who rides in every product of two others gets no more than each of them: a quantum a round."""
+    ring = Ring()
+    served = dict.fromkeys("abr", 0)
+    for name in "abr":
+        ring.add(name, 10)
+    for _ in range(300):
+        tenant = ring.turn()
+        served[tenant] += 10
+        ring.add(tenant, 10)
+        if tenant != "r" and ring.ring.may_join("r"):
+            ring.ride("r")
+            served["r"] += 10
+            ring.add("r", 10)
+    assert served["r"] == pytest.approx(served["a"], rel=0.05)
+    assert served["a"] == pytest.approx(served["b"], rel=0.05)
+
+
+@pytest.mark.parametrize("weight", [0.01, 1.0, 100.0])
+def test_a_turn_costs_what_it_takes_whatever_the_weight(weight: float) -> None:
+    ring = Ring(a=weight, b=2 * weight)
+    served = dict.fromkeys("ab", 0)
+    for name in "ab":
+        for _ in range(2):
+            ring.add(name, 7)
+    for _ in range(3000):
+        tenant = ring.turn()
+        served[tenant] += 7
+        ring.add(tenant, 7)
+    assert served["b"] / served["a"] == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_turn_knows_how_many_wait_with_one_request_each() -> None:
+    seen: list[int] = []
+
+    def quantum_of(num_equal: int) -> float:
+        seen.append(num_equal)
+        return QUANTUM
+
+    ring = TenantRing(quantum_of, lambda tenant: 1.0)
+    tickets = [Ticket(name, CALL, 1, RequestClass.PREFILL, 0.0) for name in "abca"]
+    for one in tickets[:3]:
+        ring.add(one)
+    assert (ring.quantum, seen.pop()) == (QUANTUM, 3)
+    ring.add(tickets[3])
+    assert (ring.quantum, seen.pop()) == (QUANTUM, 1)  # somebody sends more than one at a time
+    ring.remove(tickets[0])
+    assert (ring.quantum, seen.pop()) == (QUANTUM, 3)
+    ring.remove(tickets[1])
+    assert (ring.quantum, seen.pop()) == (QUANTUM, 2)
