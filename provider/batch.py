@@ -238,27 +238,36 @@ class Executor:
             work = None  # or the last reply's memory would be held until the next request
 
     def _run_batch(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
-        began_s, began = time.monotonic(), time.perf_counter()
-        computed: list[Piece] = []
-        is_whole = False
+        """Makes a batch's products, lets the replica go, and only then sees to the replies.
+
+        Whoever is woken by a reply may take this core, and nobody should find the replica busy for as long.
+        """
+        began_s = time.monotonic()
+        made: list[tuple[Piece, Outcome]] = []
+        is_whole = has_failed = False
         try:
-            is_whole = self._compute(lane.replica, batch, computed)
+            made, is_whole = self._products(lane.replica, batch)
         except ReplicaLost as exc:
             self._lose(lane, batch, num_losses + exc.began)
             return
         except Exception as exc:  # noqa: BLE001 - as above
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
-            self._fail_all([piece.ticket for piece in batch.pieces], _FAILED)
-        seconds = time.perf_counter() - began
+            has_failed = True
+        seconds = time.monotonic() - began_s
         with self._changed:
             lane.is_busy = False
             if is_whole:
                 self._scheduler.computed(batch, seconds)
-            self._scheduler.finished(batch, time.monotonic())
-        self._meter.batch(batch, began_s, seconds)
-        num_rows = sum(piece.num_rows for piece in computed)
-        for piece in computed:
-            self._charge(piece.ticket.tenant, seconds * piece.num_rows / num_rows)
+            self._scheduler.finished(batch, began_s + seconds)
+        if has_failed:
+            self._fail_all([piece.ticket for piece in batch.pieces], _FAILED)
+        while made:  # a reply is held by nobody else once it is answered
+            piece, outcome = made.pop(0)
+            try:
+                self._deliver(piece, outcome, is_shared=len(batch.pieces) > 1)
+            except Exception as exc:  # noqa: BLE001 - as above
+                _LOGGER.error("a reply could not be given: %s", type(exc).__name__)
+                self._fail_all([piece.ticket], _FAILED)
 
     def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
         """What this lane is to compute, and how many replicas that has outlived; None at the end, or lost."""
@@ -327,32 +336,39 @@ class Executor:
 
     # ---- one batch ------------------------------------------------------------------------------------------------
 
-    def _compute(self, replica: Replica, batch: Batch, computed: list[Piece]) -> bool:
-        """Whether every row was multiplied, once: only then is the time taken for a measurement.
+    def _products(self, replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], bool]:
+        """What came of each piece that is still wanted, and whether every row was multiplied, once.
 
-        Args:
-            computed: takes the pieces that time was spent on.
+        Only then is the time taken for a measurement of how long so many rows take.
         """
         pieces = [piece for piece in batch.pieces if self._is_good(piece, alone=len(batch.pieces) == 1)]
         parts = [(piece, rows) for piece in pieces if (rows := rows_of(piece)) is not None]
-        computed += [piece for piece, _ in parts]
         if not parts:
-            return False
-        if len(parts) == 1:
-            return self._compute_piece(replica, *parts[0]) and len(batch.pieces) == 1
+            return [], False
+        began_s = time.monotonic()
+        made = self._together(replica, batch.call, parts) if len(parts) > 1 else []
+        is_one = bool(made) or len(parts) == 1
+        if not made:  # of several, whose fault it was shows when each runs alone
+            made = [(piece, _alone(replica, batch.call, rows)) for piece, rows in parts]
+        seconds = time.monotonic() - began_s
+        computed = [piece for piece, _ in parts]
+        self._meter.batch(computed, began_s, seconds)
+        num_rows = sum(piece.num_rows for piece in computed)
+        for piece in computed:
+            self._charge(piece.ticket.tenant, seconds * piece.num_rows / num_rows)
+        is_good = all(isinstance(outcome, torch.Tensor) for _, outcome in made)
+        return made, is_one and is_good and len(parts) == len(batch.pieces)
+
+    def _together(
+        self, replica: Replica, call: Call, parts: Sequence[tuple[Piece, Rows]]
+    ) -> list[tuple[Piece, Outcome]]:
+        """One product of all rows; nothing where it was refused."""
         try:
-            replies = replica.product(
-                batch.call, torch.cat([rows for _, rows in parts if isinstance(rows, torch.Tensor)])
-            )
+            replies = replica.product(call, torch.cat([rows for _, rows in parts if isinstance(rows, torch.Tensor)]))
         except VeilbaseError:
-            for piece, rows in parts:  # whose fault it was shows when each runs alone
-                self._compute_piece(replica, piece, rows)
-            return False
-        start = 0
-        for piece, _ in parts:
-            self._deliver(piece, replies[start : start + piece.num_rows], is_shared=True)
-            start += piece.num_rows
-        return len(parts) == len(batch.pieces)
+            return []
+        sizes = [piece.num_rows for piece, _ in parts]
+        return [(piece, reply) for (piece, _), reply in zip(parts, replies.split(sizes), strict=True)]
 
     def _is_good(self, piece: Piece, alone: bool) -> bool:
         """Whether a piece may be computed with others; one that may not has been answered."""
@@ -370,27 +386,21 @@ class Executor:
         self._fail(job, InvalidTensor("a row holds NaN or infinity"))
         return False
 
-    def _compute_piece(self, replica: Replica, piece: Piece, rows: Rows) -> bool:
-        try:
-            reply = replica.product(piece.ticket.call, rows)
-        except VeilbaseError as exc:
-            self._fail(job_of(piece.ticket), exc)
-            return False
-        self._deliver(piece, reply, is_shared=False)
-        return True
-
-    def _deliver(self, piece: Piece, part: torch.Tensor, is_shared: bool) -> None:
+    def _deliver(self, piece: Piece, outcome: Outcome, is_shared: bool) -> None:
         """Puts a piece's part of a product in its place; answers a request that is complete."""
         job, num_rows = job_of(piece.ticket), piece.ticket.num_rows
         rows = job.rows
         if rows is None:
             return  # cancelled in the meantime
+        if not isinstance(outcome, torch.Tensor):
+            self._fail(job, outcome)
+            return
         if piece.num_rows == num_rows:
-            self._finish(job, rows, part.clone() if is_shared else part)
+            self._finish(job, rows, outcome.clone() if is_shared else outcome)
             return
         with self._changed:  # two replicas may have two pieces of it at a time
-            reply = job.reply_of(part)
-        reply[piece.first_row : piece.first_row + piece.num_rows] = part
+            reply = job.reply_of(outcome)
+        reply[piece.first_row : piece.first_row + piece.num_rows] = outcome
         with self._changed:
             if piece.first_row in job.placed:  # made again after a loss
                 return
@@ -417,6 +427,13 @@ class Executor:
         self.cancel(job)
         if is_open:
             job.done(error)
+
+
+def _alone(replica: Replica, call: Call, rows: Rows) -> Outcome:
+    try:
+        return replica.product(call, rows)
+    except VeilbaseError as exc:
+        return exc
 
 
 _FAILED = RemoteFault("the provider failed while computing")

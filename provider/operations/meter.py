@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from provider.schedule.request_class import RequestClass
-from provider.schedule.ticket import Batch
+from provider.schedule.ticket import Piece
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384, 65536)
 _REQUESTS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256)
@@ -71,15 +71,16 @@ class Meter:
             self._histograms[wait_name(one)] = Histogram(_SECONDS)
             self._histograms[latency_name(one)] = Histogram(_SECONDS)
 
-    def batch(self, batch: Batch, began_s: float, seconds: float) -> None:
+    def batch(self, pieces: Sequence[Piece], began_s: float, seconds: float) -> None:
         """A product was made.
 
         Args:
+            pieces: whose rows were in it.
             began_s: on the clock of its tickets.
             seconds: that it took.
         """
         with self._lock:
-            for piece in batch.pieces:
+            for piece in pieces:
                 ticket = piece.ticket
                 waited_s = max(0.0, began_s - ticket.arrived_s)
                 if piece.first_row == 0:
@@ -87,8 +88,8 @@ class Meter:
                     self._waited(ticket.call.group, waited_s)
                 if piece.is_last:
                     self._histograms[latency_name(ticket.request_class)].add(waited_s + seconds)
-            self._histograms["batch_rows"].add(batch.num_rows)
-            self._histograms["batch_requests"].add(len(batch.pieces))
+            self._histograms["batch_rows"].add(sum(piece.num_rows for piece in pieces))
+            self._histograms["batch_requests"].add(len(pieces))
             self._histograms["execution_seconds"].add(seconds)
 
     def inline(self, group: int, seconds: float) -> None:

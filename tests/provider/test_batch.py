@@ -305,14 +305,14 @@ def test_a_batch_that_breaks_the_thread_is_survived(
     core: ProviderCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(core)
-    compute = gate.executor._compute
+    products = gate.executor._products
 
-    def broken(replica: Replica, batch: Batch, computed: list[Piece]) -> bool:
+    def broken(replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], bool]:
         if batch.num_rows == 13:
             raise ValueError("secret 123.456")
-        return compute(replica, batch, computed)
+        return products(replica, batch)
 
-    monkeypatch.setattr(gate.executor, "_compute", broken)
+    monkeypatch.setattr(gate.executor, "_products", broken)
     broken_one = gate.submit(ring_rows(13), tenant="a")
     gate.open()
     assert isinstance(broken_one.get(), RemoteFault)

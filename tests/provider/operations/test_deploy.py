@@ -64,7 +64,9 @@ def exported() -> set[str]:
     usage = UsageBook()
     usage.of("acme").answered(RequestClass.DECODE, 1, 1, 1)
     usage.of("acme").failed(WireCode.QUOTA)
-    text = generate_latest(registry(ProviderCollector(Meter(), usage, lambda: 0, lambda: 0, lambda: [(1, 1)]))).decode()
+    meter = Meter()
+    meter.inline(0, 1e-4)
+    text = generate_latest(registry(ProviderCollector(meter, usage, lambda: 0, lambda: 0, lambda: [(1, 1)]))).decode()
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 

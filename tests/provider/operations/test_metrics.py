@@ -27,7 +27,7 @@ from provider.operations.monitor import SERVICE_NAME, SOCKET_NAME, Monitor, read
 from provider.operations.status import look, parse, render
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
-from provider.schedule.ticket import Batch, Piece, Ticket
+from provider.schedule.ticket import Piece, Ticket
 from wire.errors import ConfigurationError, WireCode
 from wire.frame import Arithmetic, Call, Direction
 
@@ -40,8 +40,8 @@ def busy() -> tuple[Meter, UsageBook]:
         Ticket("acme", CALL, 4, RequestClass.DECODE, 10.0),
         Ticket("globex", CALL, 300, RequestClass.PREFILL, 9.98),
     ]
-    meter.batch(Batch(CALL, (Piece(tickets[0], 0, 4), Piece(tickets[1], 0, 200))), 10.0002, 0.003)
-    meter.batch(Batch(CALL, (Piece(tickets[1], 200, 100),)), 10.01, 0.002)
+    meter.batch([Piece(tickets[0], 0, 4), Piece(tickets[1], 0, 200)], 10.0002, 0.003)
+    meter.batch([Piece(tickets[1], 200, 100)], 10.01, 0.002)
     meter.inline(7, 0.0004)
     usage.of("acme").answered(RequestClass.DECODE, 4, 64, 128)
     usage.of("globex").answered(RequestClass.PREFILL, 300, 4800, 9600)
