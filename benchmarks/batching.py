@@ -8,6 +8,7 @@ round after round, and medians are shown. `python -m benchmarks.batching [SCENAR
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.common import processor_s, provider
@@ -43,6 +44,7 @@ class Load:
         think_ms: from a reply to the next request.
         in_flight: passes at a time.
         one_layer: always the first layer.
+        spell_s: sends for so long, and then pauses for as long; 0: always sends.
     """
 
     tenant: str
@@ -51,6 +53,7 @@ class Load:
     think_ms: float = 0.5
     in_flight: int = 1
     one_layer: bool = False
+    spell_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Found:
         batch: requests of a product, in the mean; small requests computed alone where they are read count as one.
         waits_ms: before a request's first product, in the mean, by layer group.
         cores: of the provider's core and of the load's, the share that was used.
+        busy: share of the time that the provider's products took, by tenant.
     """
 
     rows_per_s: dict[str, float]
@@ -71,6 +75,7 @@ class Found:
     batch: float
     waits_ms: dict[str, float]
     cores: dict[str, float]
+    busy: dict[str, float]
 
     @property
     def total(self) -> float:
@@ -109,6 +114,9 @@ def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
             calls += back
         place = 0
         while not stop.is_set():
+            if load.spell_s and int(time.monotonic() / load.spell_s) % 2:
+                time.sleep(0.01)
+                continue
             call, given, replied = calls[0 if load.one_layer else place % len(calls)]
             connection.submit(call, rows[given], replied).result()
             place += 1
@@ -169,7 +177,9 @@ def measure(loads: Sequence[Load], *options: str) -> Found:
         count = grown("veilbase_group_requests_total", group=group)
         waits[group] = 1000 * grown("veilbase_group_wait_seconds_total", group=group) / max(count, 1)
     rates = {name: count / span for name, count in rows.items()}
-    return Found(rates, latency, p99, batch, waits, {name: seconds / span for name, seconds in used.items()})
+    busy = {load.tenant: grown("veilbase_compute_seconds_total", tenant=load.tenant) / span for load in loads}
+    cores = {name: seconds / span for name, seconds in used.items()}
+    return Found(rates, latency, p99, batch, waits, cores, busy)
 
 
 @contextlib.contextmanager
@@ -234,6 +244,7 @@ def medians(runs: Sequence[Found]) -> Found:
         statistics.median(one.batch for one in runs),
         middle([one.waits_ms for one in runs]),
         middle([one.cores for one in runs]),
+        middle([one.busy for one in runs]),
     )
 
 
@@ -305,15 +316,50 @@ def figures22and23() -> dict[str, Found]:
 def flexllm() -> dict[str, Found]:
     """FlexLLM: what fine-tuning keeps beside inference that has a target of 10 ms a request."""
     inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
+    in_spells = [replace(load, spell_s=0.5) for load in inference]
     tuning = [Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]
     target = ("--slo-ms", "10")
-    return compare(
+    found = compare(
         {
             "fine-tuning alone": (tuning, target),
             "inference alone": (inference, target),
             "both": (inference + tuning, target),
+            "both, whole requests in turn (temporal sharing)": (inference + tuning, ("--batching", "none")),
+            "inference every other half second, alone": (in_spells, target),
+            "and with fine-tuning": (in_spells + tuning, target),
         }
     )
+    peak = found["fine-tuning alone"].rows_per_s["tune"]
+    for name, alone in (
+        ("both", "inference alone"),
+        ("both, whole requests in turn (temporal sharing)", "inference alone"),
+        ("and with fine-tuning", "inference every other half second, alone"),
+    ):
+        kept = found[name].rows_per_s["tune"] / peak
+        core, products = found[alone].cores["provider"], sum(found[alone].busy.values())
+        print(
+            f"{name}: fine-tuning keeps {kept:.2f} of its peak, {kept / (1 - core):.2f} of solo × (1 - busy) where busy "
+            f"is the core's time for the inference alone ({core:.2f}), {kept / (1 - products):.2f} where it is the "
+            f"products' alone ({products:.2f})"
+        )
+    return found
+
+
+def plot_waits(found: dict[str, Found], file: Path) -> None:
+    """Symbiosis, figure 7: the mean wait before each layer's product, by policy."""
+    from benchmarks.common import pyplot
+
+    plots = pyplot()
+    figure, axes = plots.subplots(figsize=(6.4, 2.6), layout="constrained")
+    for (name, one), style in zip(found.items(), ("o-", "s--", "^:"), strict=False):
+        groups = sorted(one.waits_ms, key=int)
+        waits = [one.waits_ms[group] for group in groups]
+        axes.plot(range(len(groups)), waits, style, label=name, markersize=3, linewidth=1)
+    axes.set(xlabel="layer group, in the order of the model", ylabel="wait, ms", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, ncols=3)
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    plots.close(figure)
 
 
 SCENARIOS = {
@@ -321,19 +367,30 @@ SCENARIOS = {
 }  # fmt: skip
 
 
-def main(names: Sequence[str]) -> None:
-    """Prints a table for each scenario."""
-    for name in names or tuple(SCENARIOS):
+def main(arguments: Sequence[str]) -> None:
+    """Prints a table for each scenario; draws table 5's waits where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.batching")
+    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], default=[])
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="table 5's waits by layer: figure 7")
+    given = parser.parse_args(arguments)
+    for name in given.scenarios or tuple(SCENARIOS):
         print(f"\n{(SCENARIOS[name].__doc__ or '').strip()}\n")
         print("| case | rows/s | by tenant | requests a product | latency ms, mean (p99) | cores, provider and load |")
         print("|---|---|---|---|---|---|")
-        for case, found in SCENARIOS[name]().items():
+        cases = SCENARIOS[name]()
+        for case, found in cases.items():
             tenants = ", ".join(f"{tenant} {rate:.0f}" for tenant, rate in found.rows_per_s.items())
             times = ", ".join(
                 f"{kind} {found.latency_ms[kind]:.2f} ({found.p99_ms[kind]:.1f})" for kind in found.latency_ms
             )
             cores = ", ".join(f"{share:.2f}" for share in found.cores.values())
             print(f"| {case} | {found.total:.0f} | {tenants} | {found.batch:.2f} | {times} | {cores} |", flush=True)
+        for case, found in cases.items():
+            waits = found.waits_ms.values()
+            low, high = min(waits), max(waits)
+            print(f"{case}: mean wait by layer group {low:.2f} to {high:.2f} ms, {statistics.mean(waits):.2f} over all")
+        if name == "table5" and given.plot is not None:
+            plot_waits(cases, given.plot)
 
 
 if __name__ == "__main__":

@@ -196,6 +196,23 @@ def pss_mb(pid: int) -> float:
     return float("nan")
 
 
+def pyplot() -> Any:
+    """matplotlib's pyplot for SVG files that are the same every time.
+
+    Raises:
+        SystemExit: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install --constraint constraints.txt '.[bench]'") from None
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plots
+
+    matplotlib.rcParams.update({"svg.hashsalt": "veilbase", "svg.fonttype": "none", "font.size": 8})
+    return plots
+
+
 def processor_s(pid: int) -> float:
     """Processor time that a process and its threads have used, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

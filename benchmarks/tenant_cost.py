@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import interleaved, ratios
+from benchmarks.common import interleaved, pyplot, ratios
 
 SIZES = (576, 1024, 2048, 4096, 8192, 16384)
 TOKENS = 512
@@ -197,21 +197,10 @@ def report(found: list[Found]) -> None:
 
 
 def plot(found: list[Found], file: Path) -> None:
-    """Writes an SVG: time per token and storage, over the width.
-
-    Raises:
-        SystemExit: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install --constraint constraints.txt '.[bench]'") from None
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams.update({"svg.hashsalt": "veilbase", "svg.fonttype": "none", "font.size": 8})
+    """Writes an SVG: time per token and storage, over the width."""
+    plots = pyplot()
     sizes = [each.size for each in found]
-    figure, (time, disk) = pyplot.subplots(1, 2, figsize=(7.2, 2.9), layout="constrained")
+    figure, (time, disk) = plots.subplots(1, 2, figsize=(7.2, 2.9), layout="constrained")
     styles = {OURS: "o-", ONE_BLOCK: "o:", "fp32": "s--", "bf16": "^--", "int8": "v--"}
     for name, style in styles.items():
         label = name if name in (OURS, ONE_BLOCK) else f"local {name}"
@@ -230,7 +219,7 @@ def plot(found: list[Found], file: Path) -> None:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     figure.savefig(file, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+    plots.close(figure)
 
 
 def main() -> None:
