@@ -7,44 +7,42 @@ refused takes nothing; nothing is kept of tenants beyond a few numbers each, and
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from provider.schedule.quota import Quota, TenantLimits
+from provider.schedule.quota import EVERYBODY, MAX_IN_FLIGHT_BYTES, Quota, SharedRoom, TenantLimits
 from provider.schedule.request_class import RequestClass
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded
 from wire.limits import MAX_RETRY_S, Limits
-
-EVERYBODY = "*"
-"""In place of a tenant's name: the limits of all that are not named. No tenant can be called so."""
 
 
 class TenantAdmission:
     """One tenant's quota; safe under threads."""
 
-    def __init__(self, limits: TenantLimits) -> None:
-        """Args: limits: the operator's."""
-        self.limits = limits
+    def __init__(self, limits: TenantLimits, room: SharedRoom) -> None:
+        """Args: limits: the operator's; room: of all tenants."""
+        self.limits, self._room = limits, room
         self._lock = threading.Lock()
         self._quota: Quota | None = None
 
-    def admit(self, request_class: RequestClass, num_rows: int, num_bytes: int, now_s: float) -> None:
+    def admit(self, allowed_by: Collection[RequestClass], num_rows: int, num_bytes: int, now_s: float) -> None:
         """Takes a request in; `release` gives back what it holds.
 
         Args:
+            allowed_by: classes of which the tenant must have one.
             num_bytes: of request and reply.
 
         Raises:
-            NotPermitted: this tenant may not send work of this class.
+            NotPermitted: it has none of them.
             LimitExceeded: more rows than one of its requests may have.
             QuotaExceeded: too much at once; it says when to come again.
         """
-        if request_class not in self.limits.classes:
-            raise NotPermitted(f"this tenant may not send {request_class.name.lower()} requests")
+        if self.limits.classes.isdisjoint(allowed_by):
+            raise NotPermitted(f"this tenant may not send {min(allowed_by).name.lower()} requests")
         most = self.limits.max_request_rows
         if most is not None and num_rows > most:
             raise LimitExceeded(f"expected at most {most} rows in a request, got {num_rows}")
         with self._lock:
-            self._quota = self._quota or Quota(self.limits, now_s)
+            self._quota = self._quota or Quota(self.limits, now_s, self._room)
             wait_s = self._quota.admit(num_rows, num_bytes, now_s)
         if wait_s > 0:
             raise QuotaExceeded("more at once than this tenant may send", min(wait_s, MAX_RETRY_S))
@@ -75,9 +73,15 @@ class TenantAdmission:
 class Admission:
     """All tenants' quotas."""
 
-    def __init__(self, limits: Mapping[str, TenantLimits] | None = None) -> None:
-        """Args: limits: by tenant; those of `EVERYBODY` are for all others."""
-        self._limits = dict(limits or {})
+    def __init__(
+        self, limits: Mapping[str, TenantLimits] | None = None, max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
+    ) -> None:
+        """Args.
+
+        limits: by tenant; those of `EVERYBODY` are for all others.
+        max_in_flight_bytes: of all tenants' requests and replies.
+        """
+        self._limits, self._room = dict(limits or {}), SharedRoom(max_in_flight_bytes)
         self._lock = threading.Lock()
         self._tenants: dict[str, TenantAdmission] = {}
 
@@ -91,7 +95,7 @@ class Admission:
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:
-                known = self._tenants[tenant] = TenantAdmission(self._limits_of(tenant))
+                known = self._tenants[tenant] = TenantAdmission(self._limits_of(tenant), self._room)
             return known
 
     def weight_of(self, tenant: str) -> float:

@@ -70,6 +70,8 @@ class Executor:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
+        self._is_beside, self._num_beside = False, 0
+        """Whether a small product is made beside another one, which the lane does not show; how many have begun."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
         self._is_joined, self._empty_since_s = not replicas, time.monotonic()
         self._orphans: deque[tuple[Batch, int]] = deque()
@@ -137,17 +139,27 @@ class Executor:
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.
 
-        No job is made for it: a decode step is a hundred such calls, and each pays for every object.
+        No job is made for it: a decode step is a hundred such calls, and each pays for every object. Under a latency
+        target one such request at a time need not wait for the end of a large product, where the replica can make it
+        beside: the operating system gives each its part of the core.
         """
-        if not self._idle():
+        if not self._idle() and not self._beside():
             return None  # looked at without the lock first: what is chosen wrongly is queued, and answered all the same
         with self._changed:
-            lane = self._idle()
-            if lane is None or not self._scheduler.would_take_decode:
+            if not self._scheduler.would_take_decode:
                 return None
-            lane.is_busy = True
+            idle = self._idle()
+            lane = idle or self._beside()
+            if lane is None:
+                return None
+            if idle:
+                lane.is_busy = True
+            else:
+                self._is_beside = True
+                self._num_beside += 1
             self._turn += 1
         began_s = time.monotonic()
+        is_lost = False
         try:
             use_one_core()
             reply = lane.replica.product(call, rows)
@@ -155,14 +167,14 @@ class Executor:
             self._tell(tenant, call, rows, None)
             return exc
         except ReplicaLost:
-            lane.is_lost = True  # its thread sees to it
+            is_lost = True
             return None
         except Exception as exc:  # noqa: BLE001 - the caller is a stream's reader, and goes on
             _LOGGER.error("a product failed: %s", type(exc).__name__)
             self._tell(tenant, call, rows, None)
             return _FAILED
         finally:
-            self._done_here(lane, tenant, call, began_s)
+            self._done_here(lane, idle is None, tenant, call, began_s, is_lost)
         self._tell(tenant, call, rows, reply)
         return reply
 
@@ -174,10 +186,22 @@ class Executor:
                 return lane
         return None
 
-    def _done_here(self, lane: _Lane, tenant: str, call: Call, began_s: float) -> None:
+    def _beside(self) -> _Lane | None:
+        if self._is_beside or not self._scheduler.has_target:
+            return None
+        return next((lane for lane in self._lanes if lane.replica.can_share and not lane.is_lost), None)
+
+    def _done_here(self, lane: _Lane, is_beside: bool, tenant: str, call: Call, began_s: float, is_lost: bool) -> None:
         now_s = time.monotonic()
         with self._changed:
-            lane.is_busy = False
+            if is_beside:
+                self._is_beside = False
+            else:
+                lane.is_busy = False
+            if is_lost:
+                lane.is_lost = True  # its thread sees to it
+                self._changed.notify_all()
+                return
             self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
             if self._scheduler or self._orphans or lane.is_lost:
                 self._changed.notify_all()
@@ -245,6 +269,7 @@ class Executor:
         began_s = time.monotonic()
         made: list[tuple[Piece, Outcome]] = []
         is_whole = has_failed = False
+        num_beside = self._num_beside + self._is_beside  # a product that shared its core says nothing about its time
         try:
             made, is_whole = self._products(lane.replica, batch)
         except ReplicaLost as exc:
@@ -256,7 +281,7 @@ class Executor:
         seconds = time.monotonic() - began_s
         with self._changed:
             lane.is_busy = False
-            if is_whole:
+            if is_whole and num_beside == self._num_beside:
                 self._scheduler.computed(batch, seconds)
             self._scheduler.finished(batch, began_s + seconds)
         if has_failed:
@@ -348,15 +373,18 @@ class Executor:
         began_s = time.monotonic()
         made = self._together(replica, batch.call, parts) if len(parts) > 1 else []
         is_one = bool(made) or len(parts) == 1
-        if not made:  # of several, whose fault it was shows when each runs alone
+        if is_one and not made:
             made = [(piece, _alone(replica, batch.call, rows)) for piece, rows in parts]
+        elif not made:  # whose fault it was shows when each runs alone; whoever ends the replica spoils no other's
+            for piece, rows in parts:
+                self._deliver(piece, _alone(replica, batch.call, rows), is_shared=False)
         seconds = time.monotonic() - began_s
         computed = [piece for piece, _ in parts]
         self._meter.batch(computed, began_s, seconds)
         num_rows = sum(piece.num_rows for piece in computed)
         for piece in computed:
             self._charge(piece.ticket.tenant, seconds * piece.num_rows / num_rows)
-        is_good = all(isinstance(outcome, torch.Tensor) for _, outcome in made)
+        is_good = bool(made) and all(isinstance(outcome, torch.Tensor) for _, outcome in made)
         return made, is_one and is_good and len(parts) == len(batch.pieces)
 
     def _together(
@@ -411,8 +439,10 @@ class Executor:
 
     def _finish(self, job: Job, rows: Rows, reply: torch.Tensor) -> None:
         job.drop()
-        self._tell(job.ticket.tenant, job.ticket.call, rows, reply)
-        job.done(reply)
+        try:
+            self._tell(job.ticket.tenant, job.ticket.call, rows, reply)
+        finally:
+            job.done(reply)
 
     def _fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
         for ticket in tickets:

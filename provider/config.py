@@ -11,7 +11,7 @@ import yaml
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from provider.schedule.quota import TenantLimits
+from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
 from wire.errors import ConfigurationError
 
 ENV_PREFIX = "VEILBASE_PROVIDER_"
@@ -40,6 +40,7 @@ class ProviderSettings(BaseSettings):
         log_format: `json` writes an object a line.
         parallel: several processes make each product together; torchrun starts them.
         parallel_timeout_s: with `parallel`, the longest that one waits for another.
+        max_in_flight_bytes: of requests and replies of all tenants; none of them holds more than is still free.
         tenant_limits: by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
     """
 
@@ -68,6 +69,7 @@ class ProviderSettings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
     parallel: Literal["none", "tensor", "fsdp"] = "none"
     parallel_timeout_s: float = Field(default=60.0, ge=1, le=3600)
+    max_in_flight_bytes: ByteSize = Field(default=ByteSize(MAX_IN_FLIGHT_BYTES), ge=256 << 20)
     tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
 
     @classmethod
@@ -102,6 +104,25 @@ class ProviderSettings(BaseSettings):
         if self.parallel != "none" and (self.shards > 1 or self.replicas > 1 or self.shards_elsewhere):
             raise ConfigurationError(
                 "with --parallel all processes make each product, with --shards and --replicas one of them: give one"
+            )
+
+    def check_conflicts(self) -> None:
+        """Raises ConfigurationError for settings that would say nothing beside others."""
+
+        def is_default(*names: str) -> bool:
+            return all(getattr(self, name) == type(self).model_fields[name].default for name in names)
+
+        if self.slo_ms is not None and self.batching != "opportunistic":
+            raise ConfigurationError(f"--slo-ms needs --batching opportunistic, got {self.batching}")
+        if not is_default("max_wait_ms") and self.batching == "none":
+            raise ConfigurationError("--max-wait-ms says nothing with --batching none, where no request waits")
+        if self.record is None and not is_default("record_limit", "record_layers"):
+            raise ConfigurationError("--record-limit and --record-layers need --record, which names the folder")
+        if self.replicas > 1 and len(self.shards_elsewhere) == self.shards:
+            raise ConfigurationError("--replicas are of this host's shards, and --remote-shards leaves it none")
+        if not self.tls and self.tenant_limits.keys() - {EVERYBODY, LOCAL_TENANT}:
+            raise ConfigurationError(
+                f"without --tls all tenants are one: expected {EVERYBODY!r} or {LOCAL_TENANT!r} in tenant_limits"
             )
 
     def check_exposure(self) -> None:

@@ -20,12 +20,14 @@ from wire.manifest import Manifest
 if TYPE_CHECKING:
     from provider.record import Recorder
 
-LOCAL_TENANT = "local"
 _LOGGER = logging.getLogger(__name__)
 
 
 class ProviderCore:
     """A served model, and the recorder if there is one; safe under threads. A `wire.transport.inproc.Handler`."""
+
+    can_share = True
+    """See `provider.replica.Replica`."""
 
     def __init__(self, served: ServedModel, recorder: Recorder | None = None) -> None:
         """Args: recorder: writes down what tenants send; None, the normal case, keeps nothing."""

@@ -38,7 +38,7 @@ class ReplicaLost(Exception):
 
 
 class Replica(Protocol):
-    """One holder of an executor's weights. Makes one product at a time."""
+    """One holder of an executor's weights. Makes one product at a time, unless it says otherwise."""
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
         """One product, shape (num_rows, features of the other side); see `provider.executor.compute`.
@@ -47,6 +47,11 @@ class Replica(Protocol):
             VeilbaseError: the request's fault, or one of this replica's that another would not mend.
             ReplicaLost: it is gone.
         """
+        ...
+
+    @property
+    def can_share(self) -> bool:
+        """Whether a small product may be made in another thread beside a large one."""
         ...
 
     @property
@@ -77,9 +82,9 @@ class Here:
 
     is_alive, can_return = True, False
 
-    def __init__(self, product: Product) -> None:
-        """Args: product: makes one, in the calling thread."""
-        self.product = product
+    def __init__(self, product: Product, can_share: bool = True) -> None:
+        """Args: product: makes one, in the calling thread; can_share: whether several threads may, at a time."""
+        self.product, self.can_share = product, can_share
 
     def revive(self, is_over: threading.Event) -> bool:
         """Never needed."""

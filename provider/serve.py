@@ -48,6 +48,7 @@ def serve(settings: ProviderSettings) -> None:
     settings.check_exposure()
     settings.check_shards()
     settings.check_parallel()
+    settings.check_conflicts()
     rank = rank_here(settings.parallel)
     share_one_heap()
     signal.signal(signal.SIGTERM, _stop)
@@ -68,7 +69,7 @@ def serve(settings: ProviderSettings) -> None:
         ending.callback(server.stop)  # where the start fails; otherwise it has been stopped by then
         core = _make_core(settings)
         ending.callback(core.close)
-        admission = Admission(settings.tenant_limits)
+        admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
         service = server.start(core, _make_shards(settings, core, admission, ending), admission, usage)
         monitor = _make_monitor(settings, service, state)
         ending.callback(monitor.close)

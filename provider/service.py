@@ -20,12 +20,13 @@ from typing import Any
 import grpc
 
 from provider.admission import Admission
-from provider.core import LOCAL_TENANT, ProviderCore
+from provider.core import ProviderCore
 from provider.identity import Role, StateDir, issue_server_certificate, peer_identity
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
 from provider.profile import make_scheduler
 from provider.replica import Here
+from provider.schedule.quota import LOCAL_TENANT
 from provider.schedule.scheduler import Policy, Scheduler
 from provider.session import SWEEP_S, Session
 from provider.shards.door import ShardDoor
@@ -104,7 +105,7 @@ class _Gate:
 
 
 class ProviderService:
-    """The three methods; thin, since `ProviderCore` and `Session` do the work."""
+    """The methods of the gRPC service; thin, since `ProviderCore` and `Session` do the work."""
 
     def __init__(
         self,
@@ -285,7 +286,7 @@ class ProviderService:
             time.sleep(_DRAIN_LOOK_S)
 
     def close(self) -> None:
-        """Tells every open stream, then ends the compute thread."""
+        """Tells every open stream, then ends the compute threads."""
         self._stopped.set()
         with self._lock:
             sessions = list(self._sessions)
@@ -374,7 +375,7 @@ class Server:
 
 def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
     """All groups, computed in this process."""
-    return Shard(range(len(core.manifest().groups)), [Here(core.compute)], scheduler)
+    return Shard(range(len(core.manifest().groups)), [Here(core.compute, core.can_share)], scheduler)
 
 
 class _Certificates:

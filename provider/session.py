@@ -26,7 +26,7 @@ import torch
 from provider.admission import TenantAdmission
 from provider.job import Job, Outcome
 from provider.operations.usage import TenantUsage
-from provider.schedule.request_class import RequestClass
+from provider.schedule.request_class import RequestClass, allowed_by
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -240,7 +240,8 @@ class Session:
                 raise Unavailable("the stream has ended")
             if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
                 raise QuotaExceeded("too much in flight", _FULL_RETRY_S)
-            self._admission.admit(request.request_class, header.rows, held, now)
+            allowed = allowed_by(header.call, request.request_class, is_small=header.rows <= DECODE_ROWS)
+            self._admission.admit(allowed, header.rows, held, now)
             self._requests[header.request_id] = request
             self._held_bytes += held
         if header.call.direction is Direction.BACKWARD:
@@ -288,8 +289,10 @@ class Session:
     def _class_of(self, header: Header, now: float) -> RequestClass:
         """By what a stream does: the provider is not told, and need not believe."""
         call = header.call
-        if call.direction is Direction.BACKWARD or call.purpose is Purpose.HINT:
+        if call.direction is Direction.BACKWARD:
             return RequestClass.FINETUNE
+        if call.purpose is Purpose.HINT and header.rows > DECODE_ROWS:
+            return RequestClass.FINETUNE  # a few rows of a seed are a share of somebody's decode step
         if header.rows <= DECODE_ROWS:
             return RequestClass.DECODE if len(self._requests) < DECODE_IN_FLIGHT else RequestClass.PREFILL
         return RequestClass.FINETUNE if now - self._trained_at < TRAINING_S else RequestClass.PREFILL

@@ -20,6 +20,11 @@ def configure(log_format: LogFormat) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
+def configured() -> LogFormat:
+    """What this process writes, for those that it starts."""
+    return "json" if any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers) else "text"
+
+
 def _named(record: logging.LogRecord) -> dict[str, object]:
     return {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
 

@@ -28,7 +28,7 @@ _HEARTBEATS = 4
 
 
 class Dispatcher:
-    """Rank 0's `provider.batch.Product`; safe under threads."""
+    """Rank 0's `provider.replica.Product`; safe under threads."""
 
     def __init__(self, served: ServedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
         """Args.

@@ -28,7 +28,9 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ParallelCore(ProviderCore):
-    """Rank 0's core: products by all ranks."""
+    """Rank 0's core: products by all ranks, one at a time."""
+
+    can_share = False
 
     def __init__(self, served: ServedModel, dispatcher: Dispatcher, recorder: Recorder | None = None) -> None:
         """Args: served: without weights here."""

@@ -26,7 +26,7 @@ class TenantRing:
         weight_of: by tenant.
         """
         self._quantum_of, self._weight_of = quantum_of, weight_of
-        self._num_single = 0
+        self._num_single, self._quantum = 0, quantum_of(1)
         self._queues: OrderedDict[str, dict[Ticket, None]] = OrderedDict()
         self._deficits: dict[str, float] = {}
         self._in_order: dict[Ticket, None] = {}
@@ -47,8 +47,10 @@ class TenantRing:
 
     @property
     def quantum(self) -> float:
-        """Of a turn that began now."""
-        return self._quantum_of(self._num_single if self._num_single == len(self._queues) else 1)
+        """Of every turn in this round, by who waits at its beginning: one who could change it would have more."""
+        if not self._served:
+            self._quantum = self._quantum_of(self._num_single if self._num_single == len(self._queues) else 1)
+        return self._quantum
 
     def add(self, ticket: Ticket) -> None:
         """Behind everything that is there."""
@@ -111,13 +113,14 @@ class TenantRing:
             self._queues.move_to_end(tenant)
         for _ in range(len(self._queues)):
             tenant = next(iter(self._queues))
+            head = self._head(tenant)
+            missing = self._missing(tenant, cost_of(head))
             if tenant not in self._served:
-                head = self._head(tenant)
-                is_enough = self._missing(tenant, cost_of(head)) <= self._credit(tenant)
                 self._give(tenant)
-                if is_enough:
-                    self._whose = tenant
-                    return head
+                missing -= self._credit(tenant)
+            if missing <= 0:
+                self._whose = tenant
+                return head
             self._queues.move_to_end(tenant)
         self._whose = self._after_more_rounds(cost_of)
         return self._head(self._whose)
@@ -138,6 +141,7 @@ class TenantRing:
 
     def _after_more_rounds(self, cost_of: Callable[[Ticket], float]) -> str:
         """Whose turn it is where nobody can pay in this round any more; puts it first."""
+        self._served.clear()
         tenants = list(self._queues)
         needed = [
             max(1, math.ceil(self._missing(one, cost_of(self._head(one))) / self._credit(one))) for one in tenants
@@ -145,8 +149,7 @@ class TenantRing:
         rounds = min(needed)
         winner = needed.index(rounds)
         for one in tenants[winner + 1 :]:
-            self._give(one, rounds - 1)
-        self._served.clear()
+            self._deficits[one] += (rounds - 1) * self._credit(one)
         for one in tenants[: winner + 1]:
             self._give(one, rounds)
         for one in tenants[:winner]:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 
 from provider.schedule.request_class import RequestClass
+
+EVERYBODY = "*"
+"""In place of a tenant's name: the limits of all that are not named. No tenant can be called so."""
+LOCAL_TENANT = "local"
+"""Whoever comes without TLS."""
+MAX_IN_FLIGHT_BYTES = 4 << 30
+"""Of all tenants, where the operator says nothing."""
 
 
 def _by_name(given: object) -> object:
@@ -62,12 +70,42 @@ class TokenBucket:
         self._level -= amount
 
 
+class SharedRoom:
+    """Bytes in flight of all tenants together; safe under threads.
+
+    No tenant holds more than is still free, so that there is room left for the next one whatever the others hold: one
+    alone has half of it, of two that take all they can each has a third.
+
+    Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (IEEE/ACM
+    Transactions on Networking 6(2), 1998), with a factor of one.
+    """
+
+    def __init__(self, num_bytes: float) -> None:
+        """Args: num_bytes: at most, but for a request that is larger and alone."""
+        self._lock = threading.Lock()
+        self._num_bytes, self._used = num_bytes, 0
+
+    def take(self, held: int, num_bytes: int) -> bool:
+        """Whether a tenant that holds so much already gets more."""
+        with self._lock:
+            if self._used and held + num_bytes > self._num_bytes - self._used:
+                return False
+            self._used += num_bytes
+            return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """What was taken."""
+        with self._lock:
+            self._used -= num_bytes
+
+
 class Quota:
     """One tenant's buckets, and what it has in flight; not safe under threads."""
 
-    def __init__(self, limits: TenantLimits, now_s: float) -> None:
-        """Args: limits: the operator's."""
+    def __init__(self, limits: TenantLimits, now_s: float, room: SharedRoom | None = None) -> None:
+        """Args: limits: the operator's; room: shared with other tenants, None where there are none."""
         self.limits = limits
+        self._room = room or SharedRoom(math.inf)
         self._rows, self._bytes = TokenBucket(limits.rows_per_s, now_s), TokenBucket(limits.bytes_per_s, now_s)
         self._rows_in_flight = self._bytes_in_flight = 0
 
@@ -84,6 +122,8 @@ class Quota:
         wait_s = max(self._rows.retry_s(num_rows, now_s), self._bytes.retry_s(num_bytes, now_s))
         if wait_s > 0:
             return wait_s
+        if not self._room.take(self._bytes_in_flight, num_bytes):
+            return _FULL_RETRY_S
         self._rows.take(num_rows)
         self._bytes.take(num_bytes)
         self._rows_in_flight += num_rows
@@ -101,7 +141,8 @@ class Quota:
         """The request is answered, cancelled or lost."""
         self._rows_in_flight -= num_rows
         self._bytes_in_flight -= num_bytes
+        self._room.give_back(num_bytes)
 
 
 _FULL_RETRY_S = 0.05
-"""Where room comes with the tenant's own answers, whenever they do."""
+"""Where room comes with answers, whenever they do."""

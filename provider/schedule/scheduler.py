@@ -90,7 +90,7 @@ class Scheduler:
         """Args.
 
         policy: fixed for its life.
-        latency: predictions; `finished` corrects them.
+        latency: predictions; `computed` corrects them.
         weight_of: a tenant's share beside others.
         width_of: numbers in a row of a lane, on its wider side.
         """
@@ -123,6 +123,11 @@ class Scheduler:
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
+
+    @property
+    def has_target(self) -> bool:
+        """Whether decode goes before other work."""
+        return self._has_classes
 
     @property
     def would_take_decode(self) -> bool:

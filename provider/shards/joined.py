@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 class JoinedShard:
     """A `provider.replica.Replica` on another host. It does not come back: its host joins anew."""
 
-    can_return = False
+    can_share = can_return = False
 
     def __init__(self, name: str, groups: dict[int, GroupInfo], is_refused: Callable[[], bool]) -> None:
         """Args.

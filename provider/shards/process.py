@@ -18,6 +18,7 @@ import torch
 import zmq
 
 from provider.executor import check_cols
+from provider.operations.logs import configured
 from provider.replica import ReplicaLost, product_limit_s
 from provider.shards import control
 from provider.shards.shared_rows import SharedRows
@@ -42,6 +43,8 @@ _LOGGER = logging.getLogger(__name__)
 
 class ShardProcess:
     """A `provider.replica.Replica` in a process of its own."""
+
+    can_share = False
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class ShardProcess:
                 undoing.callback(socket.close, 0)
                 socket.bind(f"ipc://{folder}/s")
                 descriptors = (self._weights, self._requests.descriptor, self._replies.descriptor)
-                command = [sys.executable, "-m", "provider.shards.worker", f"ipc://{folder}/s"]
+                command = [sys.executable, "-m", "provider.shards.worker", f"ipc://{folder}/s", configured()]
                 process = subprocess.Popen(
                     [*command, *map(str, descriptors), str(self._threads)],
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=descriptors,

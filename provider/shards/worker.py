@@ -63,12 +63,16 @@ class Worker:
 
 
 def main(arguments: list[str]) -> None:
-    """Args: the address of the front, file descriptors of weights, requests and replies, and the number of threads."""
+    """Args.
+
+    The address of the front, the log's format, file descriptors of weights, requests and replies, and the number of
+    threads.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    address, *numbers = arguments
+    address, log_format, *numbers = arguments
     weights, requests, replies, threads = map(int, numbers)
-    configure("text")
+    configure("json" if log_format == "json" else "text")
     torch.set_num_threads(threads)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         socket.connect(address)

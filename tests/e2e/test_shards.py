@@ -72,18 +72,26 @@ def finetune(url: str, out: Path, mask: str, **changes: Any) -> list[float]:
     return list(result.losses)
 
 
-def kill_at_checkpoint(out: Path, pids: list[int]) -> threading.Thread:
-    def kill() -> None:
-        saved = out.with_name(out.name + ".checkpoints") / "checkpoint-2" / "complete"
-        while not saved.exists() and not out.exists():
-            time.sleep(0.002)
-        assert not out.exists(), "the run was over before"
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+class Killer:
+    """Kills processes in the middle of a run; `join` fails where the run was over before."""
 
-    thread = threading.Thread(target=kill)
-    thread.start()
-    return thread
+    def __init__(self, out: Path, pids: list[int]) -> None:
+        self._out, self._pids, self._is_done = out, pids, False
+        self._thread = threading.Thread(target=self._kill)
+        self._thread.start()
+
+    def _kill(self) -> None:
+        saved = self._out.with_name(self._out.name + ".checkpoints") / "checkpoint-2" / "complete"
+        while not saved.exists() and not self._out.exists():
+            time.sleep(0.002)
+        if not self._out.exists():
+            for pid in self._pids:
+                os.kill(pid, signal.SIGKILL)
+            self._is_done = True
+
+    def join(self) -> None:
+        self._thread.join()
+        assert self._is_done, "the run was over before anything was killed"
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +107,13 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(serve: Serve, tmp_pat
 
     pids = workers(sharded)
     assert len(pids) == 4
-    killer = kill_at_checkpoint(tmp_path / "one lost", pids[::2])  # one replica of each shard
+    killer = Killer(tmp_path / "one lost", pids[::2])  # one replica of each shard
     assert finetune(sharded.url, tmp_path / "one lost", "off") == expected
     killer.join()
 
     while len(workers(sharded)) < 4 or set(pids[::2]) & set(workers(sharded)):
         time.sleep(0.05)  # both are started again
-    killer = kill_at_checkpoint(tmp_path / "masked", workers(sharded)[:1])
+    killer = Killer(tmp_path / "masked", workers(sharded)[:1])
     masked = finetune(sharded.url, tmp_path / "masked", "lattice")
     killer.join()
     assert masked == pytest.approx(expected, abs=5e-3)  # other masks: as far apart as rounding is
@@ -113,14 +121,14 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(serve: Serve, tmp_pat
     pids = workers(sharded)
     code, out, err = sharded.stop()
     assert (code, out) == (0, "")
-    assert "was lost" in err
+    assert err.count("was lost") >= 3, "two replicas in the plain run, one in the masked one"
     assert "Traceback" not in err
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_a_shard_without_a_replica_is_waited_for(serve: Serve, tmp_path: Path, expected: list[float]) -> None:
     sharded = serve("--shards", 2)
-    killer = kill_at_checkpoint(tmp_path / "run", workers(sharded)[1:])
+    killer = Killer(tmp_path / "run", workers(sharded)[1:])
     assert finetune(sharded.url, tmp_path / "run", "off") == expected
     killer.join()
     code, _, err = sharded.stop()
@@ -204,7 +212,7 @@ def test_a_shard_on_another_host(model: Path, serve: Serve, tmp_path: Path, expe
         sharded = serve("--tls", "--state", state, "--shards", 2, "--remote-shards", "1", "--port", port)
         thread.join(timeout=60)
         assert len(workers(sharded)) == 1
-        killer = kill_at_checkpoint(tmp_path / "run", [joining[0].pid])
+        killer = Killer(tmp_path / "run", [joining[0].pid])
         again = threading.Thread(target=lambda: (killer.join(), join()))
         again.start()
         with TenantClient(url, identity=tmp_path / "acme", mask="off") as client:

@@ -377,3 +377,37 @@ def test_who_waits_is_woken_after_a_small_product_beside(core: ProviderCore) -> 
     assert isinstance(answer.get(), torch.Tensor)
     small.join(20)
     executor.close()
+
+
+@pytest.mark.parametrize(("slo_s", "is_made"), [(0.001, True), (None, False)])
+def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
+    core: ProviderCore, slo_s: float | None, is_made: bool
+) -> None:
+    """One at a time, so that the large one has half of the core at least; without a target all take turns."""
+    inside, go_on = threading.Semaphore(0), threading.Event()
+
+    def product(call: Call, rows: Rows) -> torch.Tensor:
+        if isinstance(rows, torch.Tensor) and rows.shape[0] != 2:
+            inside.release()
+            assert go_on.wait(20)
+        return core.compute(call, rows)
+
+    policy = Policy(slo_s=slo_s)
+    executor = Executor([Here(product)], Scheduler(policy, latency_model(core.served, profiled=False)))
+    large = Answer()
+    executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, large.take, 64))
+    assert inside.acquire(timeout=20)
+    rows = ring_rows(2)
+    beside = executor.compute_here("a", CALL, rows)
+    assert (beside is not None) is is_made
+    if isinstance(beside, torch.Tensor):
+        assert torch.equal(beside, core.compute(CALL, rows))
+        held = threading.Thread(target=executor.compute_here, args=("a", CALL, ring_rows(1)))
+        held.start()
+        assert inside.acquire(timeout=20)
+        assert executor.compute_here("c", CALL, rows) is None  # one beside the large one
+        go_on.set()
+        held.join(20)
+    go_on.set()
+    assert isinstance(large.get(), torch.Tensor)
+    executor.close()

@@ -29,7 +29,7 @@ class Scripted:
     def __init__(self, core: ProviderCore, script: Callable[[int], None] = lambda number: None) -> None:
         self._core, self._script = core, script
         self.num_asked = self.num_made = 0
-        self.can_return, self.is_alive = False, True
+        self.can_share, self.can_return, self.is_alive = False, False, True
         self.may_return = threading.Event()
         self.is_closed = False
 

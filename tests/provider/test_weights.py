@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import weakref
 from pathlib import Path
 
@@ -217,6 +218,45 @@ def test_flags_win_over_environment_and_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("VEILBASE_PROVIDER_MODEL", "environment")
     settings = load_settings({"model": "flag", "port": None}, path)
     assert (settings.model, settings.port, settings.weights, settings.record_limit) == ("flag", 2, "native", 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("batching: none\nslo_ms: 2", "--slo-ms needs --batching opportunistic"),
+        ("batching: lockstep\nslo_ms: 2", "--slo-ms needs --batching opportunistic"),
+        ("batching: none\nmax_wait_ms: 5", "--max-wait-ms says nothing"),
+        ("record_layers: 'a'", "need --record"),
+        ("record_limit: 1MiB", "need --record"),
+        ("tls: true\nshards: 2\nreplicas: 2\nremote_shards: '0,1'", "--replicas are of this host's shards"),
+        ("tenant_limits: {acme: {weight: 2}}", "without --tls all tenants are one"),
+    ],
+)
+def test_settings_that_say_nothing_beside_others_are_refused(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "provider.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match=re.escape(why)):
+        load_settings({}, path).check_conflicts()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "slo_ms: 2",
+        "batching: none",
+        "batching: lockstep\nmax_wait_ms: 5",
+        "record: /tmp/r\nrecord_layers: 'a'\nrecord_limit: 1MiB",
+        "tls: true\nshards: 2\nreplicas: 2\nremote_shards: '1'",
+        "tls: true\ntenant_limits: {acme: {weight: 2}}",
+        "tenant_limits: {'*': {weight: 2}, local: {weight: 1}}",
+        "batching: none\nmax_wait_ms: 20\nrecord_layers: ''\nrecord_limit: 4GiB",
+    ],
+)
+def test_settings_that_go_together(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "provider.yaml"
+    path.write_text(text)
+    load_settings({}, path).check_conflicts()
 
 
 def test_tenants_limits_come_from_the_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

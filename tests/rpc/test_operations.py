@@ -114,7 +114,7 @@ def test_what_the_operator_set_reaches_the_scheduler(
 ) -> None:
     """From a settings file to the policy and the shares of the scheduler that runs."""
     (tmp_path / "provider.yaml").write_text(
-        "slo_ms: 7\nmax_wait_ms: 3\nbatching: opportunistic\ntenant_limits: {acme: {weight: 5}}\n"
+        "slo_ms: 7\nmax_wait_ms: 3\nbatching: opportunistic\ntenant_limits: {local: {weight: 5}}\n"
     )
     started: list[ProviderService] = []
 
@@ -134,7 +134,7 @@ def test_what_the_operator_set_reaches_the_scheduler(
             signal.signal(number, handler)
     scheduler = started[0]._executor.executors[0]._scheduler
     assert (scheduler._policy.slo_s, scheduler._policy.max_wait_s) == (0.007, 0.003)
-    assert (scheduler._weight_of("acme"), scheduler._weight_of("other")) == (5.0, 1.0)
+    assert (scheduler._weight_of("local"), scheduler._weight_of("other")) == (5.0, 1.0)
 
 
 # ---- accounts and log ------------------------------------------------------------------------------------------------

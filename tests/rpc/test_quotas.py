@@ -12,18 +12,20 @@ import torch
 from provider.admission import EVERYBODY, Admission
 from provider.batch import Executor
 from provider.core import ProviderCore
+from provider.operations.meter import latency_name
 from provider.operations.usage import TenantUsage
 from provider.profile import make_scheduler
 from provider.replica import Here
 from provider.schedule.quota import TenantLimits
+from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Policy
 from provider.session import Session
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
-from wire.expand import Rows
-from wire.frame import Arithmetic, Call, Direction, FrameType, Header
+from wire.expand import Rows, SeededRows
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_RETRY_S
 from wire.transport import patience
 from wire.transport.patience import MAX_WAIT_S, PatientRequest, with_jitter
@@ -109,8 +111,8 @@ def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, ti
 @pytest.mark.parametrize(
     ("allowed", "num_rows", "direction"),
     [
-        ("prefill,finetune", 1, Direction.FORWARD),
-        ("decode,finetune", 100, Direction.FORWARD),
+        ("prefill", 1, Direction.FORWARD),
+        ("decode", 100, Direction.FORWARD),
         ("decode,prefill", 1, Direction.BACKWARD),
     ],
 )
@@ -126,6 +128,55 @@ def test_classes_that_the_operator_does_not_allow(
     other = 100 if num_rows == 1 else 1  # the stream goes on
     if direction is Direction.FORWARD:
         assert ask(connection, ring_rows(other)).shape == (other, REPLY_COLS)
+
+
+@pytest.mark.parametrize("allowed", ["decode", "prefill"])
+def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
+    start: StartWith, tiny_core: ProviderCore, allowed: str
+) -> None:
+    """The default mask needs them, and `shares` sends nothing else to its second provider."""
+    provider = start_with(start, tiny_core, EVERYBODY, classes=[allowed])
+    connection = provider.connect()
+    hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
+    for num_rows in (1, 200):
+        assert connection.submit(hint, SeededRows(bytes(32), 0, num_rows), REPLY_COLS).result().shape[0] == num_rows
+    back = Call(0, Direction.BACKWARD, Arithmetic.RING, Purpose.HINT)
+    with pytest.raises(NotPermitted):
+        connection.submit(back, SeededRows(bytes(32), 0, 1), COLS).result()
+
+
+def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(start: StartWith, tiny_core: ProviderCore) -> None:
+    provider = start_with(start, tiny_core, EVERYBODY, classes=["finetune"])
+    connection = provider.connect()
+    for num_rows in (1, 100):
+        assert ask(connection, ring_rows(num_rows)).shape == (num_rows, REPLY_COLS)
+    back = Call(0, Direction.BACKWARD, Arithmetic.RING)
+    assert ask(connection, ring_rows(3, REPLY_COLS), back, COLS).shape == (3, COLS)
+
+
+def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_core: ProviderCore) -> None:
+    """Else one of the two providers of `shares` would leave its half of a decode step behind all other work."""
+    provider = start_with(start, tiny_core)
+    connection = provider.connect()
+    hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
+    connection.submit(hint, SeededRows(bytes(32), 0, 1), REPLY_COLS).result()
+    connection.submit(hint, SeededRows(bytes(32), 0, 17), REPLY_COLS).result()
+    histograms = provider.service.meter.snapshot()[1]
+    counts = {one.name: sum(histograms[latency_name(one)].counts) for one in RequestClass}
+    assert counts == {"DECODE": 1, "PREFILL": 0, "FINETUNE": 1}
+
+
+def test_all_tenants_share_the_memory(start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]) -> None:
+    """One that holds all it can leaves room for the others."""
+    row_bytes = (COLS + REPLY_COLS) * 4
+    provider = start(tiny_core, Admission(max_in_flight_bytes=100 * row_bytes))
+    streams += [RawStream(provider, "hog"), RawStream(provider, "acme")]
+    for number in range(1, 6):  # ten rows each, of which only the head comes
+        streams[0].send(streams[0].request(number, ring_rows(10))[0][: frame.HEADER_BYTES + 4])
+    streams[0].send(streams[0].request(6, ring_rows(10))[0][: frame.HEADER_BYTES + 4])
+    assert 0 < streams[0].expect_error(6, WireCode.QUOTA).deadline_ms <= 1000
+    streams[1].send(*streams[1].request(1, ring_rows(40)))
+    assert streams[1].receive().request_id == 1
 
 
 def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_core: ProviderCore) -> None:

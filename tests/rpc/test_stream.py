@@ -174,7 +174,7 @@ def test_a_half_closed_stream_gets_its_answers(provider: Provider, raw: RawStrea
 
 
 def test_small_and_large_requests_alternate(provider: Provider) -> None:
-    """The sender takes messages while all requests are small, and hands them back to the reader for a large one."""
+    """Small ones are computed where they are read, large ones in the compute thread."""
     connection = provider.connect()
     for num_rows in (1, 1, 100, 1, 4096, 4096, 1, 1, 0, 9, 8):
         rows = ring_rows(num_rows)

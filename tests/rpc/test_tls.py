@@ -103,7 +103,7 @@ def test_revocation_ends_an_idle_stream(provider: Provider) -> None:
 
 
 def test_revocation_ends_a_stream_that_idles_after_small_calls(provider: Provider) -> None:
-    """After small calls the sending thread waits for the next message, so only a look from outside can end it."""
+    """Nothing comes any more, so only a look from outside can end it."""
     connection = provider.connect("idle")
     for _ in range(3):
         ask(connection, ring_rows(1))

@@ -71,6 +71,23 @@ def test_many_rides_in_one_round_are_paid_for() -> None:
     assert served["a"] == pytest.approx(served["b"], rel=0.05)
 
 
+def test_a_small_ride_does_not_cost_a_turn() -> None:
+    """Whoever rides with one row in every turn of another keeps what is left of its own."""
+    ring = Ring()
+    heads = []
+    for _ in range(500):
+        ring.add("v", 1)
+    for name in "ab":
+        ring.add(name, 10)
+    for _ in range(60):
+        heads.append(ring.turn())
+        if heads[-1] != "v":
+            ring.add(heads[-1], 10)
+        if heads[-1] == "a":
+            ring.ride("v")
+    assert heads.count("v") >= 3 * heads.count("a")
+
+
 @pytest.mark.parametrize("weight", [0.01, 1.0, 100.0])
 def test_a_turn_costs_what_it_takes_whatever_the_weight(weight: float) -> None:
     ring = Ring(a=weight, b=2 * weight)
@@ -103,3 +120,20 @@ def test_a_turn_knows_how_many_wait_with_one_request_each() -> None:
     assert (ring.quantum, seen.pop()) == (QUANTUM, 3)
     ring.remove(tickets[1])
     assert (ring.quantum, seen.pop()) == (QUANTUM, 2)
+
+
+def test_nobody_changes_a_turn_in_the_middle_of_a_round() -> None:
+    """A second request makes turns short, and its withdrawal long again: from the next round on, for everybody."""
+    ring = TenantRing(lambda num_equal: 30.0 if num_equal > 1 else 3.0, lambda tenant: 1.0)
+    tickets = [Ticket(name, CALL, 30, RequestClass.PREFILL, 0.0) for name in "abca"]
+    for one in tickets:
+        ring.add(one)
+    assert ring.quantum == 3.0
+    first = ring.turn(lambda ticket: 3.0)
+    ring.charge(first, 3.0)
+    ring.remove(tickets[3])
+    assert ring.quantum == 3.0
+    for _ in range(2):
+        ring.charge(ring.turn(lambda ticket: 3.0), 3.0)
+    ring.turn(lambda ticket: 3.0)
+    assert ring.quantum == 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from provider.schedule.quota import Quota, TenantLimits
+from provider.schedule.quota import Quota, SharedRoom, TenantLimits
 from provider.schedule.request_class import RequestClass
 
 
@@ -77,3 +77,43 @@ def test_bytes_in_flight() -> None:
 def test_classes_by_name() -> None:
     limits = TenantLimits.model_validate({"classes": ["decode", "prefill"]})
     assert limits.classes == {RequestClass.DECODE, RequestClass.PREFILL}
+
+
+def test_no_tenant_holds_more_than_is_free() -> None:
+    """Two that take all they can leave a third for whoever comes next, and get nothing more while it is there."""
+    room = SharedRoom(900)
+    first, second, third = (Quota(TenantLimits(), 0.0, room) for _ in range(3))
+
+    def fill(quota: Quota, num_bytes: int = 10) -> int:
+        taken = 0
+        while quota.admit(1, num_bytes, 0.0) == 0.0:
+            taken += num_bytes
+        return taken
+
+    assert fill(first) == 450
+    assert fill(second) == 230
+    for _ in range(45 - 30):
+        first.released(1, 10)
+    assert fill(second) == 70  # as the first one's answers leave, both end at a third
+    assert fill(third, 1) == 150
+    assert fill(first) == 0
+    first.released(1, 10)
+    assert 0 < first.admit(1, 10, 0.0) <= 1  # it holds its share already
+
+
+def test_a_request_larger_than_the_room_passes_alone() -> None:
+    room = SharedRoom(100)
+    one, other = Quota(TenantLimits(), 0.0, room), Quota(TenantLimits(), 0.0, room)
+    assert one.admit(1, 1000, 0.0) == 0.0
+    assert other.admit(1, 1, 0.0) > 0
+    one.released(1, 1000)
+    assert other.admit(1, 1, 0.0) == 0.0
+
+
+def test_what_is_refused_takes_no_room() -> None:
+    room = SharedRoom(100)
+    quota = Quota(TenantLimits(rows_per_s=1), 0.0, room)
+    assert quota.admit(1, 10, 0.0) == 0.0
+    assert all(quota.admit(1, 10, 0.0) > 0 for _ in range(100))
+    quota.released(1, 10)
+    assert room.take(0, 100)
