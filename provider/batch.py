@@ -289,7 +289,7 @@ class Executor:
         while made:  # a reply is held by nobody else once it is answered
             piece, outcome = made.pop(0)
             try:
-                self._deliver(piece, outcome, is_shared=len(batch.pieces) > 1)
+                self._deliver(piece, outcome)
             except Exception as exc:  # noqa: BLE001 - as above
                 _LOGGER.error("a reply could not be given: %s", type(exc).__name__)
                 self._fail_all([piece.ticket], _FAILED)
@@ -377,7 +377,7 @@ class Executor:
             made = [(piece, _alone(replica, batch.call, rows)) for piece, rows in parts]
         elif not made:  # whose fault it was shows when each runs alone; whoever ends the replica spoils no other's
             for piece, rows in parts:
-                self._deliver(piece, _alone(replica, batch.call, rows), is_shared=False)
+                self._deliver(piece, _alone(replica, batch.call, rows))
         seconds = time.monotonic() - began_s
         computed = [piece for piece, _ in parts]
         self._meter.batch(computed, began_s, seconds)
@@ -392,11 +392,10 @@ class Executor:
     ) -> list[tuple[Piece, Outcome]]:
         """One product of all rows; nothing where it was refused."""
         try:
-            replies = replica.product(call, torch.cat([rows for _, rows in parts if isinstance(rows, torch.Tensor)]))
+            replies = replica.products(call, [rows for _, rows in parts if isinstance(rows, torch.Tensor)])
         except VeilbaseError:
             return []
-        sizes = [piece.num_rows for piece, _ in parts]
-        return [(piece, reply) for (piece, _), reply in zip(parts, replies.split(sizes), strict=True)]
+        return [(piece, reply) for (piece, _), reply in zip(parts, replies, strict=True)]
 
     def _is_good(self, piece: Piece, alone: bool) -> bool:
         """Whether a piece may be computed with others; one that may not has been answered."""
@@ -414,7 +413,7 @@ class Executor:
         self._fail(job, InvalidTensor("a row holds NaN or infinity"))
         return False
 
-    def _deliver(self, piece: Piece, outcome: Outcome, is_shared: bool) -> None:
+    def _deliver(self, piece: Piece, outcome: Outcome) -> None:
         """Puts a piece's part of a product in its place; answers a request that is complete."""
         job, num_rows = job_of(piece.ticket), piece.ticket.num_rows
         rows = job.rows
@@ -424,7 +423,7 @@ class Executor:
             self._fail(job, outcome)
             return
         if piece.num_rows == num_rows:
-            self._finish(job, rows, outcome.clone() if is_shared else outcome)
+            self._finish(job, rows, outcome)
             return
         with self._changed:  # two replicas may have two pieces of it at a time
             reply = job.reply_of(outcome)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -52,14 +53,13 @@ class ProviderCore:
         Raises:
             VeilbaseError: the request's fault, or `RemoteFault` for anything unforeseen, which the log explains.
         """
-        try:
+        with _faults_as_errors(call):
             return executor.compute(self.served, call, rows)
-        except VeilbaseError:
-            raise
-        except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
-            # The type only: the text of an exception may hold values.
-            _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
-            raise RemoteFault("the provider failed while computing") from None
+
+    def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`compute` of each, by one product of a call that was checked; each reply has memory of its own."""
+        with _faults_as_errors(call):
+            return executor.products(self.served.groups[call.group], call, parts)
 
     def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
         """Writes a whole request and its reply, if it has one, down, where there is a recorder."""
@@ -81,3 +81,15 @@ class ProviderCore:
         """Ends the recording."""
         if self._recorder is not None:
             self._recorder.close()
+
+
+@contextlib.contextmanager
+def _faults_as_errors(call: Call) -> Iterator[None]:
+    try:
+        yield
+    except VeilbaseError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
+        # The type only: the text of an exception may hold values.
+        _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
+        raise RemoteFault("the provider failed while computing") from None

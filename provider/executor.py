@@ -7,6 +7,7 @@ allocated.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -97,6 +98,24 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
     if call.purpose is Purpose.PRODUCT and group.bias is not None:
         reply += group.bias  # the same sum for every caller: the two forms differ by exactly b
     return reply
+
+
+def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`product` of each, by one multiplication of all rows; each reply has memory of its own."""
+    if call.arithmetic is not Arithmetic.RING:
+        return together(lambda call, rows: product(group, call, rows), call, parts)
+    for rows in parts:
+        check_rows(call, rows)
+        check_cols(group.info, call, rows.shape[1])
+    return ring.products(parts, _ring_weight(group, call.direction))
+
+
+def together(
+    product: Callable[[Call, Rows], torch.Tensor], call: Call, parts: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """`products` by whoever makes one product: rows are put together, and replies taken apart, by copies."""
+    replies = product(call, torch.cat(list(parts)))
+    return [reply.clone() for reply in replies.split([rows.shape[0] for rows in parts])]
 
 
 def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:

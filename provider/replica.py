@@ -7,16 +7,20 @@ same weights: the rows are the same bytes, no mask is used for anything else.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 
+from provider.executor import together
 from wire.expand import Rows
 from wire.frame import Call
 
 Product = Callable[[Call, Rows], torch.Tensor]
 """Raises nothing but `wire.errors` and `ReplicaLost`."""
+Products = Callable[[Call, Sequence[torch.Tensor]], list[torch.Tensor]]
+"""The same of several matrices."""
 
 
 _LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
@@ -47,6 +51,10 @@ class Replica(Protocol):
             VeilbaseError: the request's fault, or one of this replica's that another would not mend.
             ReplicaLost: it is gone.
         """
+        ...
+
+    def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`product` of several matrices at once; each reply has memory of its own."""
         ...
 
     @property
@@ -82,9 +90,15 @@ class Here:
 
     is_alive, can_return = True, False
 
-    def __init__(self, product: Product, can_share: bool = True) -> None:
-        """Args: product: makes one, in the calling thread; can_share: whether several threads may, at a time."""
+    def __init__(self, product: Product, products: Products | None = None, can_share: bool = True) -> None:
+        """Args.
+
+        product: makes one, in the calling thread.
+        products: makes several at once; None: by `product`.
+        can_share: whether several threads may, at a time.
+        """
         self.product, self.can_share = product, can_share
+        self.products: Products = products or partial(together, product)
 
     def revive(self, is_over: threading.Event) -> bool:
         """Never needed."""

@@ -375,7 +375,9 @@ class Server:
 
 def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
     """All groups, computed in this process."""
-    return Shard(range(len(core.manifest().groups)), [Here(core.compute, core.can_share)], scheduler)
+    return Shard(
+        range(len(core.manifest().groups)), [Here(core.compute, core.compute_together, core.can_share)], scheduler
+    )
 
 
 class _Certificates:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -44,40 +45,101 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         InvalidTensor: wrong dtype or shapes that do not meet.
     """
-    if rows.dtype != torch.int32 or weight.dtype != torch.int8 or rows.shape[1] != weight.shape[0]:
-        raise InvalidTensor(f"expected int32 rows of {weight.shape[0]} columns, got {rows.dtype} of {rows.shape[1]}")
-    if rows.shape[0] and min(weight.shape) > 1 and rows.device.type == "cpu" and int_mm_is_exact():
+    _check(rows, weight)
+    if rows.shape[0] and _is_for_limbs(weight):
         return _product_by_limbs(rows, weight)
     return _product_by_float64(rows, weight)
 
 
+def products(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
+    """`product` of each matrix, by one multiplication of all their rows together; none is copied to be put together.
+
+    Args:
+        parts: at least one, each int32, shape (its rows, d), contiguous or not, same device.
+        weight: int8, shape (d, m).
+
+    Returns:
+        int32, shape (its rows, m) each, with memory of their own.
+
+    Raises:
+        InvalidTensor: see `product`.
+    """
+    for rows in parts:
+        _check(rows, weight)
+    if not _is_for_limbs(weight) or not any(rows.shape[0] for rows in parts):
+        return [product(rows, weight) for rows in parts]
+    if sum(rows.shape[0] for rows in parts) > _FEW_ROWS:
+        return _products_in_blocks(parts, weight)
+    together = _product_by_limbs(torch.cat(list(parts)), weight)
+    return [part.clone() for part in together.split([rows.shape[0] for rows in parts])]
+
+
+def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    if rows.dtype != torch.int32 or weight.dtype != torch.int8 or rows.shape[1] != weight.shape[0]:
+        raise InvalidTensor(f"expected int32 rows of {weight.shape[0]} columns, got {rows.dtype} of {rows.shape[1]}")
+
+
+def _is_for_limbs(weight: torch.Tensor) -> bool:
+    return min(weight.shape) > 1 and weight.device.type == "cpu" and int_mm_is_exact()
+
+
 def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """One int8 GEMM over the four bytes of each number, stacked as rows; little-endian byte order."""
-    num_rows, d = rows.shape
-    limbs = rows.contiguous().view(torch.uint8).view(num_rows, d, 4).permute(2, 0, 1)  # (4, num_rows, d)
+    num_rows = rows.shape[0]
     if num_rows > _FEW_ROWS:
-        return _product_in_blocks(limbs, weight)
-    parts = torch._int_mm(limbs.reshape(4 * num_rows, d), weight)  # type: ignore[no-untyped-call]
+        return _products_in_blocks([rows], weight)[0]
+    parts = torch._int_mm(_limbs(rows).reshape(4 * num_rows, -1), weight)  # type: ignore[no-untyped-call]
     # one call in place of three: sums in int32 wrap mod 2^32, and for so few numbers the plain loop is fast
     return torch.mm(_BYTE_VALUES, parts.view(4, -1)).view(num_rows, weight.shape[1])
 
 
-def _product_in_blocks(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _limbs(rows: torch.Tensor) -> torch.Tensor:
+    """The four bytes of each number, uint8, shape (4, num_rows, d)."""
+    num_rows, d = rows.shape
+    return rows.contiguous().view(torch.uint8).view(num_rows, d, 4).permute(2, 0, 1)
+
+
+def _products_in_blocks(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
     """The same for many rows, a block at a time, in scratch memory that is kept: fresh pages cost a third more."""
-    _, num_rows, d = limbs.shape
-    m = weight.shape[1]
-    reply = torch.empty(num_rows, m, dtype=torch.int32)
+    d, m = weight.shape
+    replies = [torch.empty(rows.shape[0], m, dtype=torch.int32) for rows in parts]
+    pairs = [(_limbs(rows), reply) for rows, reply in zip(parts, replies, strict=True)]
+    num_rows = sum(rows.shape[0] for rows in parts)
     step = max(_LEAST_BLOCK, min(num_rows, _SCRATCH_BYTES // (4 * d + 16 * m)))
-    for start in range(0, num_rows, step):
-        target = reply[start : start + step]
-        count = target.shape[0]
-        stacked, parts = _scratch(4 * count, d, m)
-        stacked.view(4, count, d).copy_(limbs[:, start : start + step])
-        torch._int_mm(stacked, weight, out=parts)  # type: ignore[no-untyped-call]
-        parts = parts.view(4, count, m)
-        torch.add(parts[0], parts[1], alpha=1 << 8, out=target)  # int32 wraps mod 2^32, which is what the ring asks for
-        target.add_(parts[2], alpha=1 << 16).add_(parts[3], alpha=1 << 24)
-    return reply
+    for block in _blocks(pairs, step):
+        count = sum(target.shape[0] for _, target in block)
+        stacked, sums = _scratch(4 * count, d, m)
+        stacked, place = stacked.view(4, count, d), 0
+        for limbs, target in block:
+            stacked[:, place : place + target.shape[0]].copy_(limbs)
+            place += target.shape[0]
+        torch._int_mm(stacked.view(4 * count, d), weight, out=sums)  # type: ignore[no-untyped-call]
+        sums, place = sums.view(4, count, m), 0
+        for _, target in block:
+            first, second, third, fourth = sums[:, place : place + target.shape[0]]
+            torch.add(first, second, alpha=1 << 8, out=target)  # int32 wraps mod 2^32, which is what the ring asks for
+            target.add_(third, alpha=1 << 16).add_(fourth, alpha=1 << 24)
+            place += target.shape[0]
+    return replies
+
+
+def _blocks(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], step: int
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Limbs and where their sums go, `step` rows at a time, whoever's they are."""
+    block: list[tuple[torch.Tensor, torch.Tensor]] = []
+    room = step
+    for limbs, reply in pairs:
+        start = 0
+        while start < reply.shape[0]:
+            stop = min(reply.shape[0], start + room)
+            block.append((limbs[:, start:stop], reply[start:stop]))
+            room, start = room - (stop - start), stop
+            if not room:
+                yield block
+                block, room = [], step
+    if block:
+        yield block
 
 
 def _scratch(rows: int, d: int, m: int) -> tuple[torch.Tensor, torch.Tensor]:

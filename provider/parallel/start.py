@@ -7,12 +7,13 @@ import hashlib
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from provider.config import ProviderSettings
 from provider.core import ProviderCore
+from provider.executor import together
 from provider.models import load, resolve
 from provider.parallel.dispatch import Dispatcher, follow
 from provider.parallel.ranks import RankLost, Ranks
@@ -40,6 +41,10 @@ class ParallelCore(ProviderCore):
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """One product; see `Dispatcher`."""
         return self._dispatcher(call, rows)
+
+    def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One product of all rows, by all ranks."""
+        return together(self._dispatcher, call, parts)
 
     def close(self) -> None:
         """Ends the other ranks and the recording."""

@@ -12,12 +12,12 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import torch
 
-from provider.executor import check_cols
+from provider.executor import check_cols, together
 from provider.replica import ReplicaLost, product_limit_s
 from wire import frame
 from wire.errors import MalformedFrame, VeilbaseError, error_from_code
@@ -53,6 +53,10 @@ class JoinedShard:
         self._is_lost = False
 
     # ---- a product ------------------------------------------------------------------------------------------------
+
+    def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Replica.products`."""
+        return together(self.product, call, parts)
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
         """See `Replica.product`."""

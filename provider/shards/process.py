@@ -13,11 +13,12 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import zmq
 
-from provider.executor import check_cols
+from provider.executor import check_cols, together
 from provider.operations.logs import configured
 from provider.replica import ReplicaLost, product_limit_s
 from provider.shards import control
@@ -119,6 +120,10 @@ class ShardProcess:
                 self._replies.give_back()
             self._num_faults = 0
             return reply
+
+    def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """See `Replica.products`."""
+        return together(self.product, call, parts)
 
     def _product(self, call: Call, rows: Rows) -> torch.Tensor:
         info = self._groups[call.group]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from provider.batch import RETRY_S, Executor
 from provider.core import ProviderCore
+from provider.executor import together
 from provider.job import Job, Outcome
 from provider.profile import latency_model
 from provider.replica import Replica, ReplicaLost
@@ -39,6 +40,9 @@ class Scripted:
         reply = self._core.compute(call, rows)
         self.num_made += 1
         return reply
+
+    def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return together(self.product, call, parts)
 
     def revive(self, is_over: threading.Event) -> bool:
         if not self.can_return:

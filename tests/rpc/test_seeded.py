@@ -124,9 +124,7 @@ def test_through_the_client(provider: Provider, call: Call, reply_cols: int) -> 
     assert torch.equal(connection.submit(call, rows, reply_cols).result(), product_of(provider.core, rows, call))
 
 
-def test_the_worker_makes_hints_of_any_size(
-    provider: Provider, raw: HintStream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     compute = executor.compute
 
@@ -135,7 +133,7 @@ def test_the_worker_makes_hints_of_any_size(
         return compute(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr("provider.core.executor.compute", spy)
-    raw.send(raw.hint(1, SeededRows(SEED, 0, 1)))
+    raw.send(raw.hint(1, SeededRows(SEED, 0, 17)))
     raw.reply()
     raw.send(*raw.request(2, ring_rows(1)))
     raw.reply()

@@ -207,3 +207,17 @@ def test_a_product_made_in_inference_mode_leaves_later_ones_alone() -> None:
     with torch.inference_mode():
         assert torch.equal(ring.product(rows, weight), expected)
     assert torch.equal(ring.product(rows, weight), expected)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (1, 2), (1, 1, 1, 1), (2, 0, 3), (0, 0), (1, 300, 7), (64, 64), (700, 1, 5)])
+@pytest.mark.parametrize(("d", "m"), [(24, 40), (1, 8), (1536, 16)])
+def test_several_at_once_are_each_ones_product(sizes: tuple[int, ...], d: int, m: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(ring, "_SCRATCH_BYTES", 1 << 16)  # blocks that end within a matrix
+    weight = torch.randint(-127, 128, (d, m), dtype=torch.int8)
+    parts = [torch.randint(-(2**31), 2**31, (rows, d), dtype=torch.int32) for rows in sizes]
+    replies = ring.products(parts, weight)
+    for rows, reply in zip(parts, replies, strict=True):
+        assert torch.equal(reply, ring._product_by_float64(rows, weight))
+        assert reply.untyped_storage().nbytes() == reply.numel() * 4  # its own
+    with pytest.raises(InvalidTensor):
+        ring.products([*parts, torch.zeros(1, d + 1, dtype=torch.int32)], weight)
