@@ -43,7 +43,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
+def serve_without_tls(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
     """One provider of SmolLM2-135M without TLS."""
     command = [sys.executable, *launcher, "-m", "provider", "serve", "--port", "0", *options]
     with (folder / "log").open("w") as log:
@@ -71,7 +71,7 @@ def run(repeats: int) -> dict[str, Served]:
         found = {}
         for name, (launcher, options) in WAYS.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            found[name] = stack.enter_context(serving(folder, launcher, options))
+            found[name] = stack.enter_context(serve_without_tls(folder, launcher, options))
         for one in found.values():
             one.ready_mb = [pss_mb(pid) for pid in one.pids]
         for num_rows in NUM_ROWS:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from provider.schedule.latency import LatencyModel
+from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
-from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Ticket
 from wire.frame import Arithmetic, Call, Direction
 

@@ -63,8 +63,12 @@ class TenantAdmission:
         return limits.model_copy(
             update={
                 "max_rows": min(limits.max_rows, own.max_request_rows or limits.max_rows),
-                "max_in_flight_bytes": min(
-                    limits.max_in_flight_bytes, own.max_in_flight_bytes or limits.max_in_flight_bytes
+                "max_in_flight_bytes": int(
+                    min(
+                        limits.max_in_flight_bytes,
+                        own.max_in_flight_bytes or limits.max_in_flight_bytes,
+                        self._room.most_of_one,
+                    )
                 ),
             }
         )

@@ -1,9 +1,9 @@
-"""The threads that make products: take batches from the scheduler, gather rows, and give each request its reply.
+"""The threads that make products: take batches from the scheduler, gather rows, and see to it that all are answered.
 
-Guarantees: a request ends by exactly one call of `done`, or by none once it is cancelled; a fault of one request is
-that request's alone, whoever shared its product; a reply owns its memory, so that a tenant who does not read holds
-nobody else's. In ring arithmetic a reply does not depend on what shared its batch; in float it does within rounding,
-since a matrix product of another height may add in another order. What a lost replica had begun, another makes.
+Guarantees: a reply owns its memory, so that a tenant who does not read holds nobody else's; see `provider.replies` for
+who is answered, and when. In ring arithmetic a reply does not depend on what shared its batch; in float it does within
+rounding, since a matrix product of another height may add in another order. What a lost replica had begun, another
+makes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from provider.executor import all_finite
-from provider.job import Completed, Job, Outcome, job_of, rows_of
+from provider.job import Completed, Job, Outcome, rows_of
 from provider.operations.meter import Meter
 from provider.replica import Replica, ReplicaLost
+from provider.replies import FAILED, Replies
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece, Ticket
 from provider.threads import use_one_core
-from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault, Unavailable, VeilbaseError
+from wire.errors import Unavailable, VeilbaseError
 from wire.expand import Rows
-from wire.frame import DTYPES, Arithmetic, Call
+from wire.frame import DTYPES, Call
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 RETRY_S = 1.0
 """When to come again while a lost shard is being brought back."""
-_JOIN_S = 60.0
+_REJOIN_S = 60.0
 """How long requests are told to come again where another host may join."""
 _MAX_LOSSES = 2
 """Replicas that one batch may take with it: it may be what ends them."""
@@ -65,13 +65,14 @@ class Executor:
         meter: told of every product.
         charge: told a tenant's share of every product's seconds.
         """
-        self._scheduler, self._completed = scheduler, completed
+        self._scheduler, self._replies = scheduler, Replies(completed, self._unqueue)
         self._meter, self._charge = meter or Meter(), charge
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
-        self._is_beside, self._num_beside = False, 0
-        """Whether a small product is made beside another one, which the lane does not show; how many have begun."""
+        self._is_beside, self._beside_s = False, 0.0
+        """Whether a small product is made beside another one, which the lane does not show; what all such took of the
+        cores."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
         self._is_joined, self._empty_since_s = not replicas, time.monotonic()
         self._orphans: deque[tuple[Batch, int]] = deque()
@@ -128,13 +129,13 @@ class Executor:
                 self._scheduler.add(job.ticket, time.monotonic())
                 self._changed.notify_all()  # who is woken may be a lane whose replica is busy
         if error is not None:
-            self._fail(job, error)
+            self._replies.fail(job, error)
 
     def _answer_empty(self, job: Job) -> None:
         """No row needs no replica."""
         rows = job.rows  # once: whoever cancels the job takes them
         if rows is not None:
-            self._finish(job, rows, torch.empty(0, job.reply_cols, dtype=DTYPES[job.ticket.call.arithmetic]))
+            self._replies.finish(job, rows, torch.empty(0, job.reply_cols, dtype=DTYPES[job.ticket.call.arithmetic]))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.
@@ -156,26 +157,26 @@ class Executor:
                 lane.is_busy = True
             else:
                 self._is_beside = True
-                self._num_beside += 1
             self._turn += 1
-        began_s = time.monotonic()
+        began_s, began_cpu_s = time.monotonic(), 0.0 if idle else time.thread_time()
         is_lost = False
         try:
             use_one_core()
             reply = lane.replica.product(call, rows)
         except VeilbaseError as exc:
-            self._tell(tenant, call, rows, None)
+            self._replies.tell(tenant, call, rows, None)
             return exc
         except ReplicaLost:
             is_lost = True
             return None
         except Exception as exc:  # noqa: BLE001 - the caller is a stream's reader, and goes on
             _LOGGER.error("a product failed: %s", type(exc).__name__)
-            self._tell(tenant, call, rows, None)
-            return _FAILED
+            self._replies.tell(tenant, call, rows, None)
+            return FAILED
         finally:
-            self._done_here(lane, idle is None, tenant, call, began_s, is_lost)
-        self._tell(tenant, call, rows, reply)
+            beside_s = None if idle else time.thread_time() - began_cpu_s
+            self._done_here(lane, beside_s, tenant, call, began_s, is_lost)
+        self._replies.tell(tenant, call, rows, reply)
         return reply
 
     def _idle(self) -> _Lane | None:
@@ -191,13 +192,17 @@ class Executor:
             return None
         return next((lane for lane in self._lanes if lane.replica.can_share and not lane.is_lost), None)
 
-    def _done_here(self, lane: _Lane, is_beside: bool, tenant: str, call: Call, began_s: float, is_lost: bool) -> None:
+    def _done_here(
+        self, lane: _Lane, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
+    ) -> None:
+        """Args: beside_s: what a product beside another took of a core; None where it was alone."""
         now_s = time.monotonic()
         with self._changed:
-            if is_beside:
-                self._is_beside = False
-            else:
+            if beside_s is None:
                 lane.is_busy = False
+            else:
+                self._is_beside = False
+                self._beside_s += beside_s
             if is_lost:
                 lane.is_lost = True  # its thread sees to it
                 self._changed.notify_all()
@@ -206,20 +211,15 @@ class Executor:
             if self._scheduler or self._orphans or lane.is_lost:
                 self._changed.notify_all()
         self._meter.inline(call.group, now_s - began_s)
-        self._charge(tenant, now_s - began_s)
+        self._charge(tenant, now_s - began_s if beside_s is None else beside_s)
 
     def cancel(self, job: Job) -> None:
         """Takes a job out of the queue, and drops its rows."""
-        with self._changed:
-            self._scheduler.cancel(job.ticket)
-        rows = job.rows
-        job.drop()
-        if rows is not None:
-            self._tell(job.ticket.tenant, job.ticket.call, rows, None)
+        self._replies.cancel(job)
 
-    def _tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
-        if self._completed is not None:
-            self._completed(tenant, call, rows, reply)
+    def _unqueue(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._scheduler.cancel(ticket)
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -258,7 +258,7 @@ class Executor:
                 _LOGGER.error("the scheduler failed, and its queue is answered with errors: %s", type(exc).__name__)
                 with self._changed:
                     left = self._scheduler.abandon()
-                self._fail_all(left, _FAILED)
+                self._replies.fail_all(left, FAILED)
             work = None  # or the last reply's memory would be held until the next request
 
     def _run_batch(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
@@ -266,33 +266,25 @@ class Executor:
 
         Whoever is woken by a reply may take this core, and nobody should find the replica busy for as long.
         """
-        began_s = time.monotonic()
         made: list[tuple[Piece, Outcome]] = []
-        is_whole = has_failed = False
-        num_beside = self._num_beside + self._is_beside  # a product that shared its core says nothing about its time
+        measured_s, has_failed = None, False
         try:
-            made, is_whole = self._products(lane.replica, batch)
+            made, measured_s = self._products(lane.replica, batch)
         except ReplicaLost as exc:
             self._lose(lane, batch, num_losses + exc.began)
             return
         except Exception as exc:  # noqa: BLE001 - as above
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
             has_failed = True
-        seconds = time.monotonic() - began_s
         with self._changed:
             lane.is_busy = False
-            if is_whole and num_beside == self._num_beside:
-                self._scheduler.computed(batch, seconds)
-            self._scheduler.finished(batch, began_s + seconds)
+            if measured_s is not None:
+                self._scheduler.computed(batch, measured_s)
+            self._scheduler.finished(batch, time.monotonic())
         if has_failed:
-            self._fail_all([piece.ticket for piece in batch.pieces], _FAILED)
+            self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
         while made:  # a reply is held by nobody else once it is answered
-            piece, outcome = made.pop(0)
-            try:
-                self._deliver(piece, outcome)
-            except Exception as exc:  # noqa: BLE001 - as above
-                _LOGGER.error("a reply could not be given: %s", type(exc).__name__)
-                self._fail_all([piece.ticket], _FAILED)
+            self._replies.deliver(*made.pop(0))
 
     def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
         """What this lane is to compute, and how many replicas that has outlived; None at the end, or lost."""
@@ -321,13 +313,13 @@ class Executor:
             self._changed.notify_all()
         if not is_tried_again:
             _LOGGER.error("a batch of group %d outlived %d replicas, and is given up", batch.call.group, num_losses)
-            self._fail_all([piece.ticket for piece in batch.pieces], _FAILED)
+            self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
 
     def _none_left(self) -> Unavailable | None:
         """Why nothing can be computed, if so; under the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
-        is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < _JOIN_S
+        is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < _REJOIN_S
         can_return = is_waited_for or any(lane.replica.can_return for lane in self._lanes)
         return _unavailable(RETRY_S if can_return else 0.0)
 
@@ -357,105 +349,45 @@ class Executor:
                 return
             left = [piece.ticket for batch, _ in self._orphans for piece in batch.pieces] + self._scheduler.abandon()
             self._orphans.clear()
-        self._fail_all(left, error)
+        self._replies.fail_all(left, error)
 
     # ---- one batch ------------------------------------------------------------------------------------------------
 
-    def _products(self, replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], bool]:
-        """What came of each piece that is still wanted, and whether every row was multiplied, once.
+    def _products(self, replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
+        """What came of each piece that is still wanted and was not answered, and the seconds that all rows took.
 
-        Only then is the time taken for a measurement of how long so many rows take.
+        None where not every row was multiplied, or not all at once: that says nothing about how long so many rows take.
         """
-        pieces = [piece for piece in batch.pieces if self._is_good(piece, alone=len(batch.pieces) == 1)]
+        pieces = [piece for piece in batch.pieces if self._replies.is_good(piece, alone=len(batch.pieces) == 1)]
         parts = [(piece, rows) for piece in pieces if (rows := rows_of(piece)) is not None]
         if not parts:
-            return [], False
-        began_s = time.monotonic()
-        made = self._together(replica, batch.call, parts) if len(parts) > 1 else []
-        is_one = bool(made) or len(parts) == 1
-        if is_one and not made:
-            made = [(piece, _alone(replica, batch.call, rows)) for piece, rows in parts]
-        elif not made:  # whose fault it was shows when each runs alone; whoever ends the replica spoils no other's
+            return [], None
+        began_s, beside_s = time.monotonic(), self._beside_s
+        made = _at_once(replica, batch.call, parts)
+        if not made:  # whose fault it was shows when each runs alone; whoever ends the replica spoils no other's
             for piece, rows in parts:
-                self._deliver(piece, _alone(replica, batch.call, rows))
+                self._replies.deliver(piece, _alone(replica, batch.call, rows))
         seconds = time.monotonic() - began_s
         computed = [piece for piece, _ in parts]
         self._meter.batch(computed, began_s, seconds)
+        seconds = max(0.0, seconds - (self._beside_s - beside_s))  # what small products took of the core is not theirs
         num_rows = sum(piece.num_rows for piece in computed)
         for piece in computed:
             self._charge(piece.ticket.tenant, seconds * piece.num_rows / num_rows)
-        is_good = bool(made) and all(isinstance(outcome, torch.Tensor) for _, outcome in made)
-        return made, is_one and is_good and len(parts) == len(batch.pieces)
+        is_whole = bool(made) and len(parts) == len(batch.pieces)
+        is_good = all(isinstance(outcome, torch.Tensor) for _, outcome in made)
+        return made, seconds if is_whole and is_good else None
 
-    def _together(
-        self, replica: Replica, call: Call, parts: Sequence[tuple[Piece, Rows]]
-    ) -> list[tuple[Piece, Outcome]]:
-        """One product of all rows; nothing where it was refused."""
-        try:
-            replies = replica.products(call, [rows for _, rows in parts if isinstance(rows, torch.Tensor)])
-        except VeilbaseError:
-            return []
-        return [(piece, reply) for (piece, _), reply in zip(parts, replies, strict=True)]
 
-    def _is_good(self, piece: Piece, alone: bool) -> bool:
-        """Whether a piece may be computed with others; one that may not has been answered."""
-        job = job_of(piece.ticket)
-        rows = job.rows
-        if rows is None:
-            return False
-        if time.monotonic() >= piece.ticket.expires_s:
-            self._fail(job, DeadlineExceeded("the request waited in the queue beyond its deadline"))
-            return False
-        if alone or not isinstance(rows, torch.Tensor) or piece.ticket.call.arithmetic is Arithmetic.RING:
-            return True
-        if all_finite(rows[piece.first_row : piece.first_row + piece.num_rows]):
-            return True
-        self._fail(job, InvalidTensor("a row holds NaN or infinity"))
-        return False
-
-    def _deliver(self, piece: Piece, outcome: Outcome) -> None:
-        """Puts a piece's part of a product in its place; answers a request that is complete."""
-        job, num_rows = job_of(piece.ticket), piece.ticket.num_rows
-        rows = job.rows
-        if rows is None:
-            return  # cancelled in the meantime
-        if not isinstance(outcome, torch.Tensor):
-            self._fail(job, outcome)
-            return
-        if piece.num_rows == num_rows:
-            self._finish(job, rows, outcome)
-            return
-        with self._changed:  # two replicas may have two pieces of it at a time
-            reply = job.reply_of(outcome)
-        reply[piece.first_row : piece.first_row + piece.num_rows] = outcome
-        with self._changed:
-            if piece.first_row in job.placed:  # made again after a loss
-                return
-            job.placed[piece.first_row] = piece.num_rows
-            is_whole = sum(job.placed.values()) == num_rows
-        if is_whole:
-            self._finish(job, rows, reply)
-
-    def _finish(self, job: Job, rows: Rows, reply: torch.Tensor) -> None:
-        job.drop()
-        try:
-            self._tell(job.ticket.tenant, job.ticket.call, rows, reply)
-        finally:
-            job.done(reply)
-
-    def _fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
-        for ticket in tickets:
-            try:
-                self._fail(job_of(ticket), error)
-            except Exception as exc:  # noqa: BLE001 - the others are to be told as well
-                _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
-
-    def _fail(self, job: Job, error: VeilbaseError) -> None:
-        """Answers with an error a job that was neither answered nor cancelled."""
-        is_open = job.rows is not None
-        self.cancel(job)
-        if is_open:
-            job.done(error)
+def _at_once(replica: Replica, call: Call, parts: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Outcome]]:
+    """One product of all rows; nothing where that was refused."""
+    if len(parts) == 1:
+        return [(piece, _alone(replica, call, rows)) for piece, rows in parts]
+    try:
+        replies = replica.products(call, [rows for _, rows in parts if isinstance(rows, torch.Tensor)])
+    except VeilbaseError:
+        return []
+    return [(piece, reply) for (piece, _), reply in zip(parts, replies, strict=True)]
 
 
 def _alone(replica: Replica, call: Call, rows: Rows) -> Outcome:
@@ -463,9 +395,6 @@ def _alone(replica: Replica, call: Call, rows: Rows) -> Outcome:
         return replica.product(call, rows)
     except VeilbaseError as exc:
         return exc
-
-
-_FAILED = RemoteFault("the provider failed while computing")
 
 
 def _unavailable(retry_s: float) -> Unavailable:

@@ -84,7 +84,8 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
     check_rows(call, rows)
     if isinstance(rows, SeededRows):
         check_cols(group.info, call, group.info.widths(call.direction)[0])
-        return _hint(_ring_weight(group, call.direction), rows)
+        weight = _ring_weight(group, call.direction)
+        return seeded_product(weight, rows, range(weight.shape[0]))
     reply_cols = check_cols(group.info, call, rows.shape[1])
     if rows.shape[0] == 0:
         return torch.empty(0, reply_cols, dtype=rows.dtype)
@@ -123,14 +124,25 @@ def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
     return group.quantised if direction is Direction.FORWARD else group.quantised.t()
 
 
-def _hint(weight: torch.Tensor, rows: SeededRows) -> torch.Tensor:
-    """The expanded rows times `weight`; int32, shape (num_rows, features of the reply)."""
-    features, reply_features = weight.shape
+def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, features: int | None = None) -> torch.Tensor:
+    """The product of what a seed expands to, piece by piece.
+
+    Args:
+        weight: int8, shape (len(columns), features of the reply).
+        rows: the seed and how many rows.
+        columns: of the expanded rows, those to multiply.
+        features: numbers in an expanded row; None: as many as `columns` has.
+
+    Returns:
+        int32, shape (num_rows, features of the reply).
+    """
+    reply_features, features = weight.shape[1], features or len(columns)
     reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32)
     row_bytes = 8 * features + 16 * reply_features  # the numbers and their limbs; four limbs of int32 sums
     for piece in rows.split(max(1, _HINT_SCRATCH_BYTES // row_bytes)):
         start = piece.first_row - rows.first_row
-        reply[start : start + piece.num_rows] = ring.product(piece.expand(features), weight)
+        numbers = piece.expand(features)[:, columns.start : columns.stop]
+        reply[start : start + piece.num_rows] = ring.product(numbers, weight)
     return reply
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -40,16 +41,28 @@ class Job:
         num_rows = count_rows(rows)
         self.rows: Rows | None = rows
         self.reply: torch.Tensor | None = None
-        self.placed: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._placed: dict[int, int] = {}
         """Of a request in pieces: the first row of each that is in `reply`, and how many rows it has."""
         self.done, self.reply_cols = done, reply_cols
         self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
 
-    def reply_of(self, part: torch.Tensor) -> torch.Tensor:
-        """Where the pieces of the reply go; by one thread at a time."""
-        if self.reply is None:
-            self.reply = torch.empty(self.ticket.num_rows, part.shape[1], dtype=part.dtype)
-        return self.reply
+    def place(self, piece: Piece, part: torch.Tensor) -> torch.Tensor | None:
+        """Puts a piece's part of the reply in its place; safe under threads.
+
+        Returns:
+            The reply, to the one caller who made it whole.
+        """
+        with self._lock:
+            if self.reply is None:
+                self.reply = torch.empty(self.ticket.num_rows, part.shape[1], dtype=part.dtype)
+            reply = self.reply
+        reply[piece.first_row : piece.first_row + piece.num_rows] = part
+        with self._lock:
+            if piece.first_row in self._placed:  # made again after a loss
+                return None
+            self._placed[piece.first_row] = piece.num_rows
+            return reply if sum(self._placed.values()) == self.ticket.num_rows else None
 
     def drop(self) -> None:
         """Lets go of the rows: what a running batch still holds of them has been copied."""

@@ -10,7 +10,8 @@ import torch
 from provider.executor import compute
 from provider.replica import Product
 from provider.schedule.latency import LatencyModel
-from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.policy import Policy
+from provider.schedule.scheduler import Scheduler
 from provider.weights import ServedModel
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 

@@ -214,7 +214,7 @@ def _make_scheduler(
     ids: Collection[int] | None = None,
 ) -> Scheduler:
     from provider.profile import make_scheduler
-    from provider.schedule.scheduler import Policy
+    from provider.schedule.policy import Policy
 
     policy = Policy(
         settings.batching,

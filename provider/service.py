@@ -26,8 +26,9 @@ from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
 from provider.profile import make_scheduler
 from provider.replica import Here
+from provider.schedule.policy import Policy
 from provider.schedule.quota import LOCAL_TENANT
-from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.scheduler import Scheduler
 from provider.session import SWEEP_S, Session
 from provider.shards.door import ShardDoor
 from provider.shards.router import Shard, ShardedExecutor

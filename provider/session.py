@@ -26,6 +26,7 @@ import torch
 from provider.admission import TenantAdmission
 from provider.job import Job, Outcome
 from provider.operations.usage import TenantUsage
+from provider.schedule.quota import FULL_RETRY_S
 from provider.schedule.request_class import RequestClass, allowed_by
 from wire import frame
 from wire.errors import (
@@ -61,8 +62,6 @@ MAX_REQUESTS = 1 << 14
 """Requests in flight, and answers that wait to be sent: without it, empty requests would cost nothing and add up."""
 SWEEP_S = 2.0
 HANDSHAKE_S = 20.0
-_FULL_RETRY_S = 0.05
-"""Where room comes with the stream's own answers, whenever they do."""
 _END = object()
 _LOGGER = logging.getLogger(__name__)
 
@@ -239,7 +238,7 @@ class Session:
             if self._closed:  # a message that was taken just before: what it asked for would be held for ever
                 raise Unavailable("the stream has ended")
             if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
-                raise QuotaExceeded("too much in flight", _FULL_RETRY_S)
+                raise QuotaExceeded("too much in flight", FULL_RETRY_S)
             allowed = allowed_by(header.call, request.request_class, is_small=header.rows <= DECODE_ROWS)
             self._admission.admit(allowed, header.rows, held, now)
             self._requests[header.request_id] = request

@@ -16,13 +16,8 @@ from provider import executor
 from provider.group import ServedGroup
 from provider.parallel.sharding import Block, split
 from provider.weights import ServedModel
-from wire import ring
 from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction
-from wire.manifest import GroupInfo
-
-_HINT_SCRATCH_BYTES = 64 << 20
-"""As in provider/executor.py: a hint's rows are expanded and multiplied in pieces that need no more."""
 
 
 class ColumnSlices:
@@ -75,7 +70,8 @@ class ColumnSlices:
             return executor.compute(self._narrow, call, rows)
         info, columns = self._infos[call.group], self._columns[call.group][self._rank]
         if isinstance(rows, SeededRows):
-            return _backward_hint(self._narrow.groups[call.group].quantised, info, columns, rows)
+            weight = self._narrow.groups[call.group].quantised.t()
+            return executor.seeded_product(weight, rows, columns, info.out_features)
         if not columns:  # fewer columns than ranks
             return torch.zeros(rows.shape[0], info.in_features, dtype=rows.dtype)
         part = rows[:, columns.start : columns.stop]
@@ -98,14 +94,3 @@ def _slice(group: ServedGroup, columns: range) -> ServedGroup:
 def _owned(view: torch.Tensor) -> torch.Tensor:
     """A contiguous copy: a view would keep the whole weight in memory."""
     return view.clone(memory_format=torch.contiguous_format)
-
-
-def _backward_hint(weight: torch.Tensor, info: GroupInfo, columns: range, rows: SeededRows) -> torch.Tensor:
-    """A seed's rows, this rank's columns of them, times its slice transposed; int32, shape (num_rows, in_features)."""
-    reply = torch.empty(rows.num_rows, info.in_features, dtype=torch.int32)
-    row_bytes = 8 * info.out_features + 16 * info.in_features
-    for piece in rows.split(max(1, _HINT_SCRATCH_BYTES // row_bytes)):
-        start = piece.first_row - rows.first_row
-        numbers = piece.expand(info.out_features)[:, columns.start : columns.stop]
-        reply[start : start + piece.num_rows] = ring.product(numbers, weight.t())
-    return reply

@@ -16,6 +16,8 @@ LOCAL_TENANT = "local"
 """Whoever comes without TLS."""
 MAX_IN_FLIGHT_BYTES = 4 << 30
 """Of all tenants, where the operator says nothing."""
+FULL_RETRY_S = 0.05
+"""When to come again where room comes with answers, whenever they do."""
 
 
 def _by_name(given: object) -> object:
@@ -85,10 +87,15 @@ class SharedRoom:
         self._lock = threading.Lock()
         self._num_bytes, self._used = num_bytes, 0
 
+    @property
+    def most_of_one(self) -> float:
+        """What one tenant gets in many requests, where no other holds anything."""
+        return self._num_bytes / 2
+
     def take(self, held: int, num_bytes: int) -> bool:
         """Whether a tenant that holds so much already gets more."""
         with self._lock:
-            if self._used and held + num_bytes > self._num_bytes - self._used:
+            if self._used and held + num_bytes > self._num_bytes - self._used - num_bytes:
                 return False
             self._used += num_bytes
             return True
@@ -118,12 +125,12 @@ class Quota:
             now_s: on any clock that does not go back.
         """
         if self._is_full(num_rows, num_bytes):
-            return _FULL_RETRY_S
+            return FULL_RETRY_S
         wait_s = max(self._rows.retry_s(num_rows, now_s), self._bytes.retry_s(num_bytes, now_s))
         if wait_s > 0:
             return wait_s
         if not self._room.take(self._bytes_in_flight, num_bytes):
-            return _FULL_RETRY_S
+            return FULL_RETRY_S
         self._rows.take(num_rows)
         self._bytes.take(num_bytes)
         self._rows_in_flight += num_rows
@@ -142,7 +149,3 @@ class Quota:
         self._rows_in_flight -= num_rows
         self._bytes_in_flight -= num_bytes
         self._room.give_back(num_bytes)
-
-
-_FULL_RETRY_S = 0.05
-"""Where room comes with answers, whenever they do."""

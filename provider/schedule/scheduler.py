@@ -14,27 +14,18 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
 
 from provider.schedule.arrivals import Arrivals
 from provider.schedule.fairness import TenantRing
 from provider.schedule.latency import LatencyModel
+from provider.schedule.policy import QUANTUM_ROWS, Policy, turn_rows, turn_s
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
-PolicyName = Literal["opportunistic", "none", "lockstep"]
-_QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
-_TURN_S = 3.5e-3
-"""What a turn is worth without a latency target, and the longest product while somebody decodes."""
-_REQUEST_S, _LONGEST_TURN_S = 3e-3, 25e-3
-"""A turn is longer by the first for each further tenant that waits, while each waits with one request: every cut of a
-large one would give each of the others one more, which costs about so much beside its product (docs/benchmarks.md,
-table 5). Beside one who sends many at a time turns are short."""
-_ONLY = RequestClass.PREFILL
+_ONE_RING = RequestClass.PREFILL
 """The ring of all requests where none goes before another: without a latency target."""
 _ACTIVE_S = 1.0
 """A tenant that sent something within it may send again soon: only for such company is a request held."""
@@ -48,33 +39,6 @@ it gets that at least."""
 _SOON_S, _NEARLY, _UNLIMITED = 1e-4, 1 - 1e-9, float("inf")
 _CALM_S = 0.01
 """A product of large work in a pause of those that decode, where it does not fit into the target."""
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How requests are put together.
-
-    Attributes:
-        name: `opportunistic` holds a request for company as long as its size is worth it; `none` runs one request after
-            the other as they came; `lockstep` waits for all tenants that are active.
-        max_wait_s: the longest that a request is held, under any policy.
-        wait_share: of a request's own predicted time; what an opportunistic one is held at most. Decode is not held.
-        slo_s: latency target of a decode request inside the provider; None: none.
-        starvation_s: by class, the longest that it waits for a piece to run while there is more urgent work, or while
-            such work is expected.
-        max_batch_rows: of one product.
-        max_batch_numbers: of the wider of its two sides: what a batch takes in memory.
-    """
-
-    name: PolicyName = "opportunistic"
-    max_wait_s: float = 0.02
-    wait_share: float = 0.25
-    slo_s: float | None = None
-    starvation_s: Mapping[RequestClass, float] = field(
-        default_factory=lambda: {RequestClass.PREFILL: 0.01, RequestClass.FINETUNE: 0.02}
-    )
-    max_batch_rows: int = 4096
-    max_batch_numbers: int = 1 << 24
 
 
 class Scheduler:
@@ -100,7 +64,7 @@ class Scheduler:
 
     def _empty(self) -> None:
         self._rings = {
-            one: TenantRing(partial(_turn_rows, one) if self._has_classes else _turn_s, self._weight_of)
+            one: TenantRing(partial(turn_rows, one) if self._has_classes else turn_s, self._weight_of)
             for one in RequestClass
         }
         self._num_decode = 0
@@ -203,7 +167,7 @@ class Scheduler:
             self._release(heapq.heappop(self._held)[2])
             self._skip_leftovers()
         if self._policy.name != "opportunistic":
-            ring = self._rings[_ONLY]
+            ring = self._rings[_ONE_RING]
             return self._take(ring.oldest, _UNLIMITED, now_s) if ring else None
         self._owe(now_s)
         self._limit_s = self._limits(now_s)
@@ -250,7 +214,7 @@ class Scheduler:
                 return time_s
             return max(self._owed_s[ticket.request_class], _STARVED_PRODUCTS * one_s, least_s) if is_starved else 0.0
         if self._policy.slo_s is None:
-            return max(self._rings[_ONLY].quantum, _STARVED_PRODUCTS * one_s, least_s)
+            return max(self._rings[_ONE_RING].quantum, _STARVED_PRODUCTS * one_s, least_s)
         if self._policy.slo_s - one_s >= least_s:
             return self._policy.slo_s - one_s  # all pause: who comes back finds one product within the target
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
@@ -294,7 +258,7 @@ class Scheduler:
         return self._policy.name == "opportunistic" and self._policy.slo_s is not None
 
     def _ring_of(self, request_class: RequestClass) -> RequestClass:
-        return request_class if self._has_classes else _ONLY
+        return request_class if self._has_classes else _ONE_RING
 
     def _classes(self) -> list[tuple[RequestClass, bool]]:
         """Those that have something to run, in order, and whether because they have waited long enough."""
@@ -383,9 +347,9 @@ class Scheduler:
             is_decode = ticket.request_class is RequestClass.DECODE
             if ticket.rows_left > room and (whole or is_decode):
                 continue
-            if is_decode and self._has_classes and shares[ticket.tenant] >= _QUANTUM_ROWS[RequestClass.DECODE]:
+            if is_decode and self._has_classes and shares[ticket.tenant] >= QUANTUM_ROWS[RequestClass.DECODE]:
                 continue  # one tenant's many small requests do not make everybody's product long
-            if not (whole or self._has_classes or self._rings[_ONLY].may_join(ticket.tenant)):
+            if not (whole or self._has_classes or self._rings[_ONE_RING].may_join(ticket.tenant)):
                 continue
             shares[ticket.tenant] += ticket.rows_left
             pieces.append(self._take_piece(ticket, min(ticket.rows_left, room), is_joined=True))
@@ -428,14 +392,6 @@ class Scheduler:
             del tenants[ticket.tenant]
         if not lane:
             del self._lanes[ticket.call], self._lane_tenants[ticket.call]
-
-
-def _turn_rows(request_class: RequestClass, num_equal: int) -> float:
-    return _QUANTUM_ROWS[request_class]
-
-
-def _turn_s(num_equal: int) -> float:
-    return min(_LONGEST_TURN_S, _TURN_S + _REQUEST_S * max(0, num_equal - 1))
 
 
 def _note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from provider.profile import make_scheduler
-from provider.schedule.scheduler import Policy
+from provider.schedule.policy import Policy
 from provider.service import Server
 from provider.shards.local import LocalShards
 from provider.shards.router import Shard

@@ -17,8 +17,9 @@ from provider.job import Job, Outcome
 from provider.operations.meter import Meter
 from provider.profile import latency_model
 from provider.replica import Here, Replica
+from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
-from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.expand import Rows, SeededRows, count_rows
@@ -307,7 +308,7 @@ def test_a_batch_that_breaks_the_thread_is_survived(
     gate = Gate(core)
     products = gate.executor._products
 
-    def broken(replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], bool]:
+    def broken(replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
         if batch.num_rows == 13:
             raise ValueError("secret 123.456")
         return products(replica, batch)
@@ -411,3 +412,40 @@ def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
     go_on.set()
     assert isinstance(large.get(), torch.Tensor)
     executor.close()
+
+
+def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
+    core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the latency model nor the tenant of the large one is told of it."""
+    inside, go_on = threading.Semaphore(0), threading.Event()
+    small_s = 0.05
+
+    def product(call: Call, rows: Rows) -> torch.Tensor:
+        if isinstance(rows, torch.Tensor) and rows.shape[0] == 50:
+            inside.release()
+            assert go_on.wait(20)
+        else:
+            began_s = time.thread_time()
+            while time.thread_time() - began_s < small_s:
+                pass
+        return core.compute(call, rows)
+
+    charged: dict[str, float] = {}
+    scheduler = Scheduler(Policy(slo_s=0.001), latency_model(core.served, profiled=False))
+    measured: list[float] = []
+    monkeypatch.setattr(scheduler, "computed", lambda batch, seconds: measured.append(seconds))
+    executor = Executor([Here(product)], scheduler, charge=charged.__setitem__)
+    large = Answer()
+    executor.submit(Job(CALL, ring_rows(50), "large", RequestClass.PREFILL, time.monotonic() + 60, large.take, 64))
+    assert inside.acquire(timeout=20)
+    began_s = time.monotonic()
+    for _ in range(3):
+        assert isinstance(executor.compute_here("small", CALL, ring_rows(2)), torch.Tensor)
+    seconds = time.monotonic() - began_s
+    go_on.set()
+    large.get()
+    executor.close()
+    assert small_s <= charged["small"] < 2 * small_s
+    assert measured == [charged["large"]]
+    assert measured[0] < seconds - 2.5 * small_s + 0.05

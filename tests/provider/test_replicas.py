@@ -16,8 +16,9 @@ from provider.executor import together
 from provider.job import Job, Outcome
 from provider.profile import latency_model
 from provider.replica import Replica, ReplicaLost
+from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
-from provider.schedule.scheduler import Policy, Scheduler
+from provider.schedule.scheduler import Scheduler
 from tests.provider.test_batch import CALL, COLS, Answer
 from wire.errors import RemoteFault, Unavailable
 from wire.expand import Rows

@@ -16,7 +16,7 @@ from provider.core import ProviderCore
 from provider.group import ServedGroup
 from provider.identity import StateDir
 from provider.profile import make_scheduler
-from provider.schedule.scheduler import Policy
+from provider.schedule.policy import Policy
 from provider.service import ProviderService, Server
 from provider.shards.join import JoiningShard
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack

@@ -16,9 +16,9 @@ from provider.operations.meter import latency_name
 from provider.operations.usage import TenantUsage
 from provider.profile import make_scheduler
 from provider.replica import Here
+from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import RequestClass
-from provider.schedule.scheduler import Policy
 from provider.session import Session
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows

@@ -11,8 +11,8 @@ import math
 import pytest
 
 from benchmarks.simulation import Outcome, Replayer, forward_pass, simulate, training_step
+from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
-from provider.schedule.scheduler import Policy
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
 DECODE, PREFILL, FINETUNE = RequestClass
