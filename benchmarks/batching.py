@@ -27,7 +27,7 @@ from benchmarks.common import processor_s, provider
 
 BLOCKS = "model.layers.[0-5].*"
 """Six of thirty blocks: a pass is 24 requests."""
-SECONDS, WARM_UP_S, ROUNDS = 6.0, 1.5, 3
+SECONDS, ROUNDS = 6.0, 3
 PROVIDER_CORE, LOAD_CORE = 0, 1
 TIGHT_MS = "0.2"
 """A latency target below what a product takes: decode waits for nothing that can be helped."""
@@ -139,23 +139,24 @@ def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def measure(loads: Sequence[Load], *options: str) -> Found:
-    """Starts a provider and its load, and looks at both for `SECONDS`."""
+def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> Found:
+    """Starts a provider and its load, and looks at both for so long."""
     from provider.operations.status import look
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tenants = tuple(load.tenant for load in loads)
-        flags = ("--base-layers", BLOCKS, "--threads", "1", "--drain-s", "0", *options)
+        which = () if "--model" in options else ("--base-layers", BLOCKS)
+        flags = ("--threads", "1", "--drain-s", "0", *which, *options)
         with provider(folder, *flags, tenants=tenants, core=PROVIDER_CORE) as (url, pid), ExitStack() as stack:
             processes = [stack.enter_context(_replayer(url, name, load)) for load in loads]
             for process in processes:
                 if process.stdout is None or process.stdout.readline() != "ready\n":
                     raise SystemExit("the load did not start")
-            _ask(processes, WARM_UP_S)
+            _ask(processes, seconds / 4)
             pids = {"provider": [pid], "load": [process.pid for process in processes]}
             before, used = look(folder / "state"), {name: sum(map(processor_s, each)) for name, each in pids.items()}
-            rows = _ask(processes, SECONDS)
+            rows = _ask(processes, seconds)
             after = look(folder / "state")
             used = {name: sum(map(processor_s, each)) - used[name] for name, each in pids.items()}
     span = after.at_s - before.at_s
@@ -248,35 +249,59 @@ def medians(runs: Sequence[Found]) -> Found:
     )
 
 
-def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]]) -> dict[str, Found]:
+def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]], seconds: float = SECONDS) -> dict[str, Found]:
     """Medians of `ROUNDS` runs of each case, taking turns."""
     runs: dict[str, list[Found]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, (loads, options) in cases.items():
-            runs[name].append(measure(loads, *options))
+            runs[name].append(measure(loads, *options, seconds=seconds))
     return {name: medians(found) for name, found in runs.items()}
 
 
 # ---- scenarios -------------------------------------------------------------------------------------------------------
 
 
-def table5() -> dict[str, Found]:
-    """Symbiosis, table 5: eight inference clients with batches of 2 to 256, different thinking times."""
+def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> dict[str, Found]:
+    """Batches of 2 to 256, and different thinking times: what ranks and targets are to a provider."""
     thoughts = (0.2, 3.0, 0.5, 1.7, 0.9, 2.2, 0.3, 1.1)
-    loads = [Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=think) for n, think in enumerate(thoughts)]
+    loads = [Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=slower * think) for n, think in enumerate(thoughts)]
     return compare(
         {
-            "opportunistic": (loads, ()),
-            "none": (loads, ("--batching", "none")),
-            # clients that begin at different layers would wait for each other for ever
-            "lockstep": (loads, ("--batching", "lockstep", "--max-wait-ms", "50")),
-        }
+            "opportunistic": (loads, options),
+            "none": (loads, (*options, "--batching", "none")),
+            "lockstep": (loads, (*options, "--batching", "lockstep", "--max-wait-ms", "60000")),
+        },
+        seconds,
     )
+
+
+def table5() -> dict[str, Found]:
+    """Symbiosis, table 5: eight inference clients with batches of 2 to 256, different thinking times."""
+    return _eight_clients(1.0)
+
+
+def table5large() -> dict[str, Found]:
+    """The same with a block of Llama-2-7B's shape, since the paper's models are as large."""
+    with tempfile.TemporaryDirectory() as folder:
+        _make_block(Path(folder))
+        return _eight_clients(19.0, "--model", folder, seconds=20.0)
+
+
+def _make_block(folder: Path) -> None:
+    """One block of Llama-2-7B's shape with random weights, as a checkpoint."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=4096, intermediate_size=11_008, num_hidden_layers=1, num_attention_heads=32,
+        tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def table4() -> dict[str, Found]:
     """Symbiosis, table 4: a small request beside a large one."""
-    # at one layer: clients at different layers would wait for each other for ever
+    # at one layer, where they meet under any policy
     small, large = Load("small", 1, one_layer=True), Load("large", 512, think_ms=1.0, one_layer=True)
     lockstep = ("--batching", "lockstep", "--max-wait-ms", "60000")
     return compare(
@@ -364,7 +389,7 @@ def plot_waits(found: dict[str, Found], file: Path) -> None:
 
 
 SCENARIOS = {
-    "table5": table5, "table4": table4, "flood": flood, "figures22and23": figures22and23, "flexllm": flexllm,
+    one.__name__: one for one in (table5, table5large, table4, flood, figures22and23, flexllm)
 }  # fmt: skip
 
 

@@ -61,16 +61,25 @@ class LatencyModel:
         self._products_per_row = products_per_row
         self._sums: dict[Call, _Sums] = {}
         self._lines: dict[Call, tuple[float, float]] = {}
+        self._sum_base_s = 0.0
+        """Over all lanes that were seen."""
         self._all = _Sums()
 
     def measured(self, call: Call, num_rows: int, seconds: float) -> None:
         """Takes in one product of at least one row."""
         if call in self._lines:
             seconds = min(seconds, _OUTLIER * self.predict_s(call, num_rows))
+            self._sum_base_s -= self._lines[call][0]
         sums = self._sums.setdefault(call, _Sums())
         sums.add(num_rows, seconds)
         self._all.add(num_rows * self._products_per_row(call), seconds)
         self._lines[call] = sums.line(self._rate() * self._products_per_row(call))
+        self._sum_base_s += self._lines[call][0]
+
+    @property
+    def mean_base_s(self) -> float:
+        """Seconds that a product takes beside its rows, in the mean over all lanes that were seen."""
+        return max(0.0, self._sum_base_s) / max(1, len(self._lines))
 
     def predict_s(self, call: Call, num_rows: int) -> float:
         """Seconds that one product takes."""

@@ -10,12 +10,14 @@ from provider.schedule.request_class import RequestClass
 
 PolicyName = Literal["opportunistic", "none", "lockstep"]
 QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
-_TURN_S = 3.5e-3
-"""What a turn is worth without a latency target, and the longest product while somebody decodes."""
-_REQUEST_S, _LONGEST_TURN_S = 3e-3, 25e-3
+_TURN_S, _TURN_BASES = 3.5e-3, 8.0
+"""What a turn is worth without a latency target, and the longest product while somebody decodes: seconds, but at least
+so many times what a product takes beside its rows, since every piece of a request reads its layer's weights again."""
+_REQUEST_S, _REQUEST_BASES = 3e-3, 2.0
+_LONGEST_TURN_S, _LONGEST_TURN_BASES = 25e-3, 20.0
 """A turn is longer by the first for each further tenant that waits, while each waits with one request: every cut of a
-large one would give each of the others one more, which costs about so much beside its product (docs/benchmarks.md,
-table 5). Beside one who sends many at a time turns are short."""
+large one would give each of the others one more, which costs about so much beside its product. Beside one who sends
+many at a time turns are short. In bases: what gives eight tenants the most rows (docs/benchmarks.md, table 5)."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ def turn_rows(request_class: RequestClass, num_equal: int) -> float:
     return QUANTUM_ROWS[request_class]
 
 
-def turn_s(num_equal: int) -> float:
+def turn_s(num_equal: int, base_s: float) -> float:
     """A turn without one: seconds of products.
 
     Args:
         num_equal: tenants that wait with one request each.
+        base_s: what a product takes beside its rows, in the mean over layers.
     """
-    return min(_LONGEST_TURN_S, _TURN_S + _REQUEST_S * max(0, num_equal - 1))
+    shortest_s, request_s = max(_TURN_S, _TURN_BASES * base_s), max(_REQUEST_S, _REQUEST_BASES * base_s)
+    return min(max(_LONGEST_TURN_S, _LONGEST_TURN_BASES * base_s), shortest_s + request_s * max(0, num_equal - 1))

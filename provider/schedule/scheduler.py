@@ -64,7 +64,7 @@ class Scheduler:
 
     def _empty(self) -> None:
         self._rings = {
-            one: TenantRing(partial(turn_rows, one) if self._has_classes else turn_s, self._weight_of)
+            one: TenantRing(partial(turn_rows, one) if self._has_classes else self._turn_s, self._weight_of)
             for one in RequestClass
         }
         self._num_decode = 0
@@ -84,6 +84,9 @@ class Scheduler:
         self._ran: set[RequestClass] = set()
         """Classes in the batch that was handed out last, until somebody asks again."""
         self._wake_s: float | None = None
+
+    def _turn_s(self, num_equal: int) -> float:
+        return turn_s(num_equal, self._latency.mean_base_s)
 
     def __bool__(self) -> bool:
         return bool(self._lanes)
@@ -122,9 +125,9 @@ class Scheduler:
         else:
             self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
-        held = self._lane_held.get(ticket.call)
-        if held and len(tenants) >= len(self._active if self._policy.name == "lockstep" else users):  # all are here
-            for one in list(held):
+        call = self._lane_in_step() if self._policy.name == "lockstep" else ticket.call
+        if call is not None and (self._policy.name == "lockstep" or len(tenants) >= len(users)):  # all are here
+            for one in list(self._lane_held.get(call, ())):
                 self._release(one)
 
     def cancel(self, ticket: Ticket) -> None:
@@ -367,6 +370,13 @@ class Scheduler:
         if ticket.rows_left == 0:
             self._drop(ticket)
         return piece
+
+    def _lane_in_step(self) -> Call | None:
+        """Where all tenants wait, the lane where most do: the others wait for these, and soon all are at one layer."""
+        num_waiting = sum(map(len, self._lane_tenants.values()))
+        if num_waiting < len(self._active):
+            return None
+        return max(self._lane_tenants, key=lambda call: len(self._lane_tenants[call]))
 
     def _release(self, ticket: Ticket) -> None:
         """Held no longer."""
