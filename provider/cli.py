@@ -97,23 +97,35 @@ def serve(
 
 @app.command()
 def shard(
-    join: Annotated[str, typer.Option(help="URL of the provider.")],
-    identity: Annotated[Path, typer.Option(help="Folder made by `provider enroll NAME --shard --out DIR`.")],
-    shard: Annotated[int, typer.Option(help="Which of its shards to be a replica of, from 0.", min=0)] = 0,
-    model: Annotated[str, typer.Option(help="As the provider's.")] = "smollm2-135m",
-    weights: Annotated[Literal["int8", "native"], typer.Option(help="As the provider's.")] = "int8",
+    join: Annotated[str | None, typer.Option(help="URL of the provider.")] = None,
+    identity: Annotated[
+        Path | None, typer.Option(help="Folder made by `provider enroll NAME --shard --out DIR`.")
+    ] = None,
+    shard: Annotated[
+        int | None, typer.Option(help="Which of its shards to be a replica of, from 0.", show_default="0")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="As the provider's.", show_default="smollm2-135m")] = None,
+    weights: Annotated[
+        Literal["int8", "native"] | None, typer.Option(help="As the provider's.", show_default="int8")
+    ] = None,
     base_layers: Annotated[str | None, typer.Option(help="As the provider's.", show_default="all")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.", min=1)] = None,
-    log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the log on stderr.")] = "text",
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.")] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None, typer.Option(help="Of the log on stderr.", show_default="text")
+    ] = None,
 ) -> None:
     """Hold one shard of another host's provider; prints `ready shard N` each time that it has joined."""
+    flags = {name: value for name, value in locals().items() if name != "config"}
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from provider.config import load_shard_settings
     from provider.operations.logs import configure
     from provider.shards.join import run_shard
 
-    configure(log_format)
-    run_shard(join, identity, shard, model, weights, base_layers, threads)
+    settings = load_shard_settings(flags, config)
+    configure(settings.log_format)
+    run_shard(settings)
 
 
 @app.command()

@@ -1,11 +1,11 @@
-"""Settings of `provider serve`: flags, then VEILBASE_PROVIDER_* variables, then the YAML file named by --config."""
+"""Settings of `provider serve` and `provider shard`: flags, then variables, then the YAML file named by --config."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError
@@ -14,13 +14,50 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
 from wire.errors import ConfigurationError
 
-ENV_PREFIX = "VEILBASE_PROVIDER_"
+ENV_PREFIX, SHARD_ENV_PREFIX = "VEILBASE_PROVIDER_", "VEILBASE_SHARD_"
 DEFAULT_STATE = Path("~/.veilbase/provider")
 _TENANT_OR_ALL = r"^(\*|[a-z0-9][a-z0-9._-]{0,62})$"
 _UserPath = Annotated[Path, BeforeValidator(lambda path: Path(path).expanduser())]
 
 
-class ProviderSettings(BaseSettings):
+class _Settings(BaseSettings):
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, file; no .env file, which could come from a folder somebody else wrote."""
+        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
+
+
+class ShardSettings(_Settings):
+    """What a shard on another host does.
+
+    Attributes:
+        join: URL of the provider.
+        identity: folder made by `provider enroll NAME --shard`.
+        shard: which of its shards, from 0.
+        model, weights, base_layers: as the provider's.
+        threads, log_format: as of `ProviderSettings`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=SHARD_ENV_PREFIX, extra="forbid", frozen=True)
+
+    join: str = Field(min_length=1)
+    identity: _UserPath
+    shard: int = Field(default=0, ge=0, le=1023)
+    model: str = Field(default="smollm2-135m", min_length=1)
+    weights: Literal["int8", "native"] = "int8"
+    base_layers: str | None = None
+    threads: int | None = Field(default=None, ge=1, le=1024)
+    log_format: Literal["text", "json"] = "text"
+
+
+class ProviderSettings(_Settings):
     """What one provider process does.
 
     Attributes:
@@ -71,18 +108,6 @@ class ProviderSettings(BaseSettings):
     parallel_timeout_s: float = Field(default=60.0, ge=1, le=3600)
     max_in_flight_bytes: ByteSize = Field(default=ByteSize(MAX_IN_FLIGHT_BYTES), ge=256 << 20)
     tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, file; no .env file, which could come from a folder somebody else wrote."""
-        return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
     @property
     def shards_elsewhere(self) -> frozenset[int]:
@@ -142,7 +167,7 @@ def is_loopback(host: str) -> bool:
 
 
 def load_settings(flags: dict[str, Any], config: Path | None = None) -> ProviderSettings:
-    """Settings from all sources.
+    """Settings of `provider serve` from all sources.
 
     Args:
         flags: from the command line; None means not given.
@@ -151,12 +176,21 @@ def load_settings(flags: dict[str, Any], config: Path | None = None) -> Provider
     Raises:
         ConfigurationError: a value, a key or a variable that is not one; the message names it.
     """
-    _check_environment()
+    return _load(ProviderSettings, flags, config)
+
+
+def load_shard_settings(flags: dict[str, Any], config: Path | None = None) -> ShardSettings:
+    """The same of `provider shard`."""
+    return _load(ShardSettings, flags, config)
+
+
+def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kind:
+    _check_environment(kind)
     if config is not None and not config.expanduser().is_file():
         raise ConfigurationError(f"expected a settings file, found none at {str(config)!r}")
-    settings = type("ProviderSettings", (ProviderSettings,), {"model_config": SettingsConfigDict(yaml_file=config)})
+    settings = type(kind.__name__, (kind,), {"model_config": SettingsConfigDict(yaml_file=config)})
     try:
-        made: ProviderSettings = settings(**{name: value for name, value in flags.items() if value is not None})
+        made: _Kind = settings(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
@@ -166,12 +200,16 @@ def load_settings(flags: dict[str, Any], config: Path | None = None) -> Provider
     return made
 
 
-def _check_environment() -> None:
+def _check_environment(kind: type[_Settings]) -> None:
     """Raises ConfigurationError for a variable with our prefix that is no setting: pydantic would pass over it."""
-    known = {f"{ENV_PREFIX}{name}".upper() for name in ProviderSettings.model_fields}
+    prefix = str(kind.model_config["env_prefix"])
+    known = {f"{prefix}{name}".upper() for name in kind.model_fields}
     for name in sorted(os.environ):
-        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:  # pydantic reads them in any case
-            names = ", ".join(each.upper() for each in ProviderSettings.model_fields)
+        if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic reads them in any case
+            names = ", ".join(each.upper() for each in kind.model_fields)
             raise ConfigurationError(
-                f"the environment variable {name[:80]!r} is no setting: after {ENV_PREFIX} comes one of {names}"
+                f"the environment variable {name[:80]!r} is no setting: after {prefix} comes one of {names}"
             )
+
+
+_Kind = TypeVar("_Kind", bound=_Settings)

@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import grpc
 import torch
 
 from provider import executor
+from provider.config import ShardSettings
 from provider.group import ServedGroup
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from wire import frame
@@ -76,7 +76,7 @@ class JoiningShard:
             except (Unauthenticated, NotPermitted, ConfigurationError):
                 raise
             except VeilbaseError as exc:
-                _LOGGER.warning("the provider is not there (%s); trying again", type(exc).__name__)
+                _LOGGER.warning("no provider at %s (%s); trying again", self._url, type(exc).__name__)
             if time.monotonic() - began > _LAST_PAUSE_S:
                 pause_s = _FIRST_PAUSE_S
             self._stopping.wait(pause_s)
@@ -178,18 +178,16 @@ def load_groups(model: str, weights: str, base_layers: str | None, assignment: A
     return kept
 
 
-def run_shard(
-    url: str, identity: Path, shard: int, model: str, weights: str, base_layers: str | None, threads: int | None
-) -> None:
-    """`provider shard`: until SIGTERM or SIGINT; see `JoiningShard.run` and `load_groups` for arguments and errors."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+def run_shard(settings: ShardSettings) -> None:
+    """`provider shard`: until SIGTERM or SIGINT; see `JoiningShard.run` and `load_groups` for errors."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
 
     def load(assignment: Assignment) -> dict[int, ServedGroup]:
-        return load_groups(model, weights, base_layers, assignment)
+        return load_groups(settings.model, settings.weights, settings.base_layers, assignment)
 
-    joining = JoiningShard(url, load_identity(identity, "--shard"), shard, load)
-    joining.on_joined = lambda: print(f"ready shard {shard}", flush=True)
+    joining = JoiningShard(settings.join, load_identity(settings.identity, "--shard"), settings.shard, load)
+    joining.on_joined = lambda: print(f"ready shard {settings.shard}", flush=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     joining.run()

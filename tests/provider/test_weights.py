@@ -16,7 +16,7 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from provider.admission import Admission
-from provider.config import is_loopback, load_settings
+from provider.config import is_loopback, load_settings, load_shard_settings
 from provider.core import ProviderCore
 from provider.embedded import make_core
 from provider.models import LoadedModel, resolve
@@ -218,6 +218,28 @@ def test_flags_win_over_environment_and_file(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("VEILBASE_PROVIDER_MODEL", "environment")
     settings = load_settings({"model": "flag", "port": None}, path)
     assert (settings.model, settings.port, settings.weights, settings.record_limit) == ("flag", 2, "native", 2 << 20)
+
+
+def test_a_shards_settings_come_from_the_same_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shard.yaml"
+    path.write_text("join: grpcs://file:1\nidentity: ~/host\nthreads: 3\nshard: 1\n")
+    monkeypatch.setenv("VEILBASE_SHARD_SHARD", "2")
+    monkeypatch.setenv("VEILBASE_SHARD_THREADS", "4")
+    settings = load_shard_settings({"threads": 5, "model": None}, path)
+    assert (settings.join, settings.shard, settings.threads) == ("grpcs://file:1", 2, 5)
+    assert settings.identity == Path("~/host").expanduser()
+    monkeypatch.setenv("VEILBASE_SHARD_THREDS", "4")
+    with pytest.raises(ConfigurationError, match="VEILBASE_SHARD_THREDS"):
+        load_shard_settings({}, path)
+
+
+@pytest.mark.parametrize("text", ["{}", "join: grpcs://a:1", "join: a\nidentity: b\nport: 1", "shard: -1"])
+def test_a_shard_that_does_not_know_what_to_join(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "shard.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError, match="setting ") as caught:
+        load_shard_settings({}, path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
