@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import kubernetes_validate
+import promql_parser
 import pytest
 import typer
 import yaml
+from dockerfile_parse import DockerfileParser
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from grafana_foundation_sdk.models.prometheus import Dataquery
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -77,6 +84,55 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert len(expressions) >= 12
     assert asked <= exported()
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def unknown(given: object, read: object, where: str = "") -> Iterator[str]:
+    """What of a document is not in what Grafana's own types read of it."""
+    if isinstance(given, dict):
+        for key, value in given.items():
+            if isinstance(read, dict) and key in read:
+                yield from unknown(value, read[key], f"{where}.{key}")
+            else:
+                yield f"{where}.{key}"
+    elif isinstance(given, list) and isinstance(read, list) and len(given) == len(read):
+        for index, (one, other) in enumerate(zip(given, read, strict=True)):
+            yield from unknown(one, other, f"{where}[{index}]")
+    elif given != read:
+        yield where
+
+
+def test_grafana_knows_every_word_of_the_dashboard() -> None:
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+
+    def read(document: dict[str, object]) -> object:
+        return json.loads(JSONEncoder().encode(Dashboard.from_json(document)))
+
+    def read_query(document: dict[str, object]) -> object:
+        return json.loads(JSONEncoder().encode(Dataquery.from_json(document)))
+
+    queries = [target for panel in dashboard["panels"] for target in panel["targets"]]
+    assert list(unknown(dashboard, read(dashboard))) == []
+    assert [list(unknown(one, read_query(one))) for one in queries] == [[]] * len(queries)
+    dashboard["panels"][1]["gridPosition"] = queries[0]["expresion"] = "1"
+    assert list(unknown(dashboard, read(dashboard))) == [".panels[1].gridPosition"]
+    assert list(unknown(queries[0], read_query(queries[0]))) == [".expresion"]
+
+
+def test_prometheus_can_read_every_expression() -> None:
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            promql_parser.parse(target["expr"])
+    with pytest.raises(ValueError, match="invalid"):
+        promql_parser.parse("sum by kind rate(veilbase_rows_total[5m])")
+
+
+def test_the_containerfile_is_made_of_instructions() -> None:
+    structure = DockerfileParser(fileobj=io.BytesIO((DEPLOY / "Containerfile").read_bytes())).structure
+    words = [one["instruction"] for one in structure if one["instruction"] != "COMMENT"]
+    assert words[0] == "FROM"
+    assert set(words) <= {"FROM", "COPY", "RUN", "USER", "ENV", "EXPOSE", "ENTRYPOINT", "CMD", "WORKDIR", "VOLUME"}
+    assert words.index("USER") > words.index("RUN")  # nothing is installed by whom the provider runs as
 
 
 def test_metrics_md_names_every_metric() -> None:
