@@ -23,11 +23,21 @@ class TenantAdmission:
         self.limits, self._room = limits, room
         self._lock = threading.Lock()
         self._quota: Quota | None = None
+        self.num_decode = 0
+        """Requests in flight that go before others' large ones."""
 
-    def admit(self, allowed_by: Collection[RequestClass], num_rows: int, num_bytes: int, now_s: float) -> None:
+    def admit(
+        self,
+        request_class: RequestClass,
+        allowed_by: Collection[RequestClass],
+        num_rows: int,
+        num_bytes: int,
+        now_s: float,
+    ) -> None:
         """Takes a request in; `release` gives back what it holds.
 
         Args:
+            request_class: what it counts as.
             allowed_by: classes of which the tenant must have one.
             num_bytes: of request and reply.
 
@@ -44,12 +54,14 @@ class TenantAdmission:
         with self._lock:
             self._quota = self._quota or Quota(self.limits, now_s, self._room)
             wait_s = self._quota.admit(num_rows, num_bytes, now_s)
+            self.num_decode += wait_s == 0 and request_class is RequestClass.DECODE
         if wait_s > 0:
             raise QuotaExceeded("more at once than this tenant may send", min(wait_s, MAX_RETRY_S))
 
-    def release(self, num_rows: int, num_bytes: int) -> None:
+    def release(self, request_class: RequestClass, num_rows: int, num_bytes: int) -> None:
         """A request that was admitted is answered, cancelled or lost."""
         with self._lock:
+            self.num_decode -= request_class is RequestClass.DECODE
             if self._quota is not None:
                 self._quota.released(num_rows, num_bytes)
 

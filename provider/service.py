@@ -40,6 +40,8 @@ from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MA
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_CALLS_PER_TENANT = 8
 """Streams and downloads of one tenant at a time. Each holds a thread, and threads are for everybody."""
+_CALLS_OF_EACH = 2
+"""The same while half of all threads or more are taken, so that no few dozen tenants shut others out."""
 _MAX_THREADS = 256
 _STOP_GRACE_S = 2.0
 _DRAIN_LOOK_S = 0.02
@@ -236,7 +238,8 @@ class ProviderService:
     def _occupy(self, tenant: str, context: Any) -> bool:
         """Counts the call until it ends, whoever ends it."""
         with self._lock:
-            if self._calls[tenant] >= MAX_CALLS_PER_TENANT:
+            is_crowded = 2 * self._calls.total() >= _MAX_THREADS
+            if self._calls[tenant] >= (_CALLS_OF_EACH if is_crowded else MAX_CALLS_PER_TENANT):
                 return False
             self._calls[tenant] += 1
         if not context.add_callback(lambda: self._leave(tenant)):

@@ -49,8 +49,8 @@ DECODE_ROWS = 16
 """Forward requests of at most so many rows count as decode; larger ones are prefill, or fine-tuning on a stream that
 sends gradients."""
 DECODE_IN_FLIGHT = 3
-"""A stream that decodes asks for one layer after the other; small requests beyond so many at a time are no decoding,
-and must not be in the way of who does."""
+"""Who decodes asks for one layer after the other; a tenant's small requests beyond so many at a time, on all its
+streams, are no decoding, and must not be in the way of who does."""
 TRAINING_S = 60.0
 """After a gradient a stream counts as training for so long."""
 INLINE_ROWS = 8
@@ -240,7 +240,7 @@ class Session:
             if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
                 raise QuotaExceeded("too much in flight", FULL_RETRY_S)
             allowed = allowed_by(header.call, request.request_class, is_small=header.rows <= DECODE_ROWS)
-            self._admission.admit(allowed, header.rows, held, now)
+            self._admission.admit(request.request_class, allowed, header.rows, held, now)
             self._requests[header.request_id] = request
             self._held_bytes += held
         if header.call.direction is Direction.BACKWARD:
@@ -293,7 +293,8 @@ class Session:
         if call.purpose is Purpose.HINT and header.rows > DECODE_ROWS:
             return RequestClass.FINETUNE  # a few rows of a seed are a share of somebody's decode step
         if header.rows <= DECODE_ROWS:
-            return RequestClass.DECODE if len(self._requests) < DECODE_IN_FLIGHT else RequestClass.PREFILL
+            num_in_flight = max(len(self._requests), self._admission.num_decode)
+            return RequestClass.DECODE if num_in_flight < DECODE_IN_FLIGHT else RequestClass.PREFILL
         return RequestClass.FINETUNE if now - self._trained_at < TRAINING_S else RequestClass.PREFILL
 
     def _answer(self, request: _Request, outcome: Outcome) -> None:
@@ -315,7 +316,7 @@ class Session:
             if request is None:
                 return False
             self._held_bytes -= request.held_bytes
-        self._admission.release(request.header.rows, request.held_bytes)
+        self._admission.release(request.request_class, request.header.rows, request.held_bytes)
         request.reply = None
         if request.job is not None:
             self._executor.cancel(request.job)

@@ -73,7 +73,7 @@ class TokenBucket:
 
 
 class SharedRoom:
-    """Bytes in flight of all tenants together; safe under threads.
+    """What all tenants hold together, such as bytes in flight; safe under threads.
 
     No tenant holds more than is still free, so that there is room left for the next one whatever the others hold: one
     alone has half of it, of two that take all they can each has a third.
@@ -82,28 +82,28 @@ class SharedRoom:
     Transactions on Networking 6(2), 1998), with a factor of one.
     """
 
-    def __init__(self, num_bytes: float) -> None:
-        """Args: num_bytes: at most, but for a request that is larger and alone."""
+    def __init__(self, size: float) -> None:
+        """Args: size: at most, but for what is larger and alone."""
         self._lock = threading.Lock()
-        self._num_bytes, self._used = num_bytes, 0
+        self._size, self._used = size, 0
 
     @property
     def most_of_one(self) -> float:
         """What one tenant gets in many requests, where no other holds anything."""
-        return self._num_bytes / 2
+        return self._size / 2
 
-    def take(self, held: int, num_bytes: int) -> bool:
+    def take(self, held: int, amount: int) -> bool:
         """Whether a tenant that holds so much already gets more."""
         with self._lock:
-            if self._used and held + num_bytes > self._num_bytes - self._used - num_bytes:
+            if self._used and held + amount > self._size - self._used - amount:
                 return False
-            self._used += num_bytes
+            self._used += amount
             return True
 
-    def give_back(self, num_bytes: int) -> None:
+    def give_back(self, amount: int) -> None:
         """What was taken."""
         with self._lock:
-            self._used -= num_bytes
+            self._used -= amount
 
 
 class Quota:

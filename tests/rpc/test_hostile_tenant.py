@@ -174,14 +174,13 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
 def test_streams_above_the_limit_hold_no_thread(
     start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spare = 2
-    monkeypatch.setattr(provider.service, "_MAX_THREADS", MAX_CALLS_PER_TENANT + spare)
+    monkeypatch.setattr(provider.service, "_MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
     running = start(tiny_core)
     service, deaf = service_of(running), Deaf(running)
     for _ in range(MAX_CALLS_PER_TENANT):
         deaf.open()
     until(lambda: len(service._sessions) == MAX_CALLS_PER_TENANT, "all the streams that it may have")
-    for _ in range(4 * spare):
+    for _ in range(2 * MAX_CALLS_PER_TENANT):
         refused = deaf.open()
         until(lambda call=refused: not call.is_active(), "a refusal")
         assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
@@ -191,6 +190,37 @@ def test_streams_above_the_limit_hold_no_thread(
     deaf.close()
     until(lambda: not service._calls.get(DEAF), "its calls are over")
     assert not [one for one in list(service._sessions) if one.tenant == DEAF]
+
+
+def test_many_tenants_that_take_all_they_can_leave_a_thread_for_the_next(
+    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider.service, "_MAX_THREADS", 64)
+    service = service_of(start(tiny_core))
+    ends: dict[str, list[Callable[[], None]]] = {}
+
+    class Context:
+        """A call that lasts until its end is called."""
+
+        def __init__(self, tenant: str) -> None:
+            self._tenant = tenant
+
+        def add_callback(self, end: Callable[[], None]) -> bool:
+            ends.setdefault(self._tenant, []).append(end)
+            return True
+
+    for number in range(20):
+        tenant = f"t{number}"
+        while service._occupy(tenant, Context(tenant)):
+            pass
+    assert [len(ends[f"t{number}"]) for number in range(20)] == [MAX_CALLS_PER_TENANT] * 4 + [2] * 16
+    for calls in ends.values():
+        for end in calls:
+            end()
+    assert not service._calls
+    assert all(service._occupy("t0", Context("t0")) for _ in range(MAX_CALLS_PER_TENANT))
+    for end in ends["t0"][-MAX_CALLS_PER_TENANT:]:
+        end()
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from provider.replica import Here
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import RequestClass
-from provider.session import Session
+from provider.session import DECODE_IN_FLIGHT, Session
 from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, TIMEOUT_S, RawStream, ask, assert_served, ring_rows
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
 from wire.expand import Rows, SeededRows
@@ -88,6 +88,59 @@ def test_what_is_in_flight_counts_over_all_streams(
     assert streams[0].receive().request_id == 3
     streams[1].send(*streams[1].request(2, half))
     assert streams[1].receive().request_id == 2
+
+
+def test_bytes_a_second(start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]) -> None:
+    row_bytes = (COLS + REPLY_COLS) * 4
+    provider = start_with(start, tiny_core, bytes_per_s=100 * row_bytes)
+    streams.append(stream := RawStream(provider, "acme"))
+    stream.send(*stream.request(1, ring_rows(400)))  # requests and replies count; 300 rows' worth are on credit
+    assert stream.receive().kind is FrameType.REPLY
+    stream.send(*stream.request(2, ring_rows(50)))
+    assert 2000 <= stream.expect_error(2, WireCode.QUOTA).deadline_ms <= 3500
+
+
+def test_requests_in_flight_are_bounded_however_small(
+    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("provider.session.MAX_REQUESTS", 5)
+    provider = start_with(start, tiny_core)
+    streams.append(stream := RawStream(provider, "acme"))
+    for number in range(1, 7):
+        stream.send(stream.request(number, ring_rows(1))[0][: frame.HEADER_BYTES + 4])
+    assert 0 < stream.expect_error(6, WireCode.QUOTA).deadline_ms <= 1000
+    stream.send(Header(FrameType.CANCEL, 1).pack(), *stream.request(7, ring_rows(1)))
+    assert stream.receive().request_id == 7
+
+
+def test_small_requests_of_many_streams_are_not_all_decode(
+    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]
+) -> None:
+    """Else one tenant's eight streams would have eight times what one has beside another who decodes."""
+    admission = Admission()
+    provider = start(tiny_core, admission)
+
+    def count() -> dict[str, int]:
+        histograms = provider.service.meter.snapshot()[1]
+        return {one.name: sum(histograms[latency_name(one)].counts) for one in RequestClass}
+
+    for _ in range(DECODE_IN_FLIGHT):
+        streams.append(stream := RawStream(provider, "acme"))
+        stream.send(stream.request(1, ring_rows(1))[0][: frame.HEADER_BYTES + 4])  # is in flight until it is whole
+    streams.append(last := RawStream(provider, "acme"))
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while admission.of("acme").num_decode < DECODE_IN_FLIGHT and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    last.send(*last.request(1, ring_rows(1)))
+    assert last.receive().kind is FrameType.REPLY
+    assert count() == {"DECODE": 0, "PREFILL": 1, "FINETUNE": 0}
+    assert_served(provider.connect("another"), tiny_core)
+    assert count()["DECODE"] == 1
+    for stream in streams:
+        stream.close()
+    while admission.of("acme").num_decode and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    assert admission.of("acme").num_decode == 0
 
 
 def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, tiny_core: ProviderCore) -> None:
