@@ -20,8 +20,8 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from tests.provider.test_batch import CALL, COLS, Answer
-from wire.errors import RemoteFault, Unavailable
-from wire.expand import Rows
+from wire.errors import InvalidTensor, RemoteFault, Unavailable
+from wire.expand import Rows, count_rows
 from wire.frame import Call
 
 
@@ -260,3 +260,40 @@ def test_closing_while_a_replica_is_being_brought_back(core: ProviderCore) -> No
     with executor_of(core, replica) as executor:
         assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
     assert replica.is_closed
+
+
+def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: ProviderCore) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+    asked: list[int] = []
+
+    class Picky(Scripted):
+        """Refuses company, and is lost at the second of two that run alone."""
+
+        def product(self, call: Call, rows: Rows) -> torch.Tensor:
+            asked.append(count_rows(rows))
+            if len(asked) == 1:
+                entered.set()
+                assert go_on.wait(20)
+            elif asked[-1] > 8:
+                raise InvalidTensor("no company")
+            if len(asked) == 4:
+                raise ReplicaLost
+            return super().product(call, rows)
+
+    is_lost = threading.Event()
+    other = Scripted(core, lambda number: is_lost.wait(20) and None)
+    with executor_of(core, Picky(core), other) as executor:
+        blockers = [submit(executor, ring_rows(16)) for _ in range(2)]
+        assert entered.wait(20)
+        while not other.num_asked:
+            time.sleep(0.001)
+        rows = [ring_rows(8), ring_rows(8)]
+        answers = [submit(executor, each, name) for each, name in zip(rows, "ab", strict=True)]
+        go_on.set()
+        while executor.num_replicas != (1, 2):
+            time.sleep(0.001)
+        is_lost.set()
+        assert all(isinstance(one.get(), torch.Tensor) for one in blockers)
+        assert all(is_product(core, each, answer.get()) for each, answer in zip(rows, answers, strict=True))
+    assert asked == [16, 16, 8, 8]
+    assert other.num_made == 2  # its own, and what the lost one had not answered

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -32,7 +33,8 @@ from tests.rpc.test_cli import CALL as CLI_CALL
 from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
 from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
-from wire.frame import FrameType
+from wire.expand import SeededRows
+from wire.frame import FrameType, Header, Purpose
 from wire.transport.grpc_client import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
@@ -91,6 +93,39 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
     stream.expect_error(0, WireCode.UNAVAILABLE)
     for one in (stream, other):
         one.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "disconnected"])
+def test_what_nobody_wants_any_more_leaves_the_queue(
+    start: Callable[..., Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    held = Held(monkeypatch)
+    provider = start(tiny_core)
+    stream, other = RawStream(provider), RawStream(provider, "other")
+    stream.send(*stream.request(1, ring_rows(100)))
+    assert held.begun.wait(TIMEOUT_S)
+
+    def wait_for(depth: int) -> None:
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while provider.service.queue_depth != depth and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        assert provider.service.queue_depth == depth
+
+    other.send(*other.request(1, ring_rows(200)), *other.request(2, ring_rows(300)))
+    wait_for(2)
+    if how == "cancelled":
+        other.send(Header(FrameType.CANCEL, 1).pack())
+        wait_for(1)
+        held.free.set()
+        assert other.receive().request_id == 2
+    else:
+        other.close()
+        wait_for(0)
+        held.free.set()
+    assert stream.receive().request_id == 1
+    for one in (stream, other):
+        one.close()
+    assert provider.service.meter.snapshot()[1]["batch_rows"].sum == (400 if how == "cancelled" else 100)
 
 
 def test_a_drain_ends_when_its_time_is_over(
@@ -300,6 +335,26 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         assert serving.stop()[0] == 0
+
+
+def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+    """Hints of many rows: little to send, so that all are there, and long to compute."""
+    serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)
+    connection = GrpcConnection(serving.url)
+    call, seeded = replace(CLI_CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
+    try:
+        pending = [connection.submit(call, seeded, 64) for _ in range(12)]
+        first = pending[0].result()
+        serving.process.send_signal(signal.SIGTERM)
+        assert all(torch.equal(one.result(), first) for one in pending[1:])
+        serving.process.communicate(timeout=TIMEOUT_S)
+        assert serving.process.returncode == 0
+        with pytest.raises(Unavailable):
+            connection.submit(call, seeded, 64).result()
+    finally:
+        connection.close()
+        serving.process.kill()
+        serving.process.communicate()
 
 
 def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -130,11 +130,12 @@ def test_without_a_target_all_take_turns() -> None:
     assert [batch.pieces[0].ticket.tenant for batch in drain(queue, 0.0)][:5] == list("abcab")
 
 
-def test_nothing_starves() -> None:
-    """Endless decode work, and one fine-tuning request: a piece of it runs within the bound."""
+@pytest.mark.parametrize(("kind", "bound_s"), [(PREFILL, 0.05), (FINETUNE, 0.2)])
+def test_nothing_starves(kind: RequestClass, bound_s: float) -> None:
+    """Endless decode work, and one large request: a piece of it runs within the bound of its class."""
     policy = Policy(starvation_s={PREFILL: 0.05, FINETUNE: 0.2}, slo_s=0.01)
     queue = scheduler(policy)
-    queue.add(ticket("slow", 400, FINETUNE, OTHER), 0.0)
+    queue.add(ticket("slow", 400, kind, OTHER), 0.0)
     now, last, longest, rows = 0.0, 0.0, 0.0, 0
     while rows < 400:
         queue.add(ticket("fast", 1, DECODE, at=now), now)
@@ -143,7 +144,7 @@ def test_nothing_starves() -> None:
             longest, last, rows = max(longest, now - last), now, rows + batch.num_rows
         now += 5e-4 + batch.num_rows * ROW_S
         assert now < 10
-    assert longest <= 0.2 + 2 * policy.slo_s
+    assert longest <= bound_s + 2 * policy.slo_s
 
 
 def test_a_flood_of_decode_leaves_others_a_share() -> None:
