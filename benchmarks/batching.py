@@ -323,6 +323,7 @@ def flood() -> dict[str, Found]:
             "alone": ([decode], target),
             "beside 512 rows, 8 at a time": ([decode, Load("flood", 512, think_ms=0, in_flight=8)], target),
             "beside gradients": ([decode, Load("flood", 512, is_training=True, think_ms=0, in_flight=4)], target),
+            "beside 16 rows, 24 at a time": ([decode, Load("flood", 16, think_ms=0, in_flight=24)], target),
             "beside gradients, no target": (
                 [decode, Load("flood", 512, is_training=True, think_ms=0, in_flight=4)],
                 (),
