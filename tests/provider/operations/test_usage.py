@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ for _ in range(50):
     book.of("acme").answered(RequestClass.PREFILL, 3, 1, 1)
     assert book.save()
 """
+
+
+def test_what_came_before_the_last_minute_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("provider.operations.usage.SAVE_S", 0.02)
+    path = tmp_path / "usage.json"
+    book = UsageBook(path)
+    book.keep_saving()
+    for times in (1, 2):  # again and again, and without `close`
+        work(book)
+        give_up_at = time.monotonic() + 20
+        while time.monotonic() < give_up_at:
+            saved = read_usage(path).get("acme")
+            if saved is not None and saved.rows["decode"] == 2 * times:
+                break
+            time.sleep(0.01)
+        assert read_usage(path)["acme"].rows["decode"] == 2 * times
+    book.close()
 
 
 def test_two_providers_of_one_state_directory_add_to_one_account(tmp_path: Path) -> None:

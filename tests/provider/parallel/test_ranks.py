@@ -74,6 +74,32 @@ def test_every_product_is_that_of_one_process(
     assert follower.answer() == "stopped"
 
 
+def test_threads_that_ask_at_the_same_time_get_their_own(
+    follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
+) -> None:
+    """Ranks that entered collectives in different orders would get wrong numbers without an error."""
+    team = follower.join(each, "tensor", models["llama"], "int8")
+    asked = [(call, num_rows) for call in calls(team) if call.arithmetic is RING for num_rows in (1, 300)]
+    wrong: list[tuple[Call, int]] = []
+
+    def work(offset: int) -> None:
+        for index in range(len(asked)):
+            call, num_rows = asked[(index + offset) % len(asked)]
+            rows = rows_of(team, call, num_rows)
+            if not torch.equal(team.core.compute(call, rows), executor.compute(team.whole, call, rows)):
+                wrong.append((call, num_rows))
+
+    threads = [threading.Thread(target=work, args=(7 * number,)) for number in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(120)
+        assert not one.is_alive()
+    assert wrong == []
+    team.core.close()
+    assert follower.answer() == "stopped"
+
+
 BAD = [
     (Call(99, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32), UnknownLayer),
     (replace(HINT, group=99), SeededRows(bytes(32), 0, 1), UnknownLayer),

@@ -61,9 +61,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.fixture
-def serving(models: dict[str, Path], tmp_path: Path) -> Iterator[Serving]:
-    one = Serving(models["llama"], tmp_path / "log", "--parallel", "tensor")
+@pytest.fixture(params=["tensor", "fsdp"])
+def serving(request: pytest.FixtureRequest, models: dict[str, Path], tmp_path: Path) -> Iterator[Serving]:
+    one = Serving(models["llama"], tmp_path / "log", "--parallel", request.param)
     yield one
     one.end()
 
