@@ -1,9 +1,9 @@
 """What batching and scheduling do for many tenants: the papers' tables on this machine, and one tenant's flood.
 
 The provider has one core to itself. The load is replayed from the other: tenants that send rows as their models would,
-layer after layer, and think in between, but have no model. Rows are uniform int32, as masked rows are. Latency is what
-the provider itself measures, from a request's arrival to its reply (`veilbase_latency_seconds`); policies take turns,
-round after round, and medians are shown. `python -m benchmarks.batching [SCENARIO ...]`.
+layer after layer, and think in between, but have no model (`benchmarks/replayer.py`). Latency is what the provider
+itself measures, from a request's arrival to its reply (`veilbase_latency_seconds`); policies take turns, round after
+round, and medians are shown. `python -m benchmarks.batching [SCENARIO ...]`.
 """
 
 from __future__ import annotations
@@ -11,49 +11,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.common import processor_s, provider
+from benchmarks.replayer import BLOCKS, Load, recorded_rows
 
-BLOCKS = "model.layers.[0-5].*"
-"""Six of thirty blocks: a pass is 24 requests."""
 SECONDS, ROUNDS = 6.0, 3
-PROVIDER_CORE, LOAD_CORE = 0, 1
+PROVIDER_CORE = 0
 TIGHT_MS = "0.2"
 """A latency target below what a product takes: decode waits for nothing that can be helped."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """One tenant.
-
-    Attributes:
-        tenant: its name.
-        rows: of each request.
-        is_training: forward and backward; else forward only.
-        think_ms: from a reply to the next request.
-        in_flight: passes at a time.
-        one_layer: always the first layer.
-        spell_s: sends for so long, and then pauses for as long; 0: always sends.
-    """
-
-    tenant: str
-    rows: int
-    is_training: bool = False
-    think_ms: float = 0.5
-    in_flight: int = 1
-    one_layer: bool = False
-    spell_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,59 +54,6 @@ class Found:
     def total(self) -> float:
         """Rows a second of all tenants."""
         return sum(self.rows_per_s.values())
-
-
-# ---- the load's process ----------------------------------------------------------------------------------------------
-
-
-def replay(url: str, folder: Path, loads: Sequence[Load]) -> None:
-    """For every line on standard input, that many seconds of load; answers with rows by tenant as JSON."""
-    import torch
-
-    from wire.frame import Arithmetic, Call, Direction
-    from wire.transport.grpc_client import GrpcConnection
-    from wire.transport.identity import TlsIdentity
-
-    os.sched_setaffinity(0, {LOAD_CORE})
-    torch.set_num_threads(1)
-    stop = threading.Event()
-    counted: dict[str, int] = {}
-
-    def connect(load: Load) -> GrpcConnection:
-        return GrpcConnection(url, TlsIdentity.read(folder / load.tenant))
-
-    def work(load: Load, connection: GrpcConnection) -> None:
-        groups = connection.manifest().groups
-        widths = {width for group in groups for width in (group.in_features, group.out_features)}
-        rows = {w: torch.randint(-(2**31), 2**31, (load.rows, w), dtype=torch.int32) for w in widths}
-        calls = [(Call(g.id, Direction.FORWARD, Arithmetic.RING), g.in_features, g.out_features) for g in groups]
-        if load.is_training:
-            back = [
-                (Call(g.id, Direction.BACKWARD, Arithmetic.RING), g.out_features, g.in_features) for g in groups[::-1]
-            ]
-            calls += back
-        place = 0
-        while not stop.is_set():
-            if load.spell_s and int(time.monotonic() / load.spell_s) % 2:
-                time.sleep(0.01)
-                continue
-            call, given, replied = calls[0 if load.one_layer else place % len(calls)]
-            connection.submit(call, rows[given], replied).result()
-            place += 1
-            counted[load.tenant] = counted.get(load.tenant, 0) + load.rows
-            time.sleep(load.think_ms / 1000)
-        connection.close()
-
-    for load in loads:
-        connection = connect(load)
-        for _ in range(load.in_flight):
-            threading.Thread(target=work, args=(load, connection), daemon=True).start()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        before = dict(counted)
-        time.sleep(float(line))
-        print(json.dumps({name: counted[name] - before.get(name, 0) for name in counted}), flush=True)
-    stop.set()
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -186,9 +106,9 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
 @contextlib.contextmanager
 def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
     """A process for each tenant, as it would be: threads of one process would wait for each other's locks."""
-    arguments = ["replay", url, folder, json.dumps([asdict(load)])]
+    arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "benchmarks.batching", *arguments],
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -421,7 +341,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["replay"]:
-        replay(sys.argv[2], Path(sys.argv[3]), [Load(**one) for one in json.loads(sys.argv[4])])
-    else:
-        main(sys.argv[1:])
+    main(sys.argv[1:])

@@ -1,0 +1,154 @@
+"""Tenants without a model, for `benchmarks.batching`: they send rows that a real tenant sent, layer after layer.
+
+The rows are of one step of fine-tuning with lattice masks, which is recorded first; for layers of other widths (Llama's
+block) they are uniform int32, as masked rows are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import provider
+
+BLOCKS = "model.layers.[0-5].*"
+"""Six of thirty blocks: a pass is 24 requests."""
+LOAD_CORE = 1
+
+
+@dataclass(frozen=True)
+class Load:
+    """One tenant.
+
+    Attributes:
+        tenant: its name.
+        rows: of each request.
+        is_training: forward and backward; else forward only.
+        think_ms: from a reply to the next request.
+        in_flight: passes at a time.
+        one_layer: always the first layer.
+        spell_s: sends for so long, and then pauses for as long; 0: always sends.
+    """
+
+    tenant: str
+    rows: int
+    is_training: bool = False
+    think_ms: float = 0.5
+    in_flight: int = 1
+    one_layer: bool = False
+    spell_s: float = 0.0
+
+
+# ---- recorded rows ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def recorded_rows() -> Path:
+    """A file with what a real tenant sends in one step, by width; made at the first call, and gone at the end."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(tempfile.mkdtemp(prefix="veilbase-rows-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    seen = folder / "seen"
+    flags = ("--base-layers", BLOCKS, "--record", str(seen), "--record-limit", "1GiB")
+    with provider(folder, *flags, tenants=("recorded",)) as (url, _):
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", "step", url, str(folder)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    by_width: dict[str, list[torch.Tensor]] = {}
+    for line in (seen / "index.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if entry["purpose"] == "product" and entry["file"]:
+            rows = load_file(seen / entry["file"])["request"]
+            by_width.setdefault(str(rows.shape[1]), []).append(rows)
+    save_file({width: torch.cat(each) for width, each in by_width.items()}, folder / "rows.safetensors")
+    return folder / "rows.safetensors"
+
+
+def take_step(url: str, folder: Path) -> None:
+    """The recorded tenant's life."""
+    from benchmarks.finetune_step import step_of
+    from tenant_sdk import TenantClient
+
+    with TenantClient(url, identity=folder / "recorded", mask="lattice", cache=folder) as client:
+        step_of(client.load_model())()
+
+
+# ---- the load's process ----------------------------------------------------------------------------------------------
+
+
+def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> None:
+    """For every line on standard input, that many seconds of load; answers with rows by tenant as JSON."""
+    import torch
+    from safetensors.torch import load_file
+
+    from wire.frame import Arithmetic, Call, Direction
+    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.identity import TlsIdentity
+
+    os.sched_setaffinity(0, {LOAD_CORE})
+    torch.set_num_threads(1)
+    stop = threading.Event()
+    counted: dict[str, int] = {}
+    recorded = load_file(recording)
+
+    def rows_of(num_rows: int, width: int) -> torch.Tensor:
+        known = recorded.get(str(width))
+        if known is None:
+            return torch.randint(-(2**31), 2**31, (num_rows, width), dtype=torch.int32)
+        first = int(torch.randint(len(known), ()))
+        return known[(torch.arange(num_rows) + first) % len(known)]
+
+    def connect(load: Load) -> GrpcConnection:
+        return GrpcConnection(url, TlsIdentity.read(folder / load.tenant))
+
+    def work(load: Load, connection: GrpcConnection) -> None:
+        groups = connection.manifest().groups
+        widths = {width for group in groups for width in (group.in_features, group.out_features)}
+        rows = {width: rows_of(load.rows, width) for width in widths}
+        calls = [(Call(g.id, Direction.FORWARD, Arithmetic.RING), g.in_features, g.out_features) for g in groups]
+        if load.is_training:
+            back = [
+                (Call(g.id, Direction.BACKWARD, Arithmetic.RING), g.out_features, g.in_features) for g in groups[::-1]
+            ]
+            calls += back
+        place = 0
+        while not stop.is_set():
+            if load.spell_s and int(time.monotonic() / load.spell_s) % 2:
+                time.sleep(0.01)
+                continue
+            call, given, replied = calls[0 if load.one_layer else place % len(calls)]
+            connection.submit(call, rows[given], replied).result()
+            place += 1
+            counted[load.tenant] = counted.get(load.tenant, 0) + load.rows
+            time.sleep(load.think_ms / 1000)
+        connection.close()
+
+    for load in loads:
+        connection = connect(load)
+        for _ in range(load.in_flight):
+            threading.Thread(target=work, args=(load, connection), daemon=True).start()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        before = dict(counted)
+        time.sleep(float(line))
+        print(json.dumps({name: counted[name] - before.get(name, 0) for name in counted}), flush=True)
+    stop.set()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "step":
+        take_step(sys.argv[2], Path(sys.argv[3]))
+    else:
+        replay(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), [Load(**one) for one in json.loads(sys.argv[5])])
