@@ -45,7 +45,7 @@ class Soak:
     """What was seen.
 
     Attributes:
-        answered, refused, wrong: replies that were right, requests refused for quota or time, replies that were not.
+        answered, refused, wrong: replies that were right, requests refused for quota, replies that were not.
         lost: requests without any outcome.
         deaths: processes killed.
         rss_mb, threads, files: of the provider, over time.
@@ -129,9 +129,9 @@ def _work(
         for pending, want in sent:
             try:
                 counts.add("answered" if torch.equal(pending.result(), want) else "wrong")
-            except (QuotaExceeded, DeadlineExceeded):
+            except QuotaExceeded:
                 counts.add("refused")
-            except Unavailable:
+            except (Unavailable, DeadlineExceeded):  # a request that was dropped ends at its deadline
                 counts.add("lost")
         time.sleep(rng.random() * 0.01)
     connection.close()

@@ -25,6 +25,8 @@ class TenantAdmission:
         self._quota: Quota | None = None
         self.num_decode = 0
         """Requests in flight that go before others' large ones."""
+        self.trained_at = float("-inf")
+        """When it last sent a gradient, on any stream."""
 
     def admit(
         self,

@@ -133,9 +133,7 @@ class Executor:
 
     def _answer_empty(self, job: Job) -> None:
         """No row needs no replica."""
-        rows = job.rows  # once: whoever cancels the job takes them
-        if rows is not None:
-            self._replies.finish(job, rows, torch.empty(0, job.reply_cols, dtype=DTYPES[job.ticket.call.arithmetic]))
+        self._replies.finish(job, torch.empty(0, job.reply_cols, dtype=DTYPES[job.ticket.call.arithmetic]))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.
@@ -276,15 +274,17 @@ class Executor:
         except Exception as exc:  # noqa: BLE001 - as above
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
             has_failed = True
-        with self._changed:
-            lane.is_busy = False
-            if measured_s is not None:
-                self._scheduler.computed(batch, measured_s)
-            self._scheduler.finished(batch, time.monotonic())
-        if has_failed:
-            self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
-        while made:  # a reply is held by nobody else once it is answered
-            self._replies.deliver(*made.pop(0))
+        try:
+            with self._changed:
+                lane.is_busy = False
+                if measured_s is not None:
+                    self._scheduler.computed(batch, measured_s)
+                self._scheduler.finished(batch, time.monotonic())
+        finally:
+            if has_failed:
+                self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
+            while made:  # a reply is held by nobody else once it is answered
+                self._replies.deliver(*made.pop(0))
 
     def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
         """What this lane is to compute, and how many replicas that has outlived; None at the end, or lost."""

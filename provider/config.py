@@ -9,7 +9,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    YamlConfigSettingsSource,
+)
 
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
 from wire.errors import ConfigurationError
@@ -141,6 +147,8 @@ class ProviderSettings(_Settings):
             raise ConfigurationError(f"--slo-ms needs --batching opportunistic, got {self.batching}")
         if not is_default("max_wait_ms") and self.batching == "none":
             raise ConfigurationError("--max-wait-ms says nothing with --batching none, where no request waits")
+        if self.parallel == "none" and not is_default("parallel_timeout_s"):
+            raise ConfigurationError("--parallel-timeout-s needs --parallel")
         if self.record is None and not is_default("record_limit", "record_layers"):
             raise ConfigurationError("--record-limit and --record-layers need --record, which names the folder")
         if self.replicas > 1 and len(self.shards_elsewhere) == self.shards:
@@ -186,6 +194,7 @@ def load_shard_settings(flags: dict[str, Any], config: Path | None = None) -> Sh
 
 def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kind:
     _check_environment(kind)
+    prefix = str(kind.model_config["env_prefix"])
     if config is not None and not config.expanduser().is_file():
         raise ConfigurationError(f"expected a settings file, found none at {str(config)!r}")
     settings = type(kind.__name__, (kind,), {"model_config": SettingsConfigDict(yaml_file=config)})
@@ -195,6 +204,10 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
         raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None
+    except SettingsError:  # a value of the environment that should be JSON; its text quotes the value
+        raise ConfigurationError(
+            f"an environment variable of {prefix}* that holds more than one value is not JSON"
+        ) from None
     except (yaml.YAMLError, OSError, TypeError, ValueError):
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from None
     return made

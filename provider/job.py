@@ -54,6 +54,8 @@ class Job:
             The reply, to the one caller who made it whole.
         """
         with self._lock:
+            if self.rows is None:
+                return None  # it has ended
             if self.reply is None:
                 self.reply = torch.empty(self.ticket.num_rows, part.shape[1], dtype=part.dtype)
             reply = self.reply
@@ -64,9 +66,15 @@ class Job:
             self._placed[piece.first_row] = piece.num_rows
             return reply if sum(self._placed.values()) == self.ticket.num_rows else None
 
-    def drop(self) -> None:
-        """Lets go of the rows: what a running batch still holds of them has been copied."""
-        self.rows = self.reply = None
+    def end(self) -> Rows | None:
+        """Lets go of the rows, and of what there is of the reply.
+
+        Returns:
+            The rows, to the one caller who ended the job.
+        """
+        with self._lock:
+            rows, self.rows, self.reply = self.rows, None, None
+            return rows
 
 
 def job_of(ticket: Ticket) -> Job:

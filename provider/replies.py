@@ -41,11 +41,15 @@ class Replies:
 
     def cancel(self, job: Job) -> None:
         """Takes a job out of the queue, and drops its rows."""
+        self._end(job)
+
+    def _end(self, job: Job) -> bool:
+        """Without a reply; whether that was not over already."""
         self._unqueue(job.ticket)
-        rows = job.rows
-        job.drop()
+        rows = job.end()
         if rows is not None:
             self.tell(job.ticket.tenant, job.ticket.call, rows, None)
+        return rows is not None
 
     def is_good(self, piece: Piece, alone: bool) -> bool:
         """Whether a piece may be computed with others; one that may not has been answered."""
@@ -73,19 +77,20 @@ class Replies:
 
     def _deliver(self, piece: Piece, outcome: Outcome) -> None:
         job = job_of(piece.ticket)
-        rows = job.rows
-        if rows is None:
+        if job.rows is None:
             return  # cancelled in the meantime
         if not isinstance(outcome, torch.Tensor):
             self.fail(job, outcome)
             return
         reply = outcome if piece.num_rows == piece.ticket.num_rows else job.place(piece, outcome)
         if reply is not None:
-            self.finish(job, rows, reply)
+            self.finish(job, reply)
 
-    def finish(self, job: Job, rows: Rows, reply: torch.Tensor) -> None:
+    def finish(self, job: Job, reply: torch.Tensor) -> None:
         """Answers a job with the whole reply to its rows."""
-        job.drop()
+        rows = job.end()
+        if rows is None:
+            return
         try:
             self.tell(job.ticket.tenant, job.ticket.call, rows, reply)
         finally:
@@ -101,7 +106,5 @@ class Replies:
 
     def fail(self, job: Job, error: VeilbaseError) -> None:
         """Answers with an error a job that was neither answered nor cancelled."""
-        is_open = job.rows is not None
-        self.cancel(job)
-        if is_open:
+        if self._end(job):
             job.done(error)

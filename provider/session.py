@@ -52,7 +52,7 @@ DECODE_IN_FLIGHT = 3
 """Who decodes asks for one layer after the other; a tenant's small requests beyond so many at a time, on all its
 streams, are no decoding, and must not be in the way of who does."""
 TRAINING_S = 60.0
-"""After a gradient a stream counts as training for so long."""
+"""After a gradient a tenant counts as training for so long, on all its streams."""
 INLINE_ROWS = 8
 """Decode requests of at most so many rows are computed where they are read while nothing else is: a step is 4 calls a
 block, and each change of threads costs."""
@@ -138,7 +138,6 @@ class Session:
         self._replies: deque[Iterator[bytes]] = deque()  # only who takes frames looks at it
         self._greeted = self._input_ended = self._closed = self._over = False
         self._draining = False
-        self._trained_at = float("-inf")
         now = time.monotonic()
         self._greet_by, self._sweep_at = now + HANDSHAKE_S, now + SWEEP_S
 
@@ -244,7 +243,7 @@ class Session:
             self._requests[header.request_id] = request
             self._held_bytes += held
         if header.call.direction is Direction.BACKWARD:
-            self._trained_at = now
+            self._admission.trained_at = now
         return request
 
     def end_input(self) -> None:
@@ -293,9 +292,9 @@ class Session:
         if call.purpose is Purpose.HINT and header.rows > DECODE_ROWS:
             return RequestClass.FINETUNE  # a few rows of a seed are a share of somebody's decode step
         if header.rows <= DECODE_ROWS:
-            num_in_flight = max(len(self._requests), self._admission.num_decode)
-            return RequestClass.DECODE if num_in_flight < DECODE_IN_FLIGHT else RequestClass.PREFILL
-        return RequestClass.FINETUNE if now - self._trained_at < TRAINING_S else RequestClass.PREFILL
+            is_decode = self._admission.num_decode < DECODE_IN_FLIGHT
+            return RequestClass.DECODE if is_decode else RequestClass.PREFILL
+        return RequestClass.FINETUNE if now - self._admission.trained_at < TRAINING_S else RequestClass.PREFILL
 
     def _answer(self, request: _Request, outcome: Outcome) -> None:
         number = request.header.request_id

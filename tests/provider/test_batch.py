@@ -265,7 +265,7 @@ def test_only_products_are_measured(core: ProviderCore, monkeypatch: pytest.Monk
     bad = gate.submit(torch.full((2000, COLS), float("nan")), call, "a")
     late = gate.submit(ring_rows(2001), tenant="b", seconds=-1)
     dropped = gate.submit(ring_rows(2002), Call(0, Direction.BACKWARD, RING), "c")
-    dropped.job.drop()  # as if cancelled after it was chosen
+    dropped.job.end()  # as if cancelled after it was chosen
     good = gate.submit(ring_rows(7), Call(2, Direction.FORWARD, RING), "d")
     gate.open()
     assert isinstance(bad.get(), InvalidTensor)

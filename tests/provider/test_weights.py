@@ -249,6 +249,7 @@ def test_a_shard_that_does_not_know_what_to_join(tmp_path: Path, text: str) -> N
         ("batching: lockstep\nslo_ms: 2", "--slo-ms needs --batching opportunistic"),
         ("batching: none\nmax_wait_ms: 5", "--max-wait-ms says nothing"),
         ("record_layers: 'a'", "need --record"),
+        ("parallel_timeout_s: 5", "--parallel-timeout-s needs --parallel"),
         ("record_limit: 1MiB", "need --record"),
         ("tls: true\nshards: 2\nreplicas: 2\nremote_shards: '0,1'", "--replicas are of this host's shards"),
         ("tenant_limits: {acme: {weight: 2}}", "without --tls all tenants are one"),
@@ -290,6 +291,9 @@ def test_tenants_limits_come_from_the_file_or_the_environment(tmp_path: Path, mo
     monkeypatch.setenv("VEILBASE_PROVIDER_TENANT_LIMITS", '{"acme": {"weight": 3}}')
     assert Admission(load_settings({}).tenant_limits).weight_of("acme") == 3
     assert Admission(load_settings({}).tenant_limits).weight_of("other") == 1
+    monkeypatch.setenv("VEILBASE_PROVIDER_TENANT_LIMITS", "{acme: 3")
+    with pytest.raises(ConfigurationError, match=r"VEILBASE_PROVIDER_\*.* not JSON"):
+        load_settings({})
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,18 @@ def test_small_requests_of_many_streams_are_not_all_decode(
     assert admission.of("acme").num_decode == 0
 
 
+def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_core: ProviderCore) -> None:
+    """Else who splits its steps over two streams goes before who does not."""
+    provider = start_with(start, tiny_core)
+    one, other = provider.connect(), provider.connect()
+    ask(one, ring_rows(20, REPLY_COLS), Call(0, Direction.BACKWARD, Arithmetic.RING), COLS)
+    ask(other, ring_rows(100))
+    ask(provider.connect("another"), ring_rows(100))
+    histograms = provider.service.meter.snapshot()[1]
+    counts = {one.name: sum(histograms[latency_name(one)].counts) for one in RequestClass}
+    assert counts == {"DECODE": 0, "PREFILL": 1, "FINETUNE": 2}
+
+
 def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, tiny_core: ProviderCore) -> None:
     admission = Admission({"acme": TenantLimits(max_rows_in_flight=5000)})
     provider = start(tiny_core, admission)
