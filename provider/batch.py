@@ -145,9 +145,9 @@ class Executor:
         if not self._idle() and not self._beside():
             return None  # looked at without the lock first: what is chosen wrongly is queued, and answered all the same
         with self._changed:
-            if not self._scheduler.would_take_decode:
-                return None
             idle = self._idle()
+            if not self._scheduler.takes_decode(tenant, time.monotonic(), idle is not None):
+                return None
             lane = idle or self._beside()
             if lane is None:
                 return None

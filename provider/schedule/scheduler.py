@@ -22,6 +22,7 @@ from provider.schedule.fairness import TenantRing
 from provider.schedule.latency import LatencyModel
 from provider.schedule.policy import QUANTUM_ROWS, Policy, turn_rows, turn_s
 from provider.schedule.request_class import RequestClass
+from provider.schedule.thinking import Thinking
 from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
@@ -77,7 +78,11 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
-        self._expected = Arrivals()
+        self._expected, self._thinking = Arrivals(), Thinking()
+        self._small: set[Ticket] = set()
+        """Requests that came as decode and have not been answered."""
+        self._senders: OrderedDict[str, float] = OrderedDict()
+        """Who sent such lately."""
         self._decoding: OrderedDict[str, float] = OrderedDict()
         self._limit_s: Callable[[float], float] | None = None
         self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
@@ -96,10 +101,33 @@ class Scheduler:
         """Whether decode goes before other work."""
         return self._has_classes
 
-    @property
-    def would_take_decode(self) -> bool:
-        """Whether a decode request that came now would be the next to run."""
-        return self._policy.name != "lockstep" and not self._rings[self._ring_of(RequestClass.DECODE)]
+    def takes_decode(self, tenant: str, now_s: float, is_idle: bool) -> bool:
+        """Whether a decode request of a tenant that came now would be the next to run.
+
+        Args:
+            is_idle: whether nothing runs: then what has waited long enough goes first.
+        """
+        if self._policy.name == "lockstep" or self._rings[self._ring_of(RequestClass.DECODE)]:
+            return False
+        return not (self._has_classes and (self._floods(tenant, now_s) or (is_idle and self._is_anyone_owed(now_s))))
+
+    def _is_anyone_owed(self, now_s: float) -> bool:
+        """Whether a class has waited as long as it may, as `_owe` would find it, were nothing running."""
+        waited_s = max(0.0, now_s - self._owed_at_s)
+        return any(
+            ring
+            and self._owed_s[one] + _STARVED_SHARE * min(waited_s, now_s - ring.oldest.arrived_s)
+            >= _STARVED_SHARE * bound_s * _NEARLY
+            for one, bound_s in self._policy.starvation_s.items()
+            if (ring := self._rings[one])
+        )
+
+    def _floods(self, tenant: str, now_s: float) -> bool:
+        """Whether a tenant's small requests are no decoding, and somebody else sends such, too."""
+        if not self._thinking.is_flood(tenant):
+            return False
+        latest = itertools.islice(reversed(self._senders.items()), 2)
+        return any(other != tenant and now_s - at_s <= _ACTIVE_S for other, at_s in latest)
 
     def __len__(self) -> int:
         return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
@@ -112,8 +140,14 @@ class Scheduler:
         users = self._lane_users.setdefault(ticket.call, OrderedDict())
         _note(users, ticket.tenant, now_s)
         if ticket.request_class is RequestClass.DECODE:
-            self._num_decode += 1
-            self._note_decode(ticket.tenant, now_s)
+            self._small.add(ticket)
+            _note(self._senders, ticket.tenant, now_s)
+            self._thinking.arrived(ticket.tenant, now_s, self._latency.predict_s(ticket.call, ticket.num_rows))
+            if self._has_classes and self._floods(ticket.tenant, now_s):
+                ticket.request_class = RequestClass.PREFILL
+            else:
+                self._num_decode += 1
+                self._note_decode(ticket.tenant, now_s)
         lane = self._lanes.setdefault(ticket.call, {})
         lane[ticket] = None
         tenants = self._lane_tenants.setdefault(ticket.call, Counter())
@@ -132,6 +166,9 @@ class Scheduler:
 
     def cancel(self, ticket: Ticket) -> None:
         """Drops what is left of a request; nothing happens where nothing is left."""
+        if ticket in self._small:
+            self._small.discard(ticket)
+            self._thinking.left(ticket.tenant, None)
         if ticket in self._lanes.get(ticket.call, {}):
             self._drop(ticket)
 
@@ -139,6 +176,9 @@ class Scheduler:
         """A batch is over, whatever came of it."""
         for piece in batch.pieces:
             ticket = piece.ticket
+            if piece.is_last and ticket in self._small:
+                self._small.discard(ticket)
+                self._thinking.left(ticket.tenant, now_s)
             if piece.is_last and ticket.request_class is RequestClass.DECODE:
                 _note(self._decoding, ticket.tenant, now_s)
                 self._expected.replied(ticket.tenant, ticket.call, now_s)
@@ -147,6 +187,9 @@ class Scheduler:
         """A decode request that was never queued came and was answered."""
         _note(self._active, tenant, began_s)
         self._expected.arrived(tenant, began_s)
+        _note(self._senders, tenant, began_s)
+        self._thinking.arrived(tenant, began_s, now_s - began_s)
+        self._thinking.left(tenant, now_s)
         _note(self._decoding, tenant, now_s)
         self._expected.replied(tenant, call, now_s)
 

@@ -110,6 +110,25 @@ def test_a_flood_leaves_decode_within_a_fifth(request_class: RequestClass, rows:
     assert beside.busy_s["flood"] >= 0.3 * SECONDS  # and the flood has what is left
 
 
+@pytest.mark.parametrize(("rows", "in_flight"), [(16, 3), (8, 3), (1, 3), (16, 1)])
+def test_a_flood_of_decode_requests_leaves_decode_within_a_fifth(rows: int, in_flight: int) -> None:
+    """As many as a session lets count as decode; who never pauses does not go before who does."""
+    flood = Replayer("flood", [(Call(0, Direction.FORWARD, Arithmetic.RING), rows)], DECODE, in_flight=in_flight)
+    alone, beside = run([decoding()], slo_s=4e-4), run([decoding(), flood], slo_s=4e-4)
+    assert beside.mean_latency_s("decode") <= 1.2 * alone.mean_latency_s("decode")
+    assert beside.rows["decode"] >= 0.95 * alone.rows["decode"]
+    assert beside.busy_s["flood"] >= 0.3 * SECONDS
+
+
+def test_two_floods_of_decode_requests_share() -> None:
+    floods = [
+        Replayer(name, [(Call(index, Direction.FORWARD, Arithmetic.RING), 8)], DECODE, in_flight=3)
+        for index, name in enumerate("ab")
+    ]
+    found = run(floods, slo_s=4e-4)
+    assert found.rows["a"] == pytest.approx(found.rows["b"], rel=0.1)
+
+
 def test_decode_that_thinks_unevenly_still_stays_within_a_fifth() -> None:
     thoughts = itertools.cycle(thinking(1, 1e-3))
 
