@@ -17,19 +17,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 
-from provider.schedule.arrivals import Arrivals
+from provider.schedule.decoders import Decoders, note
 from provider.schedule.fairness import TenantRing
 from provider.schedule.latency import LatencyModel
 from provider.schedule.policy import QUANTUM_ROWS, Policy, turn_rows, turn_s
 from provider.schedule.request_class import RequestClass
-from provider.schedule.thinking import Thinking
 from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
 _ONE_RING = RequestClass.PREFILL
 """The ring of all requests where none goes before another: without a latency target."""
-_ACTIVE_S = 1.0
-"""A tenant that sent something within it may send again soon: only for such company is a request held."""
 _MAX_JOINED = 256
 """Pieces in one batch, and tickets looked at for it."""
 _LEAST_ROWS = 16
@@ -68,8 +65,6 @@ class Scheduler:
             one: TenantRing(partial(turn_rows, one) if self._has_classes else self._turn_s, self._weight_of)
             for one in RequestClass
         }
-        self._num_decode = 0
-        """Requests of this class in the queue."""
         self._lanes: dict[Call, dict[Ticket, None]] = {}
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
@@ -78,12 +73,7 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
-        self._expected, self._thinking = Arrivals(), Thinking()
-        self._small: set[Ticket] = set()
-        """Requests that came as decode and have not been answered."""
-        self._senders: OrderedDict[str, float] = OrderedDict()
-        """Who sent such lately."""
-        self._decoding: OrderedDict[str, float] = OrderedDict()
+        self._decoders = Decoders(self._has_classes)
         self._limit_s: Callable[[float], float] | None = None
         self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
         self._ran: set[RequestClass] = set()
@@ -109,25 +99,19 @@ class Scheduler:
         """
         if self._policy.name == "lockstep" or self._rings[self._ring_of(RequestClass.DECODE)]:
             return False
-        return not (self._has_classes and (self._floods(tenant, now_s) or (is_idle and self._is_anyone_owed(now_s))))
+        if not self._has_classes:
+            return True
+        return not (self._decoders.floods(tenant, now_s) or (is_idle and self._is_anyone_owed(now_s)))
 
     def _is_anyone_owed(self, now_s: float) -> bool:
         """Whether a class has waited as long as it may, as `_owe` would find it, were nothing running."""
         waited_s = max(0.0, now_s - self._owed_at_s)
         return any(
-            ring
-            and self._owed_s[one] + _STARVED_SHARE * min(waited_s, now_s - ring.oldest.arrived_s)
+            self._owed_s[one] + _STARVED_SHARE * min(waited_s, now_s - ring.oldest.arrived_s)
             >= _STARVED_SHARE * bound_s * _NEARLY
             for one, bound_s in self._policy.starvation_s.items()
             if (ring := self._rings[one])
         )
-
-    def _floods(self, tenant: str, now_s: float) -> bool:
-        """Whether a tenant's small requests are no decoding, and somebody else sends such, too."""
-        if not self._thinking.is_flood(tenant):
-            return False
-        latest = itertools.islice(reversed(self._senders.items()), 2)
-        return any(other != tenant and now_s - at_s <= _ACTIVE_S for other, at_s in latest)
 
     def __len__(self) -> int:
         return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
@@ -136,18 +120,11 @@ class Scheduler:
 
     def add(self, ticket: Ticket, now_s: float) -> None:
         """Takes a request into the queue."""
-        _note(self._active, ticket.tenant, now_s)
+        note(self._active, ticket.tenant, now_s)
         users = self._lane_users.setdefault(ticket.call, OrderedDict())
-        _note(users, ticket.tenant, now_s)
+        note(users, ticket.tenant, now_s)
         if ticket.request_class is RequestClass.DECODE:
-            self._small.add(ticket)
-            _note(self._senders, ticket.tenant, now_s)
-            self._thinking.arrived(ticket.tenant, now_s, self._latency.predict_s(ticket.call, ticket.num_rows))
-            if self._has_classes and self._floods(ticket.tenant, now_s):
-                ticket.request_class = RequestClass.PREFILL
-            else:
-                self._num_decode += 1
-                self._note_decode(ticket.tenant, now_s)
+            self._decoders.came(ticket, now_s, self._latency.predict_s(ticket.call, ticket.num_rows))
         lane = self._lanes.setdefault(ticket.call, {})
         lane[ticket] = None
         tenants = self._lane_tenants.setdefault(ticket.call, Counter())
@@ -166,32 +143,20 @@ class Scheduler:
 
     def cancel(self, ticket: Ticket) -> None:
         """Drops what is left of a request; nothing happens where nothing is left."""
-        if ticket in self._small:
-            self._small.discard(ticket)
-            self._thinking.left(ticket.tenant, None)
+        self._decoders.cancelled(ticket)
         if ticket in self._lanes.get(ticket.call, {}):
             self._drop(ticket)
 
     def finished(self, batch: Batch, now_s: float) -> None:
         """A batch is over, whatever came of it."""
         for piece in batch.pieces:
-            ticket = piece.ticket
-            if piece.is_last and ticket in self._small:
-                self._small.discard(ticket)
-                self._thinking.left(ticket.tenant, now_s)
-            if piece.is_last and ticket.request_class is RequestClass.DECODE:
-                _note(self._decoding, ticket.tenant, now_s)
-                self._expected.replied(ticket.tenant, ticket.call, now_s)
+            if piece.is_last:
+                self._decoders.answered(piece.ticket, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
         """A decode request that was never queued came and was answered."""
-        _note(self._active, tenant, began_s)
-        self._expected.arrived(tenant, began_s)
-        _note(self._senders, tenant, began_s)
-        self._thinking.arrived(tenant, began_s, now_s - began_s)
-        self._thinking.left(tenant, now_s)
-        _note(self._decoding, tenant, now_s)
-        self._expected.replied(tenant, call, now_s)
+        note(self._active, tenant, began_s)
+        self._decoders.computed_elsewhere(tenant, call, began_s, now_s)
 
     def computed(self, batch: Batch, seconds: float) -> None:
         """All rows of a batch were multiplied; batches that were not whole say nothing about how long rows take."""
@@ -233,9 +198,9 @@ class Scheduler:
         none is expected, or there is no target. Sets `_wake_s`, for where that is too short for anything.
         """
         slo_s = self._policy.slo_s
-        if slo_s is None or not self._is_decoding(now_s):
+        if slo_s is None or not self._decoders.are_active(now_s):
             return None
-        expected_s, again_s, num_expected = self._expected.next_s(now_s)
+        expected_s, again_s, num_expected = self._decoders.next_s(now_s)
         if not num_expected:
             return None
         owed_soon_s = [
@@ -249,7 +214,7 @@ class Scheduler:
 
     def _time_for(self, ticket: Ticket, is_starved: bool, now_s: float) -> float:
         """Seconds that a product may take that begins with this request; 0 for nothing yet."""
-        if not self._is_decoding(now_s) or (self._has_classes and ticket.request_class is RequestClass.DECODE):
+        if not self._decoders.are_active(now_s) or (self._has_classes and ticket.request_class is RequestClass.DECODE):
             return _UNLIMITED
         one_s = self._latency.predict_s(ticket.call, 1)
         # of a piece that is worth while
@@ -281,10 +246,6 @@ class Scheduler:
         return ticket in self._lane_held.get(ticket.call, ())
 
     # ---- which one ------------------------------------------------------------------------------------------------
-
-    def _note_decode(self, tenant: str, now_s: float) -> None:
-        _note(self._decoding, tenant, now_s)
-        self._expected.arrived(tenant, now_s)
 
     def _hold_s(self, ticket: Ticket) -> float:
         policy = self._policy
@@ -325,12 +286,6 @@ class Scheduler:
             elif one not in ran:
                 waited_s = min(passed_s, max(0.0, now_s - self._rings[one].oldest.arrived_s))
                 self._owed_s[one] = min(self._owed_s[one] + _STARVED_SHARE * waited_s, _STARVED_SHARE * bound_s)
-
-    def _is_decoding(self, now_s: float) -> bool:
-        """Whether anybody decodes, or has lately."""
-        if self._num_decode:
-            return True
-        return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= _ACTIVE_S
 
     def _piece_cost(self, ticket: Ticket, time_s: float) -> float:
         """What one product of a ticket costs its tenant that takes so long at most."""
@@ -437,7 +392,7 @@ class Scheduler:
             self._let_go(ticket)
         else:
             self._rings[self._ring_of(ticket.request_class)].remove(ticket)
-        self._num_decode -= ticket.request_class is RequestClass.DECODE
+        self._decoders.left_queue(ticket)
         lane, tenants = self._lanes[ticket.call], self._lane_tenants[ticket.call]
         del lane[ticket]
         tenants[ticket.tenant] -= 1
@@ -445,14 +400,6 @@ class Scheduler:
             del tenants[ticket.tenant]
         if not lane:
             del self._lanes[ticket.call], self._lane_tenants[ticket.call]
-
-
-def _note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:
-    """The tenant was seen now; those that were not for long are dropped."""
-    seen[tenant] = now_s
-    seen.move_to_end(tenant)
-    while now_s - next(iter(seen.values())) > _ACTIVE_S:
-        seen.popitem(last=False)
 
 
 def _split_by_class(tickets: list[Ticket]) -> tuple[list[Ticket], list[Ticket]]:

@@ -1,0 +1,103 @@
+"""Who decodes: whose small requests are here, who will probably send one next, and who only looks as if.
+
+Never looks at a clock: `now_s` comes with every call. Not safe under threads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+
+from provider.schedule.arrivals import Arrivals
+from provider.schedule.request_class import RequestClass
+from provider.schedule.thinking import Thinking
+from provider.schedule.ticket import Ticket
+from wire.frame import Call
+
+ACTIVE_S = 1.0
+"""A tenant that sent something within it may send again soon."""
+
+
+class Decoders:
+    """Of one scheduler."""
+
+    def __init__(self, has_classes: bool) -> None:
+        """Args: has_classes: whether decode goes before other work, so that who floods may not count as such."""
+        self._has_classes = has_classes
+        self._expected, self._thinking = Arrivals(), Thinking()
+        self._num_queued = 0
+        self._here: set[Ticket] = set()
+        """Requests that came as decode and have not been answered."""
+        self._senders: OrderedDict[str, float] = OrderedDict()
+        """Who sent such lately."""
+        self._decoding: OrderedDict[str, float] = OrderedDict()
+        """Those whose requests counted as decode."""
+
+    def came(self, ticket: Ticket, now_s: float, product_s: float) -> None:
+        """A request into the queue that came as decode; one of a flood is prefill from now on.
+
+        Args:
+            product_s: how long its product takes.
+        """
+        self._here.add(ticket)
+        note(self._senders, ticket.tenant, now_s)
+        self._thinking.arrived(ticket.tenant, now_s, product_s)
+        if self._has_classes and self.floods(ticket.tenant, now_s):
+            ticket.request_class = RequestClass.PREFILL
+            return
+        self._num_queued += 1
+        note(self._decoding, ticket.tenant, now_s)
+        self._expected.arrived(ticket.tenant, now_s)
+
+    def left_queue(self, ticket: Ticket) -> None:
+        """No row of a request waits any more, whichever class it is of."""
+        self._num_queued -= ticket.request_class is RequestClass.DECODE
+
+    def cancelled(self, ticket: Ticket) -> None:
+        """A request will not be answered, whichever class it is of."""
+        if ticket in self._here:
+            self._here.discard(ticket)
+            self._thinking.left(ticket.tenant, None)
+
+    def answered(self, ticket: Ticket, now_s: float) -> None:
+        """A request is over, whichever class it is of."""
+        if ticket in self._here:
+            self._here.discard(ticket)
+            self._thinking.left(ticket.tenant, now_s)
+        if ticket.request_class is RequestClass.DECODE:
+            note(self._decoding, ticket.tenant, now_s)
+            self._expected.replied(ticket.tenant, ticket.call, now_s)
+
+    def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
+        """A request that was never queued came and was answered."""
+        note(self._senders, tenant, began_s)
+        self._expected.arrived(tenant, began_s)
+        self._thinking.arrived(tenant, began_s, now_s - began_s)
+        self._thinking.left(tenant, now_s)
+        note(self._decoding, tenant, now_s)
+        self._expected.replied(tenant, call, now_s)
+
+    def are_active(self, now_s: float) -> bool:
+        """Whether anybody decodes, or has lately."""
+        if self._num_queued:
+            return True
+        return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= ACTIVE_S
+
+    def next_s(self, now_s: float) -> tuple[float, float, int]:
+        """See `Arrivals.next_s`."""
+        return self._expected.next_s(now_s)
+
+    def floods(self, tenant: str, now_s: float) -> bool:
+        """Whether a tenant's small requests are no decoding, and somebody else sends such, too."""
+        if not self._thinking.is_flood(tenant):
+            return False
+        latest = itertools.islice(reversed(self._senders.items()), 2)
+        return any(other != tenant and now_s - at_s <= ACTIVE_S for other, at_s in latest)
+
+
+def note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:
+    """The tenant was seen now; those that were not for long are dropped."""
+    seen[tenant] = now_s
+    seen.move_to_end(tenant)
+    while now_s - next(iter(seen.values())) > ACTIVE_S:
+        seen.popitem(last=False)
