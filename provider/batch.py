@@ -74,7 +74,8 @@ class Executor:
         """Whether a small product is made beside another one, which the lane does not show; what all such took of the
         cores."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
-        self._is_joined, self._empty_since_s = not replicas, time.monotonic()
+        self._is_joined = not replicas
+        self._empty_since_s = float("inf")  # who never came is waited for, however long that takes
         self._orphans: deque[tuple[Batch, int]] = deque()
         """Batches of replicas that are gone, and how many each has outlived."""
         for replica in replicas:
@@ -115,6 +116,12 @@ class Executor:
         """Replicas that can make products, and all that there should be."""
         with self._changed:
             return sum(not lane.is_lost for lane in self._lanes), max(self._num_expected, len(self._lanes))
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody will make products any more: for good, unless the provider is started again."""
+        with self._changed:
+            return not self._lanes and not self._is_joined
 
     # ---- in -------------------------------------------------------------------------------------------------------
 

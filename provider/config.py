@@ -69,11 +69,12 @@ class ProviderSettings(_Settings):
     Attributes:
         model: built-in name, GGUF file, Hugging Face folder or hub id.
         tls: mutual TLS; without it only loopback addresses are served.
+        names: further names and addresses for the server's certificate, comma-separated.
         base_layers: which layers are served; the rest goes into the bundle.
         threads: of the arithmetic, in each process that computes; None leaves torch's own choice, or shares the cores.
         shards: processes that hold whole layer groups; 1, without replicas, computes in this one.
         replicas: processes a shard, each with the same weights.
-        remote_shards: numbers of shards that no process is started for; the port opens once other hosts have joined.
+        remote_shards: numbers of shards that no process is started for; `ready` is said once other hosts have joined.
         batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
         slo_ms: latency target of a decode request inside the provider.
         max_wait_ms: the longest that a request is held for company.
@@ -93,6 +94,7 @@ class ProviderSettings(_Settings):
     tls: bool = False
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8443, ge=0, le=65_535)
+    names: str = Field(default="", pattern=r"^[^,\s]*(,[^,\s]+)*$")
     state: _UserPath = Field(default=DEFAULT_STATE, validate_default=True)
     weights: Literal["int8", "native"] = "int8"
     base_layers: str | None = None
@@ -114,6 +116,11 @@ class ProviderSettings(_Settings):
     parallel_timeout_s: float = Field(default=60.0, ge=1, le=3600)
     max_in_flight_bytes: ByteSize = Field(default=ByteSize(MAX_IN_FLIGHT_BYTES), ge=256 << 20)
     tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
+
+    @property
+    def certificate_names(self) -> list[str]:
+        """Those of `names`."""
+        return [one for one in self.names.split(",") if one]
 
     @property
     def shards_elsewhere(self) -> frozenset[int]:
@@ -147,6 +154,11 @@ class ProviderSettings(_Settings):
             raise ConfigurationError(f"--slo-ms needs --batching opportunistic, got {self.batching}")
         if not is_default("max_wait_ms") and self.batching == "none":
             raise ConfigurationError("--max-wait-ms says nothing with --batching none, where no request waits")
+        ports = [one for one in (self.port, self.metrics_port, self.health_port) if one]
+        if len(set(ports)) < len(ports):
+            raise ConfigurationError("--port, --metrics-port and --health-port must be different ports")
+        if self.names and not self.tls:
+            raise ConfigurationError("--names are of a certificate, which needs --tls")
         if self.parallel == "none" and not is_default("parallel_timeout_s"):
             raise ConfigurationError("--parallel-timeout-s needs --parallel")
         if self.record is None and not is_default("record_limit", "record_layers"):

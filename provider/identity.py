@@ -185,13 +185,16 @@ class StateDir:
         return authority
 
 
-def issue_server_certificate(state: StateDir, host: str, *, now: datetime | None = None) -> tuple[bytes, bytes, bytes]:
+def issue_server_certificate(
+    state: StateDir, host: str, names: Sequence[str] = (), *, now: datetime | None = None
+) -> tuple[bytes, bytes, bytes]:
     """Make the server's certificate, in memory; nothing is saved and each start makes a new one.
 
     Args:
         state: the provider's state.
         host: where tenants reach it, an IP address (brackets allowed) or a DNS name; added to localhost, 127.0.0.1,
             ::1 and the machine's own name.
+        names: further ones, such as those of a load balancer or a port that is forwarded.
         now: the time, for tests.
 
     Returns:
@@ -202,10 +205,10 @@ def issue_server_certificate(state: StateDir, host: str, *, now: datetime | None
     """
     start = current_time(now)
     own_name = socket.gethostname()
-    hosts = ["localhost", "127.0.0.1", "::1", host, *([own_name] if _DNS_NAME.fullmatch(own_name) else [])]
-    names = list(dict.fromkeys(_server_name(one) for one in hosts))
+    hosts = ["localhost", "127.0.0.1", "::1", host, *names, *([own_name] if _DNS_NAME.fullmatch(own_name) else [])]
+    known = list(dict.fromkeys(_server_name(one) for one in hosts))
     end = min(start + SERVER_LIFETIME, state.ca.certificate.not_valid_after_utc)
-    key, certificate = _issue(state.ca, "veilbase provider", names, ExtendedKeyUsageOID.SERVER_AUTH, start, end)
+    key, certificate = _issue(state.ca, "veilbase provider", known, ExtendedKeyUsageOID.SERVER_AUTH, start, end)
     return _private_pem(key), certificate.public_bytes(serialization.Encoding.PEM), state.ca.pem
 
 
@@ -313,7 +316,9 @@ def _server_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(bare))
     except ValueError:
         if _DNS_NAME.fullmatch(bare) is None:
-            raise InvalidHost(f"expected an IP address or a DNS name in ASCII for --host, got {host[:80]!r}") from None
+            raise InvalidHost(
+                f"expected an IP address or a DNS name in ASCII for --host and --names, got {host[:80]!r}"
+            ) from None
         return x509.DNSName(bare)
 
 

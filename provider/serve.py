@@ -65,7 +65,7 @@ def serve(settings: ProviderSettings) -> None:
     state = _open_state(settings)
     with ExitStack() as ending:  # the last one first; each is done whatever came of the others
         usage = UsageBook(None if state is None else state.path / FILE_NAME)
-        server = Server(settings.host, settings.port, state)
+        server = Server(settings.host, settings.port, state, settings.certificate_names)
         ending.callback(server.stop)  # where the start fails; otherwise it has been stopped by then
         core = _make_core(settings)
         ending.callback(core.close)
@@ -199,9 +199,9 @@ def _make_shards(
         except ReplicaLost:
             raise ConfigurationError(f"the process of shard {number} ended while it was timed") from None
         shards.append(Shard(ids, replicas, scheduler))
-        where = (
-            f"{len(replicas)} processes" if replicas else f"no process: waiting for `provider shard --shard {number}`"
-        )
+        where = f"{len(replicas)} process{'' if len(replicas) == 1 else 'es'}"
+        if not replicas:
+            where = f"no process: waiting for `provider shard --shard {number}`"
         _LOGGER.info("shard %d: groups %d to %d, %s", number, ids[0], ids[-1], where)
     return shards
 
@@ -237,6 +237,7 @@ def _make_monitor(settings: ProviderSettings, service: ProviderService, state: S
         lambda: service.queue_depth,
         lambda: service.num_streams,
         lambda: service.num_replicas,
+        lambda: service.num_given_up,
     )
     monitor = Monitor(registry(collector))
     if state is not None and not monitor.serve_socket(state.path):
@@ -251,7 +252,9 @@ def _make_monitor(settings: ProviderSettings, service: ProviderService, state: S
 def _announce(settings: ProviderSettings, port: int, state: StateDir | None) -> None:
     if state is not None:
         reachable = settings.host
-        if reachable in ("0.0.0.0", "::", "[::]"):  # noqa: S104 - compared with, not bound to
+        if settings.certificate_names:
+            reachable = settings.certificate_names[0]
+        elif reachable in ("0.0.0.0", "::", "[::]"):  # noqa: S104 - compared with, not bound to
             reachable = socket.gethostname()
         (state.path / ENDPOINT_FILE).write_text(_url(True, reachable, port) + "\n")
     print(f"ready {_url(settings.tls, settings.host, port)}", flush=True)

@@ -154,6 +154,11 @@ class ProviderService:
         return self._executor.num_replicas
 
     @property
+    def num_given_up(self) -> int:
+        """Shards that nobody will hold again."""
+        return sum(one.is_given_up for one in self._executor.executors)
+
+    @property
     def num_streams(self) -> int:
         """Streams that are open."""
         with self._lock:
@@ -278,6 +283,9 @@ class ProviderService:
             Whether all of it was answered in time.
         """
         self._is_draining = True
+        with self._lock:
+            num_open = sum(not session.is_idle for session in self._sessions)
+        _LOGGER.info("draining for up to %.0f s: %d streams have requests that are not answered", seconds, num_open)
         give_up_at = time.monotonic() + seconds
         while True:
             with self._lock:
@@ -302,13 +310,14 @@ class ProviderService:
 class Server:
     """A bound port, which a service can be put behind."""
 
-    def __init__(self, host: str, port: int, state: StateDir | None) -> None:
+    def __init__(self, host: str, port: int, state: StateDir | None, names: Sequence[str] = ()) -> None:
         """Binds, before a model is loaded: a port that is taken shows at once.
 
         Args:
             host: address to bind; with TLS also a name in the server's certificate.
             port: 0 picks one.
             state: the CA and the registry; None serves plain text.
+            names: further ones for the certificate.
 
         Raises:
             ConfigurationError: the port is taken, or the address is not this machine's.
@@ -318,15 +327,15 @@ class Server:
         self._certificates: _Certificates | None = None
         threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="veilbase-rpc")
         self._server = grpc.server(threads, options=server_options(), maximum_concurrent_rpcs=_MAX_THREADS)
-        self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host)
+        self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host, names)
 
-    def _bind(self, address: str, host: str) -> int:
+    def _bind(self, address: str, host: str, names: Sequence[str]) -> int:
         bound = 0
         with contextlib.suppress(RuntimeError):
             if self._state is None:
                 bound = self._server.add_insecure_port(address)
             else:
-                self._certificates = _Certificates(self._state, host)
+                self._certificates = _Certificates(self._state, host, names)
                 bound = self._server.add_secure_port(address, self._certificates.credentials())
         if not bound:
             raise ConfigurationError(f"cannot listen on {address}: is it in use, or not an address of this machine?")
@@ -387,8 +396,8 @@ def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
 class _Certificates:
     """The server's own certificate, made anew before it runs out and when it is asked for."""
 
-    def __init__(self, state: StateDir, host: str) -> None:
-        self._state, self._host = state, host
+    def __init__(self, state: StateDir, host: str, names: Sequence[str]) -> None:
+        self._state, self._host, self._names = state, host, names
         self._lock = threading.Lock()
         self._is_stale = self._has_failed = False
         self._made_at = self._tried_at = time.monotonic()
@@ -400,7 +409,7 @@ class _Certificates:
         self._is_stale = True
 
     def _make(self) -> Any:
-        key, chain, ca = issue_server_certificate(self._state, self._host)
+        key, chain, ca = issue_server_certificate(self._state, self._host, self._names)
         self._made_at, self._is_stale = time.monotonic(), False
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
 

@@ -37,8 +37,10 @@ class ProviderCollector(Collector):
         queue_depth: Callable[[], int],
         num_streams: Callable[[], int],
         num_replicas: Callable[[], Sequence[tuple[int, int]]],
+        num_given_up: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Args: queue_depth, num_streams, num_replicas: of the service, asked each time."""
+        """Args: queue_depth, num_streams, num_replicas, num_given_up: of the service, asked each time."""
+        self._num_given_up = num_given_up
         self._meter, self._usage, self._num_replicas = meter, usage, num_replicas
         self._queue_depth, self._num_streams = queue_depth, num_streams
         self._began_s = time.time()
@@ -54,6 +56,7 @@ class ProviderCollector(Collector):
             replicas.add_metric([str(shard), "live"], num_live)
             replicas.add_metric([str(shard), "lost"], num_all - num_live)
         yield replicas
+        yield GaugeMetricFamily("veilbase_shards_given_up", "Shards that nobody will hold again.", self._num_given_up())
         yield CounterMetricFamily(
             "veilbase_usage_save_failures", "Times that usage could not be written.", self._usage.failed_saves
         )

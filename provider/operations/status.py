@@ -16,6 +16,7 @@ from rich.text import Text
 
 from provider.operations.monitor import read_metrics
 from provider.schedule.request_class import RequestClass
+from wire.errors import ConfigurationError
 
 
 @dataclass
@@ -114,6 +115,12 @@ def _mean(rate: Callable[..., float], name: str) -> float:
 def look(folder: Path) -> Snapshot:
     """Asks the provider of a state directory; see `read_metrics` for errors."""
     return parse(read_metrics(folder), time.monotonic())
+
+
+def check(folder: Path) -> None:
+    """Raises ConfigurationError where no provider answers, or one that will not get a shard back."""
+    if look(folder).get("veilbase_shards_given_up"):
+        raise ConfigurationError("a shard of this provider is given up: it has to be started again")
 
 
 def show(folder: Path, watch_s: float | None) -> None:

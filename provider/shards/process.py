@@ -246,7 +246,11 @@ class ShardProcess:
         finally:
             self._is_restarting = False
         if not self._is_closed and not is_over.is_set():
-            _LOGGER.error("shard %s is given up: it was started again %d times", self.name, len(self._restarts))
+            _LOGGER.error(
+                "shard %s is given up, since it was started again %d times: start the provider again",
+                self.name,
+                len(self._restarts),
+            )
         return False
 
     def _is_started(self) -> bool:

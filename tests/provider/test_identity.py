@@ -220,13 +220,14 @@ def usages_of(certificate: x509.Certificate) -> list[x509.ObjectIdentifier]:
 
 def test_server_certificate(state: StateDir) -> None:
     before = sorted(path.name for path in state.path.iterdir())
-    _, cert_pem, ca_pem = issue_server_certificate(state, "gpu7.example.org")
+    _, cert_pem, ca_pem = issue_server_certificate(state, "127.0.0.1", ["gpu7.example.org", "10.1.2.3"])
     certificate = x509.load_pem_x509_certificate(cert_pem)
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert {"localhost", socket.gethostname(), "gpu7.example.org"} <= set(names.get_values_for_type(x509.DNSName))
     assert names.get_values_for_type(x509.IPAddress) == [
         ipaddress.ip_address("127.0.0.1"),
         ipaddress.ip_address("::1"),
+        ipaddress.ip_address("10.1.2.3"),
     ]
     assert usages_of(certificate) == [ExtendedKeyUsageOID.SERVER_AUTH]
     now = datetime.now(UTC)

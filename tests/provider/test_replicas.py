@@ -190,7 +190,14 @@ def test_one_that_joined_is_waited_for(core: ProviderCore) -> None:
         assert executor.num_replicas == (0, 1)
         early = submit(executor, ring_rows(3)).get()
         assert isinstance(early, Unavailable)
-        assert early.retry_s == RETRY_S
+        assert early.retry_s == RETRY_S  # for as long as it takes until the first one comes
+        executor.join(Scripted(core, lost))
+        gone = submit(executor, ring_rows(3)).get()
+        assert isinstance(gone, Unavailable)
+        while executor._lanes:
+            time.sleep(0.001)
+        assert submit(executor, ring_rows(3)).get().retry_s == RETRY_S  # type: ignore[union-attr]
+        assert not executor.is_given_up
         executor._empty_since_s -= 1000
         late = submit(executor, ring_rows(3)).get()
         assert isinstance(late, Unavailable)
@@ -207,6 +214,7 @@ def test_without_a_replica_requests_are_refused_at_once(core: ProviderCore) -> N
         while executor._lanes:
             time.sleep(0.001)
         assert executor.num_replicas == (0, 1)
+        assert executor.is_given_up
         assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
         empty = submit(executor, ring_rows(0)).get()  # which needs nobody
         assert isinstance(empty, torch.Tensor)

@@ -250,6 +250,9 @@ def test_a_shard_that_does_not_know_what_to_join(tmp_path: Path, text: str) -> N
         ("batching: none\nmax_wait_ms: 5", "--max-wait-ms says nothing"),
         ("record_layers: 'a'", "need --record"),
         ("parallel_timeout_s: 5", "--parallel-timeout-s needs --parallel"),
+        ("metrics_port: 9464\nhealth_port: 9464", "must be different ports"),
+        ("port: 9464\nmetrics_port: 9464", "must be different ports"),
+        ("names: a.example", "which needs --tls"),
         ("record_limit: 1MiB", "need --record"),
         ("tls: true\nshards: 2\nreplicas: 2\nremote_shards: '0,1'", "--replicas are of this host's shards"),
         ("tenant_limits: {acme: {weight: 2}}", "without --tls all tenants are one"),
@@ -273,6 +276,8 @@ def test_settings_that_say_nothing_beside_others_are_refused(tmp_path: Path, tex
         "tls: true\nshards: 2\nreplicas: 2\nremote_shards: '1'",
         "tls: true\ntenant_limits: {acme: {weight: 2}}",
         "tenant_limits: {'*': {weight: 2}, local: {weight: 1}}",
+        "port: 0\nmetrics_port: 0\nhealth_port: 0",
+        "tls: true\nnames: 'a.example,10.0.0.1'",
         "batching: none\nmax_wait_ms: 20\nrecord_layers: ''\nrecord_limit: 4GiB",
     ],
 )

@@ -24,7 +24,7 @@ from provider.operations.logs import JsonFormatter, TextFormatter
 from provider.operations.meter import Histogram, Meter
 from provider.operations.metrics import MAX_TENANTS, OTHER, ProviderCollector, registry
 from provider.operations.monitor import SERVICE_NAME, SOCKET_NAME, Monitor, read_metrics
-from provider.operations.status import look, parse, render
+from provider.operations.status import check, look, parse, render
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Piece, Ticket
@@ -181,6 +181,18 @@ def test_a_client_that_hangs_up_leaves_no_trace(monitor: Monitor, capfd: pytest.
             client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
     time.sleep(0.3)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("num_given_up", [0, 1])
+def test_a_check_fails_where_a_shard_will_not_come_back(tmp_path: Path, num_given_up: int) -> None:
+    collector = ProviderCollector(Meter(), UsageBook(), lambda: 0, lambda: 0, lambda: [(1, 1)], lambda: num_given_up)
+    watched = Monitor(registry(collector))
+    watched.serve_socket(tmp_path)
+    try:
+        with pytest.raises(ConfigurationError, match="given up") if num_given_up else contextlib.nullcontext():
+            check(tmp_path)
+    finally:
+        watched.close()
 
 
 def test_health_follows_the_provider(monitor: Monitor) -> None:
