@@ -39,12 +39,8 @@ class Replies:
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
 
-    def cancel(self, job: Job) -> None:
-        """Takes a job out of the queue, and drops its rows."""
-        self._end(job)
-
-    def _end(self, job: Job) -> bool:
-        """Without a reply; whether that was not over already."""
+    def cancel(self, job: Job) -> bool:
+        """Takes a job out of the queue, and drops its rows; False where it was over already."""
         self._unqueue(job.ticket)
         rows = job.end()
         if rows is not None:
@@ -106,5 +102,5 @@ class Replies:
 
     def fail(self, job: Job, error: VeilbaseError) -> None:
         """Answers with an error a job that was neither answered nor cancelled."""
-        if self._end(job):
+        if self.cancel(job):
             job.done(error)

@@ -104,14 +104,9 @@ class Scheduler:
         return not (self._decoders.floods(tenant, now_s) or (is_idle and self._is_anyone_owed(now_s)))
 
     def _is_anyone_owed(self, now_s: float) -> bool:
-        """Whether a class has waited as long as it may, as `_owe` would find it, were nothing running."""
-        waited_s = max(0.0, now_s - self._owed_at_s)
-        return any(
-            self._owed_s[one] + _STARVED_SHARE * min(waited_s, now_s - ring.oldest.arrived_s)
-            >= _STARVED_SHARE * bound_s * _NEARLY
-            for one, bound_s in self._policy.starvation_s.items()
-            if (ring := self._rings[one])
-        )
+        """Whether a class has waited as long as it may, where nothing runs."""
+        since_s = self._owed_at_s
+        return any(self._is_starved(one, self._owed_by(one, since_s, now_s)) for one in self._policy.starvation_s)
 
     def __len__(self) -> int:
         return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
@@ -271,21 +266,27 @@ class Scheduler:
         """Those that have something to run, in order, and whether because they have waited long enough."""
         ready = [one for one in RequestClass if self._rings[one]]
         bounds = self._policy.starvation_s
-        starved = [
-            one for one in ready if one in bounds and self._owed_s[one] >= _STARVED_SHARE * bounds[one] * _NEARLY
-        ]
+        starved = [one for one in ready if one in bounds and self._is_starved(one, self._owed_s[one])]
         return [(one, True) for one in starved] + [(one, False) for one in ready if one not in starved]
 
     def _owe(self, now_s: float) -> None:
-        """A class that waits while others run is owed a share of the time that passes, up to a piece's worth."""
-        passed_s, self._owed_at_s = max(0.0, now_s - self._owed_at_s), now_s
+        """Counts what classes are owed that waited while others ran."""
+        since_s, self._owed_at_s = self._owed_at_s, now_s
         ran, self._ran = self._ran, set()
-        for one, bound_s in self._policy.starvation_s.items():
-            if not self._rings[one]:
-                self._owed_s[one] = 0.0
-            elif one not in ran:
-                waited_s = min(passed_s, max(0.0, now_s - self._rings[one].oldest.arrived_s))
-                self._owed_s[one] = min(self._owed_s[one] + _STARVED_SHARE * waited_s, _STARVED_SHARE * bound_s)
+        for one in self._policy.starvation_s:
+            if one not in ran or not self._rings[one]:
+                self._owed_s[one] = self._owed_by(one, since_s, now_s)
+
+    def _owed_by(self, one: RequestClass, since_s: float, now_s: float) -> float:
+        """What a class that has waited since then is owed now: a share of the time, up to a piece's worth."""
+        if not self._rings[one]:
+            return 0.0
+        waited_s = max(0.0, now_s - max(since_s, self._rings[one].oldest.arrived_s))
+        most_s = _STARVED_SHARE * self._policy.starvation_s[one]
+        return min(self._owed_s[one] + _STARVED_SHARE * waited_s, most_s)
+
+    def _is_starved(self, one: RequestClass, owed_s: float) -> bool:
+        return owed_s >= _STARVED_SHARE * self._policy.starvation_s[one] * _NEARLY
 
     def _piece_cost(self, ticket: Ticket, time_s: float) -> float:
         """What one product of a ticket costs its tenant that takes so long at most."""

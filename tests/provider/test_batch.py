@@ -108,30 +108,6 @@ def ring_rows(num_rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (num_rows, COLS), dtype=torch.int32, generator=generator)
 
 
-def test_companions_change_no_bit(gate: Gate, core: ProviderCore) -> None:
-    given = [ring_rows(count, count) for count in (1, 7, 300, 2, 64)]
-    kinds = [
-        RequestClass.DECODE,
-        RequestClass.PREFILL,
-        RequestClass.FINETUNE,
-        RequestClass.DECODE,
-        RequestClass.PREFILL,
-    ]
-    answers = [
-        gate.submit(rows, tenant=f"t{number}", kind=kind)
-        for number, (rows, kind) in enumerate(zip(given, kinds, strict=True))
-    ]
-    gate.open()
-    for rows, answer in zip(given, answers, strict=True):
-        reply = answer.get()
-        assert isinstance(reply, torch.Tensor)
-        assert torch.equal(reply, core.compute(CALL, rows))
-    shared = [count for call, count in gate.batches if call == CALL]
-    shares = gate.meter.snapshot()[1]["batch_requests"]
-    assert shares.sum > sum(shares.counts)  # some product was made for more than one request
-    assert sum(shared) == sum(rows.shape[0] for rows in given)
-
-
 def test_a_large_request_in_pieces_is_exact(core: ProviderCore) -> None:
     gate = Gate(core, Policy(max_wait_s=0.0, max_batch_rows=50))
     rows = ring_rows(333)
@@ -155,34 +131,6 @@ def test_a_hint_in_pieces_is_exact(core: ProviderCore) -> None:
     gate.executor.close()
     assert isinstance(reply, torch.Tensor)
     assert torch.equal(reply, core.compute(call, seeded))
-
-
-def test_one_tenants_nan_is_its_own_fault(gate: Gate, core: ProviderCore) -> None:
-    call = Call(0, Direction.FORWARD, FLOAT)
-    good, bad = torch.ones(3, COLS), torch.full((2, COLS), float("nan"))
-    answers = [gate.submit(rows, call, name) for rows, name in ((good, "a"), (bad, "b"), (good, "c"))]
-    gate.open()
-    outcomes = [answer.get() for answer in answers]
-    assert isinstance(outcomes[1], InvalidTensor)
-    for outcome in (outcomes[0], outcomes[2]):
-        assert isinstance(outcome, torch.Tensor)
-        assert torch.allclose(outcome, core.compute(call, good), rtol=1e-5, atol=1e-6)
-
-
-def test_a_product_that_fails_is_tried_for_each_alone(core: ProviderCore) -> None:
-    class Fragile(Gate):
-        def _product(self, call: Call, rows: Rows) -> torch.Tensor:
-            reply = super()._product(call, rows)
-            if isinstance(rows, torch.Tensor) and bool((rows == 7).any()):
-                raise RemoteFault("the provider failed while computing")
-            return reply
-
-    gate = Fragile(core)
-    answers = [gate.submit(torch.full((2, COLS), value, dtype=torch.int32), tenant=str(value)) for value in (1, 7, 2)]
-    gate.open()
-    outcomes = [answer.get() for answer in answers]
-    gate.executor.close()
-    assert [isinstance(outcome, RemoteFault) for outcome in outcomes] == [False, True, False]
 
 
 def test_cancelled_and_expired_requests_are_not_computed(gate: Gate) -> None:
@@ -351,23 +299,6 @@ def test_a_request_of_no_rows_that_was_cancelled_harms_nobody(gate: Gate) -> Non
     assert isinstance(waiting.get(), torch.Tensor)
 
 
-def test_what_is_shared_is_charged_by_rows_and_what_was_not_computed_is_not(core: ProviderCore) -> None:
-    charged: dict[str, float] = {}
-    made = Gate(core, charge=lambda tenant, seconds: charged.__setitem__(tenant, charged.get(tenant, 0.0) + seconds))
-    answers = [made.submit(ring_rows(rows), tenant=name) for name, rows in (("large", 300), ("small", 100))]
-    gone = made.submit(ring_rows(500), tenant="gone")
-    late = made.submit(ring_rows(500), tenant="late", seconds=-1.0)
-    made.executor.cancel(gone.job)
-    made.open()
-    for answer in answers:
-        answer.get()
-    assert isinstance(late.get(), DeadlineExceeded)
-    made.executor.close()
-    assert charged["large"] / charged["small"] == pytest.approx(3.0)
-    assert "gone" not in charged
-    assert "late" not in charged
-
-
 def test_who_waits_is_woken_after_a_small_product_beside(core: ProviderCore) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
@@ -461,18 +392,6 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
     assert small_s <= charged["small"] < 2 * small_s
     assert measured == [charged["large"]]
     assert measured[0] < seconds - 2.5 * small_s + 0.05
-
-
-def test_who_shared_a_product_at_one_layer_goes_on_alone(gate: Gate) -> None:
-    rows = {name: ring_rows(40, number) for number, name in enumerate("ab")}
-    answers = [gate.submit(one, tenant=name) for name, one in rows.items()]
-    gate.open()
-    for answer in answers:
-        assert isinstance(answer.get(), torch.Tensor)
-    following = Call(2, Direction.FORWARD, RING)
-    assert isinstance(gate.submit(rows["a"], following, "a").get(), torch.Tensor)
-    assert [count for call, count in gate.batches if call == CALL] == [80]
-    assert [count for call, count in gate.batches if call == following] == [40]
 
 
 def test_a_reply_is_given_when_the_replica_is_free(core: ProviderCore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -224,6 +225,24 @@ def test_an_idle_host_that_is_revoked_leaves(site: Site) -> None:
     site.join(0)
     revoke(site.state, "host")
     wait_until(lambda: site.service.num_replicas[0] == (0, 1))
+
+
+def test_a_provider_that_is_not_there_is_named_and_tried_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        url = f"grpcs://127.0.0.1:{taken.getsockname()[1]}"
+        joining = JoiningShard(url, site.identity("host", "shard"), 0, site.load)
+        running = threading.Thread(target=joining.run)
+        running.start()
+        give_up_at = time.monotonic() + 20
+        while len(caplog.records) < 2 and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        joining.stop()
+        running.join(60)
+    assert not running.is_alive()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) >= 2
+    assert set(messages) == {f"no provider at {url} (Unavailable); trying again"}
 
 
 def test_a_shard_that_there_is_not(site: Site) -> None:
