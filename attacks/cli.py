@@ -122,6 +122,8 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
     finally:
         process.join(_ENDING_S if sys.exc_info()[0] is None else 0)  # a signal on its way out would be a traceback
         process.terminate()
+        process.join(_ENDING_S)
+        process.kill()  # an exception that the signal raised may have been lost
         process.join()
 
 
@@ -208,6 +210,7 @@ _work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
 
 
 def _set_work(*work: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception where the pool ends may be lost, and is waited for
     _work[:] = [work]
 
 
