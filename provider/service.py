@@ -32,7 +32,7 @@ from provider.schedule.scheduler import Scheduler
 from provider.session import SWEEP_S, Session
 from provider.shards.door import ShardDoor
 from provider.shards.router import Shard, ShardedExecutor
-from provider.stream import carry
+from provider.stream import attach
 from provider.tenants import RevocationList
 from wire.errors import ConfigurationError, Unauthenticated, UnknownLayer, VeilbaseError, WireCode
 from wire.limits import CHUNK_BYTES, KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES, Limits
@@ -214,7 +214,7 @@ class ProviderService:
         if not context.add_callback(lambda: self._drop(session)):
             self._drop(session)
         try:
-            yield from carry(session, messages)
+            yield from attach(session, messages, context).carry()
         finally:
             self._drop(session)
 

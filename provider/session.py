@@ -135,7 +135,7 @@ class Session:
         self._held_bytes = 0
         self._highest_id = 0
         self._output: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._replies: deque[Iterator[bytes]] = deque()  # only who takes frames looks at it
+        self._replies: deque[tuple[_Request, Iterator[bytes]]] = deque()  # only who takes frames looks at it
         self._greeted = self._input_ended = self._closed = self._over = False
         self._draining = False
         now = time.monotonic()
@@ -307,7 +307,7 @@ class Session:
             self._give_up()
         else:
             request.reply = outcome  # kept there, so that a request that is forgotten takes its reply with it
-            self._put(self._reply_frames(request))
+            self._put(request)
 
     def _forget(self, request_id: int) -> bool:
         with self._lock:
@@ -349,6 +349,11 @@ class Session:
         """Whether `next_frame` will never return another frame."""
         return self._over
 
+    @property
+    def has_frames(self) -> bool:
+        """Whether `next_frame` may have something, or may find that the stream is over; for any thread."""
+        return self._over or self._input_ended or bool(self._replies) or not self._output.empty()
+
     def next_frame(self) -> bytes | None:
         """What to send next, or None where there is nothing now; for one thread at a time.
 
@@ -362,15 +367,16 @@ class Session:
                 item = None
             if isinstance(item, bytes):
                 return item
-            if isinstance(item, Iterator):
-                self._replies.append(item)
+            if isinstance(item, _Request):
+                self._replies.append((item, self._reply_frames(item)))
             if item is _END or (ended and item is None and not self._replies):
                 self._over = True
             elif self._replies:
-                reply = self._replies.popleft()
-                chunk = next(reply, None)
+                request, frames = self._replies.popleft()
+                chunk = next(frames, None)
+                if self._requests.get(request.header.request_id) is request:  # else that was the last, or is not wanted
+                    self._replies.append((request, frames))
                 if chunk is not None:
-                    self._replies.append(reply)
                     return chunk
             else:
                 return None

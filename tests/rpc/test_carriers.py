@@ -1,4 +1,7 @@
-"""How a session's frames are carried: order, ends, who computes, and what a flood does to others."""
+"""How a session's frames are carried: order, ends, who computes, and what a flood does to others.
+
+By `Direct` and by `Plain`, on grpc's public interface, alike.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,33 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 
+import provider.service as provider_service
+from provider.stream import Direct, Plain, attach
 from provider.tenants import revoke
 from tests.rpc.conftest import Provider
 from tests.rpc.test_hostile_tenant import service_of, until
-from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
+from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire.errors import NotPermitted, VeilbaseError, WireCode
+
+
+@pytest.fixture(autouse=True, params=[Direct, Plain])
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
+    """What carries a test's streams; `Direct` must be what this grpc allows."""
+    attach, kind = provider_service.attach, request.param
+
+    def choose(session: Any, messages: Any, context: Any) -> Any:
+        made = Plain(session, messages) if kind is Plain else attach(session, messages, context)
+        assert isinstance(made, kind)
+        return made
+
+    monkeypatch.setattr(provider_service, "attach", choose)
+    return cast(type[Any], kind)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 4096])
@@ -124,6 +143,48 @@ def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> N
     for thread in threads:
         thread.join(20)
     assert slowest < 2.0  # seconds; with one thread for all tenants it was 3 to 13
+
+
+def test_a_stream_whose_last_answer_is_an_error_ends(provider: Provider) -> None:
+    stream = RawStream(provider)
+    stream.send(*stream.request(1, torch.zeros(1, COLS + 1, dtype=torch.int32)))
+    stream.half_close()
+    stream.expect_error(1, WireCode.INVALID_TENSOR)
+    stream.expect_end()
+    until(lambda: not service_of(provider)._sessions, "the end of the session")
+
+
+def test_large_replies_take_turns(provider: Provider) -> None:
+    """A reply of many chunks, each of which needs the end of the one before, beside others' replies."""
+    connection = provider.connect()
+    rows = [ring_rows(count) for count in (4096, 2048, 1)]
+    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows * 3]
+    for one, reply in zip(rows * 3, pending, strict=True):
+        assert torch.equal(reply.result(), provider.core.compute(CALL, one))
+
+
+def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
+    before = {thread.ident for thread in threading.enumerate() if thread.name.startswith("veilbase-requests")}
+    streams = [RawStream(provider) for _ in range(3)]
+    for stream in streams:
+        stream.send(*stream.request(1, ring_rows(1)))
+        stream.receive()
+    for stream in streams:
+        stream.close()
+    until(lambda: not service_of(provider)._calls, "their threads are free")
+
+    def left() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name.startswith("veilbase-requests")}
+
+    until(lambda: left() <= before, "the end of what reads")
+
+
+@pytest.mark.parametrize("context", [object(), type("Context", (), {"_state": None, "_rpc_event": None})()])
+def test_another_grpc_inside_gets_the_public_interface(context: object) -> None:
+    class Session:
+        notify = None
+
+    assert isinstance(attach(cast(Any, Session()), iter(()), context), Plain)
 
 
 @pytest.mark.parametrize("module", ["tenant_sdk", "provider"])
