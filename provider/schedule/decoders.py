@@ -22,7 +22,10 @@ class Decoders:
     """Of one scheduler."""
 
     def __init__(self, has_classes: bool) -> None:
-        """Args: has_classes: whether decode goes before other work, so that who floods may not count as such."""
+        """Args.
+
+        has_classes: whether decode goes before other work, so that it is expected and who floods may not count as such.
+        """
         self._has_classes = has_classes
         self._expected, self._thinking = Arrivals(), Thinking()
         self._num_queued = 0
@@ -70,11 +73,13 @@ class Decoders:
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
         """A request that was never queued came and was answered."""
+        note(self._decoding, tenant, now_s)
+        if not self._has_classes:  # a decode step is a hundred such requests
+            return
         note(self._senders, tenant, began_s)
-        self._expected.arrived(tenant, began_s)
         self._thinking.arrived(tenant, began_s, now_s - began_s)
         self._thinking.left(tenant, now_s)
-        note(self._decoding, tenant, now_s)
+        self._expected.arrived(tenant, began_s)
         self._expected.replied(tenant, call, now_s)
 
     def are_active(self, now_s: float) -> bool:
