@@ -210,7 +210,10 @@ _work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
 
 
 def _set_work(*work: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # an exception where the pool ends may be lost, and is waited for
+    # An exception where the pool ends may be lost, and the process waited for. A group of its own, since a signal to
+    # all of the old one would end it while it holds a lock for which the pool waits: the pool ends it, and nobody else.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgrp()
     _work[:] = [work]
 
 

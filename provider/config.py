@@ -220,6 +220,9 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
         raise ConfigurationError(
             f"an environment variable of {prefix}* that holds more than one value is not JSON"
         ) from None
+    except yaml.MarkedYAMLError as exc:  # its text quotes the file
+        line = "" if exc.problem_mark is None else f", see line {exc.problem_mark.line + 1}"
+        raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings{line}") from None
     except (yaml.YAMLError, OSError, TypeError, ValueError):
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from None
     return made

@@ -301,20 +301,22 @@ class Session:
         if self._requests.get(number) is not request:
             return  # cancelled in the meantime
         if isinstance(outcome, VeilbaseError):
-            self._forget(number)
-            self._put_error(number, outcome)
+            self._fail(number, outcome)
         elif self._output.qsize() > MAX_REQUESTS:
             self._give_up()
         else:
             request.reply = outcome  # kept there, so that a request that is forgotten takes its reply with it
             self._put(request)
 
-    def _forget(self, request_id: int) -> bool:
+    def _forget(self, request_id: int, last: bytes | None = None) -> bool:
+        """Args: last: to be sent about it."""
         with self._lock:
             request = self._requests.pop(request_id, None)
             if request is None:
                 return False
             self._held_bytes -= request.held_bytes
+            if last is not None:
+                self._output.put(last)  # in here: who finds that no request is left finds this
         self._admission.release(request.request_class, request.header.rows, request.held_bytes)
         request.reply = None
         if request.job is not None:
@@ -330,8 +332,7 @@ class Session:
         with self._lock:
             expired = [number for number, request in self._requests.items() if now >= request.expires_at]
         for number in expired:
-            if self._forget(number):
-                self._put_error(number, DeadlineExceeded("not answered in time"))
+            self._fail(number, DeadlineExceeded("not answered in time"))
         code = self._refusal()
         if code is None and not self._greeted and now >= self._greet_by:
             code = WireCode.MALFORMED
@@ -360,7 +361,7 @@ class Session:
         Large replies take turns, a chunk each. `notify` is called when there may be something again.
         """
         while not self._over:
-            ended = self._input_ended and not self._requests  # before the queue is seen to be empty
+            ended = self._input_ended and self.is_idle  # before the queue is seen to be empty
             try:
                 item = self._output.get_nowait()
             except queue.Empty:
@@ -374,9 +375,9 @@ class Session:
             elif self._replies:
                 request, frames = self._replies.popleft()
                 chunk = next(frames, None)
-                if self._requests.get(request.header.request_id) is request:  # else that was the last, or is not wanted
-                    self._replies.append((request, frames))
                 if chunk is not None:
+                    if self._requests.get(request.header.request_id) is request:  # else that was the last
+                        self._replies.append((request, frames))
                     return chunk
             else:
                 return None
@@ -406,17 +407,25 @@ class Session:
                 self._forget(asked.request_id)
             yield message
 
+    def _fail(self, request_id: int, error: VeilbaseError) -> None:
+        """Ends a request with an error, unless it has ended."""
+        if self._forget(request_id, _error_frame(request_id, error)):
+            self._note_error(request_id, error)
+
     def _put_error(self, request_id: int, error: VeilbaseError) -> None:
+        """Answers a request that was not admitted."""
+        self._output.put(_error_frame(request_id, error))
+        self._note_error(request_id, error)
+
+    def _note_error(self, request_id: int, error: VeilbaseError) -> None:
+        """Counts an error whose frame waits to be sent."""
+        if self._output.qsize() > MAX_REQUESTS:
+            self._give_up()
+        self.notify()
         code = code_of(error)
         self._usage.failed(code)
         if code is WireCode.INTERNAL:  # the tenant is told to ask for this line
             _LOGGER.error("a request failed", extra=self._named(request_id))
-        if self._output.qsize() > MAX_REQUESTS:
-            self._give_up()
-            return
-        retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
-        retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
-        self._put(Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code).pack())
 
     def _named(self, request_id: int) -> dict[str, object]:
         """For the log: which request of which stream."""
@@ -429,8 +438,9 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has been answered."""
-        return not self._requests
+        """Whether every request has been answered, and what was said of it is there to be sent."""
+        with self._lock:
+            return not self._requests
 
     def drain(self) -> None:
         """From now on new requests are refused; those that are here are answered."""
@@ -450,3 +460,9 @@ class Session:
         for number in numbers:
             self._forget(number)
         self._put(_END)
+
+
+def _error_frame(request_id: int, error: VeilbaseError) -> bytes:
+    retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
+    retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
+    return Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack()

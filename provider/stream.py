@@ -6,7 +6,8 @@ came in the stream's inbox. grpc's public interface takes a second thread for wh
 `Plain`, which uses nothing private.
 
 Nothing but that is done in the event thread: when small requests were computed there, one tenant's flood of them kept
-another waiting for seconds.
+another waiting for seconds. While a small product is made in the stream's own thread, the same stream's other replies
+wait: a millisecond here, and until the replica is given up where it is elsewhere and hangs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ try:
 except ImportError:  # pragma: no cover - a grpc that is built in another way
     _server = cygrpc = None
 
+_TESTED = "1.85."
+"""Versions of grpc in which `Direct` was tried; in another, what it gets wrong could end the thread that serves all."""
 _RECEIVE, _SEND = "veilbase receive", "veilbase send"
 _WAKE = object()
 
@@ -45,10 +48,12 @@ def attach(session: Session, messages: Iterator[bytes], context: Any) -> Carrier
         session: new.
         messages, context: of the RPC.
     """
-    try:
-        return Direct(session, context)
-    except (AttributeError, TypeError):  # grpc has changed inside
-        return Plain(session, messages)
+    if grpc.__version__.startswith(_TESTED):
+        try:
+            return Direct(session, context)
+        except (AttributeError, TypeError):  # built in another way
+            pass
+    return Plain(session, messages)
 
 
 class Plain:
@@ -122,6 +127,7 @@ class Direct:
                 is_open = self._handle(self._inbox.get()) and self._send()
         finally:
             self._session.stop_sending()
+            self._session.notify = lambda: None  # or the two would hold each other, and what a call holds
         yield from ()
 
     def _handle(self, item: Any) -> bool:

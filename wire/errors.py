@@ -158,6 +158,7 @@ class WireCode(IntEnum):
     INTERNAL = 11
 
 
+REVOKED = "the provider has revoked this identity: ask its operator for a new one"
 _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
     WireCode.INVALID_TENSOR: (InvalidTensor, "the tensor does not have the shape, type or byte count of this layer"),
     WireCode.UNKNOWN_LAYER: (UnknownLayer, "this provider serves no such layer, direction or arithmetic"),
@@ -165,7 +166,7 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
     WireCode.UNAUTHENTICATED: (Unauthenticated, "the provider does not accept this certificate: enrol again"),
     WireCode.NOT_PERMITTED: (
         NotPermitted,
-        "the provider has revoked this identity, or does not allow it this kind of work: ask its operator",
+        "the provider does not allow this identity this kind of work: ask its operator",
     ),
     WireCode.QUOTA: (
         QuotaExceeded,
@@ -193,6 +194,8 @@ def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseEr
     Returns:
         An exception of the tree above with this side's own text; nothing of the text comes from the peer.
     """
+    if code == WireCode.NOT_PERMITTED and request_id == 0:  # about the stream, and so about who opened it
+        return NotPermitted(REVOKED)
     known = code in WireCode._value2member_map_
     kind, text = _TABLE[WireCode(code) if known else WireCode.INTERNAL]
     shown = f"{text} (request {request_id})"

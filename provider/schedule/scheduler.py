@@ -371,11 +371,15 @@ class Scheduler:
         return piece
 
     def _lane_in_step(self) -> Call | None:
-        """Where all tenants wait, the lane where most do: the others wait for these, and soon all are at one layer."""
+        """Where all tenants wait, the lane where most do: the others wait for these, and soon all are at one layer.
+
+        Of equal ones the newest, so that those who have just gone on go on until they meet others: if the oldest went,
+        groups of one size would follow each other for ever.
+        """
         num_waiting = sum(map(len, self._lane_tenants.values()))
-        if num_waiting < len(self._active):
+        if num_waiting < len(self._active) or any(self._rings.values()):  # those who may run go on first
             return None
-        return max(self._lane_tenants, key=lambda call: len(self._lane_tenants[call]))
+        return max(reversed(self._lane_tenants), key=lambda call: len(self._lane_tenants[call]))
 
     def _release(self, ticket: Ticket) -> None:
         """Held no longer."""

@@ -213,9 +213,11 @@ class ShardProcess:
         self._socket.close(0)
         os.close(self._pidfd)
         shutil.rmtree(self._folder, ignore_errors=True)
+        status = process.poll()
         _kill(process, patience_s=5.0 if self._is_closed else 0.0)
         if not self._is_closed:
-            _LOGGER.error("shard %s %s (exit status %d)", self.name, what, process.returncode)
+            end = "(it was ended)" if status is None else f"(exit status {status})"
+            _LOGGER.error("shard %s %s %s", self.name, what, end)
 
     @property
     def is_alive(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -11,6 +14,21 @@ from typing import Any
 import pytest
 
 from attacks import cli, evaluate
+
+STUCK = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from attacks import cli, evaluate
+def seen(case, *others):
+    if case == "slow":
+        time.sleep(1)  # until the other one waits for more
+        os.write(1, b"busy")
+        time.sleep(60)
+    return [case]
+evaluate.attack, evaluate.parts = seen, lambda chosen: [[]]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+cli._attack_all(["quick", "slow"], [], Path("."), 2)
+"""
 
 
 @pytest.fixture
@@ -37,3 +55,20 @@ def test_processes_side_by_side_end_at_once(
     found: list[Any] = list(cli._attack_all(["a", "b"], [], tmp_path, 2))  # type: ignore[list-item]
     parts = len(evaluate.parts([]))
     assert found == [(case, signal.SIG_DFL) for case in "ab" for _ in range(parts)]
+
+
+def test_a_signal_to_the_whole_group_ends_them_all(tmp_path: Path) -> None:
+    """As `timeout` sends it: an idle process would end while it holds the lock of what there is to do."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", STUCK], cwd=Path(cli.__file__).parent.parent, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        assert child.stdout.read(4) == b"busy"
+        os.killpg(child.pid, signal.SIGTERM)
+        assert child.wait(timeout=20) == 143
+        assert child.stdout.read() == b""  # the end of all that had it open
+    finally:
+        child.kill()
+        child.wait()

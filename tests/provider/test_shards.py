@@ -185,7 +185,9 @@ def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: p
         os.close(replica._weights)
 
 
-def test_one_that_hangs_is_lost_in_time(core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_hangs_is_lost_in_time(
+    core: ProviderCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Stopped in the middle of a product: what it was computing, whoever asked may give to another."""
     monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
     with one_process(core) as replica:
@@ -200,6 +202,7 @@ def test_one_that_hangs_is_lost_in_time(core: ProviderCore, monkeypatch: pytest.
         with pytest.raises(ReplicaLost) as caught:
             replica.product(call, rows)
         assert not caught.value.began
+    assert "was lost (it was ended)" in caplog.text, "its status would be that of our own kill"
 
 
 def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:

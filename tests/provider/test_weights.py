@@ -312,6 +312,14 @@ def test_tenants_limits_that_are_none(tmp_path: Path, limits: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_that_is_no_yaml_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "provider.yaml"
+    path.write_text("tls: true\nport: [secret\nhost: ::1\n")
+    with pytest.raises(ConfigurationError, match=r"not a YAML file of settings, see line [23]$") as caught:
+        load_settings({}, path)
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["port: 70000\n", "no_such: 1\n", "weights: fp8\n", "- a\n", "a: [\n", "threads: 0\n"])
 def test_a_bad_file_is_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "provider.yaml"

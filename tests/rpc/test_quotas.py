@@ -188,7 +188,7 @@ def test_classes_that_the_operator_does_not_allow(
     connection = provider.connect()
     call = Call(0, direction, Arithmetic.RING)
     cols, reply_cols = (COLS, REPLY_COLS) if direction is Direction.FORWARD else (REPLY_COLS, COLS)
-    with pytest.raises(NotPermitted, match="does not allow it this kind of work"):
+    with pytest.raises(NotPermitted, match="does not allow this identity this kind of work"):
         ask(connection, ring_rows(num_rows, cols), call, reply_cols)
     other = 100 if num_rows == 1 else 1  # the stream goes on
     if direction is Direction.FORWARD:

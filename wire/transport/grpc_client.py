@@ -19,6 +19,7 @@ import grpc
 
 from wire import frame
 from wire.errors import (
+    REVOKED,
     ConfigurationError,
     DeadlineExceeded,
     ForkedConnection,
@@ -106,7 +107,7 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
     if code == grpc.StatusCode.UNAUTHENTICATED:
         return Unauthenticated("the provider does not accept this certificate: enrol again")
     if code == grpc.StatusCode.PERMISSION_DENIED:
-        return NotPermitted("the provider has revoked this identity: ask its operator for a new one")
+        return NotPermitted(REVOKED)
     if code == grpc.StatusCode.FAILED_PRECONDITION:
         return VersionMismatch("the provider speaks another protocol version: install matching releases")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
