@@ -434,7 +434,9 @@ def test_a_hub_id_from_the_cache(
 
 
 @pytest.mark.parametrize("name", ["", "nothing-here", "no/such/path", "a b/c", "acme/tiny@", "../x"])
-def test_names_that_are_no_checkpoint(name: str) -> None:
+def test_names_that_are_no_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # or a folder that happens to be beside ours counts
     with pytest.raises(ConfigurationError, match="cannot find the checkpoint"):
         TrustedCheckpoint.open(name)
 
