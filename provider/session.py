@@ -409,23 +409,26 @@ class Session:
 
     def _fail(self, request_id: int, error: VeilbaseError) -> None:
         """Ends a request with an error, unless it has ended."""
+        self._log_error(request_id, error)
         if self._forget(request_id, _error_frame(request_id, error)):
-            self._note_error(request_id, error)
+            self._note_error(error)
 
     def _put_error(self, request_id: int, error: VeilbaseError) -> None:
         """Answers a request that was not admitted."""
+        self._log_error(request_id, error)
         self._output.put(_error_frame(request_id, error))
-        self._note_error(request_id, error)
+        self._note_error(error)
 
-    def _note_error(self, request_id: int, error: VeilbaseError) -> None:
+    def _log_error(self, request_id: int, error: VeilbaseError) -> None:
+        if code_of(error) is WireCode.INTERNAL:  # the tenant is told to ask for this line: it comes before the frame
+            _LOGGER.error("a request failed", extra=self._named(request_id))
+
+    def _note_error(self, error: VeilbaseError) -> None:
         """Counts an error whose frame waits to be sent."""
+        self._usage.failed(code_of(error))
         if self._output.qsize() > MAX_REQUESTS:
             self._give_up()
         self.notify()
-        code = code_of(error)
-        self._usage.failed(code)
-        if code is WireCode.INTERNAL:  # the tenant is told to ask for this line
-            _LOGGER.error("a request failed", extra=self._named(request_id))
 
     def _named(self, request_id: int) -> dict[str, object]:
         """For the log: which request of which stream."""
