@@ -14,6 +14,9 @@ from provider.schedule.request_class import RequestClass
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded
 from wire.limits import MAX_RETRY_S, Limits
 
+TRAINING_S = 60.0
+"""After a gradient a tenant counts as training for so long, on all its streams."""
+
 
 class TenantAdmission:
     """One tenant's quota; safe under threads."""
@@ -25,8 +28,7 @@ class TenantAdmission:
         self._quota: Quota | None = None
         self.num_decode = 0
         """Requests in flight that go before others' large ones."""
-        self.trained_at = float("-inf")
-        """When it last sent a gradient, on any stream."""
+        self._trained_at_s = float("-inf")
 
     def admit(
         self,
@@ -59,6 +61,14 @@ class TenantAdmission:
             self.num_decode += wait_s == 0 and request_class is RequestClass.DECODE
         if wait_s > 0:
             raise QuotaExceeded("more at once than this tenant may send", min(wait_s, MAX_RETRY_S))
+
+    def is_training(self, now_s: float) -> bool:
+        """Whether it sent a gradient lately, on any stream."""
+        return now_s - self._trained_at_s < TRAINING_S
+
+    def trained(self, now_s: float) -> None:
+        """It sent a gradient."""
+        self._trained_at_s = now_s
 
     def release(self, request_class: RequestClass, num_rows: int, num_bytes: int) -> None:
         """A request that was admitted is answered, cancelled or lost."""

@@ -27,7 +27,7 @@ from provider.admission import TenantAdmission
 from provider.job import Job, Outcome
 from provider.operations.usage import TenantUsage
 from provider.schedule.quota import FULL_RETRY_S
-from provider.schedule.request_class import RequestClass, allowed_by
+from provider.schedule.request_class import RequestClass, allowed_by, class_of
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -42,17 +42,9 @@ from wire.errors import (
     code_of,
 )
 from wire.expand import Rows
-from wire.frame import Assembler, Call, Direction, FrameType, Header, Purpose
+from wire.frame import Assembler, Call, Direction, FrameType, Header
 from wire.limits import MAX_DEADLINE_MS, Limits
 
-DECODE_ROWS = 16
-"""Forward requests of at most so many rows count as decode; larger ones are prefill, or fine-tuning on a stream that
-sends gradients."""
-DECODE_IN_FLIGHT = 3
-"""Who decodes asks for one layer after the other; a tenant's small requests beyond so many at a time, on all its
-streams, are no decoding, and must not be in the way of who does."""
-TRAINING_S = 60.0
-"""After a gradient a tenant counts as training for so long, on all its streams."""
 INLINE_ROWS = 8
 """Decode requests of at most so many rows are computed where they are read while nothing else is: a step is 4 calls a
 block, and each change of threads costs."""
@@ -215,7 +207,7 @@ class Session:
                 raise Unavailable("the provider is shutting down")
             return self._admit(header, now)
         except VeilbaseError as exc:
-            self._put_error(header.request_id, exc)
+            self._fail(header.request_id, exc, is_admitted=False)
             return None
 
     def _admit(self, header: Header, now: float) -> _Request:
@@ -232,18 +224,20 @@ class Session:
             raise LimitExceeded(f"expected a reply of at most {self._limits.max_tensor_bytes} bytes, got {reply_bytes}")
         held = header.total_bytes + reply_bytes
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
-        request = _Request(header, reply_cols, held, self._class_of(header, now), expires_at)
+        admission = self._admission
+        request_class = class_of(header.call, header.rows, admission.num_decode, admission.is_training(now))
+        request = _Request(header, reply_cols, held, request_class, expires_at)
         with self._lock:
             if self._closed:  # a message that was taken just before: what it asked for would be held for ever
                 raise Unavailable("the stream has ended")
             if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
                 raise QuotaExceeded("too much in flight", FULL_RETRY_S)
-            allowed = allowed_by(header.call, request.request_class, is_small=header.rows <= DECODE_ROWS)
-            self._admission.admit(request.request_class, allowed, header.rows, held, now)
+            allowed = allowed_by(header.call, request_class, header.rows)
+            admission.admit(request_class, allowed, header.rows, held, now)
             self._requests[header.request_id] = request
             self._held_bytes += held
         if header.call.direction is Direction.BACKWARD:
-            self._admission.trained_at = now
+            admission.trained(now)
         return request
 
     def end_input(self) -> None:
@@ -283,18 +277,6 @@ class Session:
         )
         if self._requests.get(header.request_id) is request:  # else the tenant went away since the last chunk
             self._executor.submit(job)
-
-    def _class_of(self, header: Header, now: float) -> RequestClass:
-        """By what a stream does: the provider is not told, and need not believe."""
-        call = header.call
-        if call.direction is Direction.BACKWARD:
-            return RequestClass.FINETUNE
-        if call.purpose is Purpose.HINT and header.rows > DECODE_ROWS:
-            return RequestClass.FINETUNE  # a few rows of a seed are a share of somebody's decode step
-        if header.rows <= DECODE_ROWS:
-            is_decode = self._admission.num_decode < DECODE_IN_FLIGHT
-            return RequestClass.DECODE if is_decode else RequestClass.PREFILL
-        return RequestClass.FINETUNE if now - self._admission.trained_at < TRAINING_S else RequestClass.PREFILL
 
     def _answer(self, request: _Request, outcome: Outcome) -> None:
         number = request.header.request_id
@@ -407,25 +389,19 @@ class Session:
                 self._forget(asked.request_id)
             yield message
 
-    def _fail(self, request_id: int, error: VeilbaseError) -> None:
-        """Ends a request with an error, unless it has ended."""
-        self._log_error(request_id, error)
-        if self._forget(request_id, _error_frame(request_id, error)):
-            self._note_error(error)
-
-    def _put_error(self, request_id: int, error: VeilbaseError) -> None:
-        """Answers a request that was not admitted."""
-        self._log_error(request_id, error)
-        self._output.put(_error_frame(request_id, error))
-        self._note_error(error)
-
-    def _log_error(self, request_id: int, error: VeilbaseError) -> None:
-        if code_of(error) is WireCode.INTERNAL:  # the tenant is told to ask for this line: it comes before the frame
+    def _fail(self, request_id: int, error: VeilbaseError, is_admitted: bool = True) -> None:
+        """Answers with an error a request that is in the table, unless it has ended, or one that never was."""
+        code = code_of(error)
+        if code is WireCode.INTERNAL:  # the tenant is told to ask for this line, so it comes first
             _LOGGER.error("a request failed", extra=self._named(request_id))
-
-    def _note_error(self, error: VeilbaseError) -> None:
-        """Counts an error whose frame waits to be sent."""
-        self._usage.failed(code_of(error))
+        retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
+        retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
+        last = Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code).pack()
+        if not is_admitted:
+            self._output.put(last)
+        elif not self._forget(request_id, last):
+            return
+        self._usage.failed(code)
         if self._output.qsize() > MAX_REQUESTS:
             self._give_up()
         self.notify()
@@ -463,9 +439,3 @@ class Session:
         for number in numbers:
             self._forget(number)
         self._put(_END)
-
-
-def _error_frame(request_id: int, error: VeilbaseError) -> bytes:
-    retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
-    retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
-    return Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack()

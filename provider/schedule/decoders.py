@@ -24,7 +24,8 @@ class Decoders:
     def __init__(self, has_classes: bool) -> None:
         """Args.
 
-        has_classes: whether decode goes before other work, so that it is expected and who floods may not count as such.
+        has_classes: whether decode goes before other work. Otherwise nobody is expected, or looked at for a flood:
+            a decode step is a hundred requests.
         """
         self._has_classes = has_classes
         self._expected, self._thinking = Arrivals(), Thinking()
@@ -42,15 +43,16 @@ class Decoders:
         Args:
             product_s: how long its product takes.
         """
-        self._here.add(ticket)
-        note(self._senders, ticket.tenant, now_s)
-        self._thinking.arrived(ticket.tenant, now_s, product_s)
-        if self._has_classes and self.floods(ticket.tenant, now_s):
-            ticket.request_class = RequestClass.PREFILL
-            return
+        if self._has_classes:
+            self._here.add(ticket)
+            note(self._senders, ticket.tenant, now_s)
+            self._thinking.arrived(ticket.tenant, now_s, product_s)
+            if self.floods(ticket.tenant, now_s):
+                ticket.request_class = RequestClass.PREFILL
+                return
+            self._expected.arrived(ticket.tenant, now_s)
         self._num_queued += 1
         note(self._decoding, ticket.tenant, now_s)
-        self._expected.arrived(ticket.tenant, now_s)
 
     def left_queue(self, ticket: Ticket) -> None:
         """No row of a request waits any more, whichever class it is of."""
@@ -69,12 +71,13 @@ class Decoders:
             self._thinking.left(ticket.tenant, now_s)
         if ticket.request_class is RequestClass.DECODE:
             note(self._decoding, ticket.tenant, now_s)
-            self._expected.replied(ticket.tenant, ticket.call, now_s)
+            if self._has_classes:
+                self._expected.replied(ticket.tenant, ticket.call, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
         """A request that was never queued came and was answered."""
         note(self._decoding, tenant, now_s)
-        if not self._has_classes:  # a decode step is a hundred such requests
+        if not self._has_classes:
             return
         note(self._senders, tenant, began_s)
         self._thinking.arrived(tenant, began_s, now_s - began_s)

@@ -1,10 +1,17 @@
-"""Kinds of work."""
+"""Kinds of work, told by what a tenant does: the provider is not told, and need not believe."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 from wire.frame import Call, Direction, Purpose
+
+DECODE_ROWS = 16
+"""Forward requests of at most so many rows count as decode; larger ones are prefill, or fine-tuning of a tenant that
+sends gradients."""
+DECODE_IN_FLIGHT = 3
+"""Who decodes asks for one layer after the other; a tenant's small requests beyond so many at a time, on all its
+streams, are no decoding, and must not be in the way of who does."""
 
 
 class RequestClass(IntEnum):
@@ -15,18 +22,30 @@ class RequestClass(IntEnum):
     FINETUNE = 2
 
 
-def allowed_by(call: Call, request_class: RequestClass, is_small: bool) -> frozenset[RequestClass]:
+def class_of(call: Call, num_rows: int, num_decode: int, is_training: bool) -> RequestClass:
+    """What a request counts as.
+
+    Args:
+        num_decode: of the tenant's requests in flight, those that count as decode.
+        is_training: whether it sent gradients lately.
+    """
+    if call.direction is Direction.BACKWARD:
+        return RequestClass.FINETUNE
+    if num_rows <= DECODE_ROWS:
+        return RequestClass.DECODE if num_decode < DECODE_IN_FLIGHT else RequestClass.PREFILL
+    # a few rows of a seed are a share of somebody's decode step; many are the hints of a mask
+    return RequestClass.FINETUNE if is_training or call.purpose is Purpose.HINT else RequestClass.PREFILL
+
+
+def allowed_by(call: Call, request_class: RequestClass, num_rows: int) -> frozenset[RequestClass]:
     """The classes of which a tenant must have one to send such a request.
 
     Fine-tuning begins with forward passes, and the default mask of any work with hints: who may do the one may send
-    the other.
-
-    Args:
-        is_small: whether it has no more rows than decode has: beside others it may count as prefill.
+    the other; and who may decode, requests of as few rows that count as prefill beside others.
     """
     if call.direction is Direction.BACKWARD:
         return frozenset({RequestClass.FINETUNE})
     if call.purpose is Purpose.HINT:
         return frozenset(RequestClass)
-    decode = {RequestClass.DECODE} if is_small else set()
+    decode = {RequestClass.DECODE} if num_rows <= DECODE_ROWS else set()
     return frozenset({request_class, RequestClass.FINETUNE, *decode})

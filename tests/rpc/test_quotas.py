@@ -18,8 +18,8 @@ from provider.profile import make_scheduler
 from provider.replica import Here
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
-from provider.schedule.request_class import RequestClass
-from provider.session import DECODE_IN_FLIGHT, Session
+from provider.schedule.request_class import DECODE_IN_FLIGHT, RequestClass
+from provider.session import Session
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, TIMEOUT_S, RawStream, ask, assert_served, ring_rows
 from wire import frame
