@@ -161,7 +161,7 @@ def serve_saving(kind: str) -> None:
     from provider.job import Job
     from provider.models import load, resolve
     from provider.serve import share_one_heap
-    from provider.service import Server
+    from provider.server import Server
     from provider.weights import serve_model
 
     share_one_heap()

@@ -37,7 +37,7 @@ def serve_echo(state: str) -> None:
     import grpc
 
     from provider.identity import StateDir, issue_server_certificate
-    from provider.service import server_options
+    from provider.server import server_options
 
     def echo(messages: Any, context: Any) -> Any:
         yield from messages
@@ -61,7 +61,7 @@ def serve_provider(state: str, folder: str, identity: str) -> None:
     from provider.core import ProviderCore
     from provider.identity import StateDir
     from provider.models import load, resolve
-    from provider.service import Server
+    from provider.server import Server
     from provider.weights import serve_model
 
     class IdentityCore(ProviderCore):
@@ -70,6 +70,10 @@ def serve_provider(state: str, folder: str, identity: str) -> None:
         def compute(self, call: Any, rows: torch.Tensor) -> torch.Tensor:
             """No arithmetic."""
             return rows
+
+        def compute_together(self, call: Any, parts: Any) -> list[torch.Tensor]:
+            """Nor here."""
+            return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
     server = Server("127.0.0.1", 0, StateDir(Path(state)))

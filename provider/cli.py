@@ -37,6 +37,9 @@ def serve(
     tls: Annotated[bool | None, typer.Option("--tls", help="Mutual TLS; needed for any address but loopback.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="0 picks a free one.", show_default="8443")] = None,
+    tensor_port: Annotated[
+        str | None, typer.Option(help="Port of the streams; 0 picks, none: by gRPC alone.", show_default="0")
+    ] = None,
     names: Annotated[
         str | None, typer.Option(help="Further names for the certificate, comma-separated, as tenants use them.")
     ] = None,

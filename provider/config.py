@@ -69,6 +69,7 @@ class ProviderSettings(_Settings):
     Attributes:
         model: built-in name, GGUF file, Hugging Face folder or hub id.
         tls: mutual TLS; without it only loopback addresses are served.
+        tensor_port: of the tenants' streams, with TLS; 0 picks one, `none` leaves them to gRPC.
         names: further names and addresses for the server's certificate, comma-separated.
         base_layers: which layers are served; the rest goes into the bundle.
         threads: of the arithmetic, in each process that computes; None leaves torch's own choice, or shares the cores.
@@ -94,6 +95,7 @@ class ProviderSettings(_Settings):
     tls: bool = False
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=8443, ge=0, le=65_535)
+    tensor_port: Literal["none"] | Annotated[int, Field(ge=0, le=65_535)] = 0
     names: str = Field(default="", pattern=r"^[^,\s]*(,[^,\s]+)*$")
     state: _UserPath = Field(default=DEFAULT_STATE, validate_default=True)
     weights: Literal["int8", "native"] = "int8"
@@ -154,9 +156,15 @@ class ProviderSettings(_Settings):
             raise ConfigurationError(f"--slo-ms needs --batching opportunistic, got {self.batching}")
         if not is_default("max_wait_ms") and self.batching == "none":
             raise ConfigurationError("--max-wait-ms says nothing with --batching none, where no request waits")
-        ports = [one for one in (self.port, self.metrics_port, self.health_port) if one]
+        if not self.tls and self.tensor_port not in (0, "none"):
+            raise ConfigurationError("the tensor port speaks TLS only: add --tls, or leave --tensor-port out")
+        ports = [
+            one
+            for one in (self.port, self.tensor_port, self.metrics_port, self.health_port)
+            if one not in (0, None, "none")
+        ]
         if len(set(ports)) < len(ports):
-            raise ConfigurationError("--port, --metrics-port and --health-port must be different ports")
+            raise ConfigurationError("--port, --tensor-port, --metrics-port and --health-port must be different ports")
         if self.names and not self.tls:
             raise ConfigurationError("--names are of a certificate, which needs --tls")
         if self.parallel == "none" and not is_default("parallel_timeout_s"):

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from provider.operations.monitor import Monitor
     from provider.replica import Product
     from provider.schedule.scheduler import Scheduler
-    from provider.service import ProviderService, Server
+    from provider.server import Server
+    from provider.service import ProviderService
     from provider.shards.router import Shard
 
 _JOIN_LOOK_S = 0.05
@@ -60,12 +61,13 @@ def serve(settings: ProviderSettings) -> None:
         return help_out(settings)
     from provider.admission import Admission  # here, not above: torch takes seconds to import
     from provider.operations.usage import FILE_NAME, UsageBook
-    from provider.service import Server
+    from provider.server import Server
 
     state = _open_state(settings)
     with ExitStack() as ending:  # the last one first; each is done whatever came of the others
         usage = UsageBook(None if state is None else state.path / FILE_NAME)
-        server = Server(settings.host, settings.port, state, settings.certificate_names)
+        tensor_port = None if settings.tensor_port == "none" else settings.tensor_port
+        server = Server(settings.host, settings.port, state, settings.certificate_names, tensor_port)
         ending.callback(server.stop)  # where the start fails; otherwise it has been stopped by then
         core = _make_core(settings)
         ending.callback(core.close)
@@ -177,7 +179,7 @@ def _make_shards(
     settings: ProviderSettings, core: ProviderCore, admission: Admission, ending: ExitStack
 ) -> list[Shard]:
     """Who computes which groups; where that is other processes, this one lets its weights go."""
-    from provider.service import whole
+    from provider.server import whole
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
         return [whole(core, _make_scheduler(settings, core, admission, core.compute))]

@@ -2,11 +2,11 @@
 
 Guarantees: a request's header passes every check before anything is allocated for it; a fault of one request answers
 that request alone, a frame that cannot be read ends the stream; what leaves is replies, and errors as numbers only.
-When the tenant goes, everything of the session goes. Knows nothing of gRPC but that its messages can stop with an
-RpcError.
+When the tenant goes, everything of the session goes. Knows nothing of what carries them.
 
-Threads: none of its own. `provider/stream.py` hands messages in, one at a time, and takes frames out, one at a time;
-small requests are computed where they are handed in, the rest by the executor's worker. `_lock` guards the table.
+Threads: none of its own. `provider/tensor_port.py` or `provider/stream.py` hands messages in, one at a time, and takes
+frames out, one at a time; small requests are computed where they are handed in, the rest by the executor's worker.
+`_lock` guards the table.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Session:
 
     # ---- in ---------------------------------------------------------------------------------------------------------
 
-    def receive(self, message: bytes) -> bool:
+    def receive(self, message: bytes | memoryview) -> bool:
         """Takes one message; for one thread at a time. False when no more will be taken."""
         try:
             self._take(*frame.parse(message))

@@ -110,7 +110,7 @@ class Header:
         )  # fmt: skip
 
 
-def parse(message: bytes) -> tuple[Header, memoryview]:
+def parse(message: bytes | memoryview) -> tuple[Header, memoryview]:
     """Splits one stream message into its header and payload.
 
     Args:
@@ -190,7 +190,7 @@ def frames(header: Header, data: memoryview) -> Iterator[bytes]:
         yield b"".join((replace(header, offset=start).pack() if start else header.pack(), chunk))
 
 
-def _unwritten(num_bytes: int) -> memoryview:
+def unwritten(num_bytes: int) -> memoryview:
     """Memory that is not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros."""
     return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
 
@@ -225,7 +225,7 @@ class Assembler:
             if not payload:
                 raise MalformedFrame("an empty chunk")
             if self._buffer is None:
-                self._buffer = _unwritten(first.total_bytes)
+                self._buffer = unwritten(first.total_bytes)
             self._buffer[header.offset : header.offset + len(payload)] = payload
         self._received += len(payload)
         return self._received == first.total_bytes

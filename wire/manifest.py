@@ -127,6 +127,7 @@ class Manifest(_Strict):
     bundle_digest: str = _Digest
     limits: Limits
     recording: bool = False
+    tensor_port: int | None = Field(default=None, ge=1, le=65_535)
 
     @model_validator(mode="after")
     def _groups_are_listed_once(self) -> Manifest:

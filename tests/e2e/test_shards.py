@@ -20,7 +20,7 @@ import torch
 
 from provider.profile import make_scheduler
 from provider.schedule.policy import Policy
-from provider.service import Server
+from provider.server import Server
 from provider.shards.local import LocalShards
 from provider.shards.router import Shard
 from tenant_sdk import TenantClient

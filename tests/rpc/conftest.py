@@ -12,7 +12,8 @@ from provider.admission import Admission
 from provider.core import ProviderCore
 from provider.identity import StateDir
 from provider.models import load, resolve
-from provider.service import ProviderService, Server
+from provider.server import Server
+from provider.service import ProviderService
 from provider.tenants import enroll
 from provider.weights import serve_model
 from tests.conftest import make_tiny
@@ -60,9 +61,9 @@ def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
 def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
     running: list[Provider] = []
 
-    def run(core: ProviderCore, admission: Admission | None = None) -> Provider:
+    def run(core: ProviderCore, admission: Admission | None = None, tensor_port: int | None = 0) -> Provider:
         state = StateDir(tmp_path / f"state{len(running)}")
-        server = Server("127.0.0.1", 0, state)
+        server = Server("127.0.0.1", 0, state, tensor_port=tensor_port)
         service = server.start(core, admission=admission)
         running.append(Provider(state, server, core, tmp_path / f"tenants{len(running)}", service))
         return running[-1]

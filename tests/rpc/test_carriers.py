@@ -1,6 +1,6 @@
 """How a session's frames are carried: order, ends, who computes, and what a flood does to others.
 
-By `Direct` and by `Plain`, on grpc's public interface, alike.
+On the tensor port and by gRPC alike.
 """
 
 from __future__ import annotations
@@ -12,37 +12,35 @@ import sys
 import threading
 import time
 import weakref
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
-import grpc
 import pytest
 import torch
 
-import provider.service as provider_service
-from provider.stream import Direct, Plain, attach
+from provider.core import ProviderCore
 from provider.tenants import revoke
 from tests.rpc.conftest import Provider
+from tests.rpc.links import BROKEN
 from tests.rpc.test_hostile_tenant import service_of, until
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
+from wire.transport.grpc_stream import GrpcStream
+from wire.transport.tensor_stream import TensorStream
 
 
-class NobodysSession:
-    notify = None
+@pytest.fixture(params=["tensor port", "grpc"])
+def provider(request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_core: ProviderCore) -> Provider:
+    """What carries a test's streams."""
+    return start(tiny_core, tensor_port=None if request.param == "grpc" else 0)
 
 
-@pytest.fixture(autouse=True, params=[Direct, Plain])
-def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Any]:
-    """What carries a test's streams; `Direct` must be what this grpc allows."""
-    attach, kind = provider_service.attach, request.param
-
-    def choose(session: Any, messages: Any, context: Any) -> Any:
-        made = Plain(session, messages) if kind is Plain else attach(session, messages, context)
-        assert isinstance(made, kind)
-        return made
-
-    monkeypatch.setattr(provider_service, "attach", choose)
-    return cast(type[Any], kind)
+def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
+    connection = provider.connect()
+    assert_served(connection, provider.core)
+    assert connection._stream is not None
+    kind = GrpcStream if provider.server.tensor_port is None else TensorStream
+    assert isinstance(connection._stream._stream, kind)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 4096])
@@ -129,7 +127,7 @@ def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> N
             stream.send(*messages)
 
     def drain(stream: RawStream) -> None:
-        with contextlib.suppress(grpc.RpcError):  # its own end
+        with contextlib.suppress(*BROKEN):  # its own end
             for _ in stream.call:
                 if stop.is_set():
                     return
@@ -159,9 +157,7 @@ def test_a_stream_whose_last_answer_is_an_error_ends(provider: Provider) -> None
     until(lambda: not service_of(provider)._sessions, "the end of the session")
 
 
-def test_an_error_that_comes_as_the_tenant_stops_is_sent(
-    provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_comes_as_the_tenant_stops_is_sent(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the end of the last request and the frame that says so nobody may find that all is done."""
     failing = threading.Event()
 
@@ -184,7 +180,7 @@ def test_an_error_that_comes_as_the_tenant_stops_is_sent(
     stream.expect_end()
 
 
-def test_a_stream_that_ended_is_freed_at_once(carrier: type[Any], provider: Provider) -> None:
+def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
     """Not when the garbage collector next looks for cycles: it holds answers that nobody read."""
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(1)))
@@ -209,7 +205,9 @@ def test_large_replies_take_turns(provider: Provider) -> None:
 
 
 def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
-    before = {thread.ident for thread in threading.enumerate() if thread.name.startswith("veilbase-requests")}
+    before = {
+        thread.ident for thread in threading.enumerate() if thread.name in ("veilbase-requests", "veilbase-stream")
+    }
     streams = [RawStream(provider) for _ in range(3)]
     for stream in streams:
         stream.send(*stream.request(1, ring_rows(1)))
@@ -219,31 +217,11 @@ def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
     until(lambda: not service_of(provider)._calls, "their threads are free")
 
     def left() -> set[int | None]:
-        return {thread.ident for thread in threading.enumerate() if thread.name.startswith("veilbase-requests")}
+        return {
+            thread.ident for thread in threading.enumerate() if thread.name in ("veilbase-requests", "veilbase-stream")
+        }
 
     until(lambda: left() <= before, "the end of what reads")
-
-
-@pytest.mark.parametrize("context", [object(), type("Context", (), {"_state": None, "_rpc_event": None})()])
-def test_another_grpc_inside_gets_the_public_interface(context: object) -> None:
-    assert isinstance(attach(cast(Any, NobodysSession()), iter(()), context), Plain)
-
-
-@pytest.mark.parametrize("version", ["1.86.0", "1.850.0", "2.0"])
-def test_another_grpc_gets_the_public_interface(
-    provider: Provider, version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even where all names are there: what they do may have changed."""
-    kinds: list[type[Any]] = []
-
-    def watched(session: Any, messages: Any, context: Any) -> Any:
-        monkeypatch.setattr(grpc, "__version__", version)
-        kinds.append(type(made := attach(session, messages, context)))
-        return made
-
-    monkeypatch.setattr(provider_service, "attach", watched)
-    assert_served(provider.connect(), provider.core)
-    assert kinds == [Plain]
 
 
 @pytest.mark.parametrize("module", ["tenant_sdk", "provider"])

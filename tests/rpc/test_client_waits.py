@@ -21,7 +21,8 @@ import pytest
 import torch
 
 from provider.core import ProviderCore
-from provider.service import SERVICE_NAME, server_options
+from provider.server import server_options
+from provider.service import SERVICE_NAME
 from wire import frame
 from wire.errors import DeadlineExceeded, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header

@@ -24,7 +24,8 @@ from provider.service import MAX_CALLS_PER_TENANT, ProviderService
 from provider.session import Session
 from provider.tenants import revoke
 from tests.rpc.conftest import Provider
-from tests.rpc.test_stream import CALL, COLS, TIMEOUT_S, RawStream, assert_served
+from tests.rpc.links import TIMEOUT_S
+from tests.rpc.test_stream import CALL, COLS, RawStream, assert_served
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
@@ -175,7 +176,7 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
 def test_streams_above_the_limit_hold_no_thread(
     start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provider.service, "_MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
+    monkeypatch.setattr(provider.service, "MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
     running = start(tiny_core)
     service, deaf = service_of(running), Deaf(running)
     for _ in range(MAX_CALLS_PER_TENANT):
@@ -196,33 +197,20 @@ def test_streams_above_the_limit_hold_no_thread(
 def test_many_tenants_that_take_all_they_can_leave_a_thread_for_the_next(
     start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provider.service, "_MAX_THREADS", 64)
+    monkeypatch.setattr(provider.service, "MAX_THREADS", 64)
     service = service_of(start(tiny_core))
-    ends: dict[str, list[Callable[[], None]]] = {}
-
-    class Context:
-        """A call that lasts until its end is called."""
-
-        def __init__(self, tenant: str) -> None:
-            self._tenant = tenant
-
-        def add_callback(self, end: Callable[[], None]) -> bool:
-            ends.setdefault(self._tenant, []).append(end)
-            return True
-
     for number in range(19):
-        tenant = f"t{number}"
-        while service._occupy(tenant, Context(tenant)):
+        while service._take_place(f"t{number}"):
             pass
-    assert [len(ends[f"t{number}"]) for number in range(19)] == [MAX_CALLS_PER_TENANT] * 4 + [2] * 15
-    assert service._occupy("next", Context("next"))
-    for calls in ends.values():
-        for end in calls:
-            end()
+    assert [service._calls[f"t{number}"] for number in range(19)] == [MAX_CALLS_PER_TENANT] * 4 + [2] * 15
+    assert service._take_place("next")
+    for tenant, count in list(service._calls.items()):
+        for _ in range(count):
+            service._leave(tenant)
     assert not service._calls
-    assert all(service._occupy("t0", Context("t0")) for _ in range(MAX_CALLS_PER_TENANT))
-    for end in ends["t0"][-MAX_CALLS_PER_TENANT:]:
-        end()
+    assert all(service._take_place("t0") for _ in range(MAX_CALLS_PER_TENANT))
+    for _ in range(MAX_CALLS_PER_TENANT):
+        service._leave("t0")
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from provider.group import ServedGroup
 from provider.identity import StateDir
 from provider.profile import make_scheduler
 from provider.schedule.policy import Policy
-from provider.service import ProviderService, Server
+from provider.server import Server
+from provider.service import ProviderService
 from provider.shards.join import JoiningShard
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan

@@ -23,11 +23,13 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from provider import serve as serve_module
+from provider import server as server_module
 from provider import service as service_module
 from provider.config import load_settings
 from provider.core import ProviderCore
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
-from provider.service import ProviderService, Server
+from provider.server import Server
+from provider.service import ProviderService
 from tests.rpc.conftest import Provider
 from tests.rpc.test_cli import CALL as CLI_CALL
 from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
@@ -224,37 +226,52 @@ def served_certificate(port: int, folder: Path) -> x509.Certificate:
     return x509.load_der_x509_certificate(der)
 
 
-def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
-    provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["grpc", "tensor port"])
+def port(request: pytest.FixtureRequest, provider: Provider) -> int:
+    """Each of a provider's ports."""
     provider.identity("acme")
+    found = provider.server.port if request.param == "grpc" else provider.server.tensor_port
+    assert found is not None
+    return found
+
+
+def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
+    provider: Provider, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = provider.folder / "acme"
     before = provider.connect()
     assert_served(before, provider.core)
-    first = served_certificate(provider.server.port, folder)
-    assert served_certificate(provider.server.port, folder) == first
+    first = served_certificate(port, folder)
+    assert served_certificate(port, folder) == first
     provider.server.renew_certificate()
-    second = served_certificate(provider.server.port, folder)
+    second = served_certificate(port, folder)
     assert second.serial_number != first.serial_number
-    assert served_certificate(provider.server.port, folder) == second
-    monkeypatch.setattr(service_module, "_RENEW_S", 0.0)
-    assert served_certificate(provider.server.port, folder) != second
+    assert served_certificate(port, folder) == second
+    monkeypatch.setattr(server_module, "_RENEW_S", 0.0)
+    assert served_certificate(port, folder) != second
     assert_served(before, provider.core)  # an open connection goes on
     assert_served(provider.connect(), provider.core)
 
 
-def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
-    provider: Provider, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_renewal_reaches_both_ports(provider: Provider) -> None:
     provider.identity("acme")
-    first = served_certificate(provider.server.port, provider.folder / "acme")
+    folder, ports = provider.folder / "acme", (provider.server.port, provider.server.tensor_port)
+    provider.server.renew_certificate()
+    numbers = {served_certificate(port, folder).serial_number for port in (*ports, *ports) if port is not None}
+    assert len(numbers) == 1
+
+
+def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
+    provider: Provider, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = served_certificate(port, provider.folder / "acme")
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(service_module, "issue_server_certificate", full)
+    monkeypatch.setattr(server_module, "issue_server_certificate", full)
     provider.server.renew_certificate()
-    assert served_certificate(provider.server.port, provider.folder / "acme") == first
+    assert served_certificate(port, provider.folder / "acme") == first
     assert_served(provider.connect(), provider.core)
 
 

@@ -21,7 +21,8 @@ from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import DECODE_IN_FLIGHT, RequestClass
 from provider.session import Session
 from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, TIMEOUT_S, RawStream, ask, assert_served, ring_rows
+from tests.rpc.links import TIMEOUT_S
+from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
 from wire.expand import Rows, SeededRows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator
 
@@ -13,6 +12,7 @@ import torch
 from provider.core import ProviderCore
 from provider.service import MAX_CALLS_PER_TENANT
 from tests.rpc.conftest import LIMITS, Provider
+from tests.rpc.links import TIMEOUT_S, open_link
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -31,7 +31,6 @@ from wire.transport.base import Connection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 COLS, REPLY_COLS = 32, 64
-TIMEOUT_S = 20.0
 
 
 def ring_rows(num_rows: int, cols: int = COLS) -> torch.Tensor:
@@ -54,17 +53,14 @@ class RawStream:
     """A client that sends whatever bytes it likes."""
 
     def __init__(self, provider: Provider, name: str = "raw", greet: bool = True) -> None:
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._channel = grpc_client.open_channel(provider.url, provider.identity(name))
-        method = self._channel.stream_stream(grpc_client.STREAM_METHOD)
-        self.call = method(iter(self._outgoing.get, None), timeout=TIMEOUT_S)
+        self.call = open_link(provider, name)
         if greet:
             self.send(frame.hello(FrameType.HELLO))
             assert self.receive().kind is FrameType.WELCOME
 
     def send(self, *messages: bytes) -> None:
         for message in messages:
-            self._outgoing.put(message)
+            self.call.send(message)
 
     def request(self, request_id: int, tensor: torch.Tensor, call: Call = CALL, **changes: int) -> list[bytes]:
         size = tensor.numel() * 4
@@ -87,12 +83,10 @@ class RawStream:
             next(self.call)
 
     def half_close(self) -> None:
-        self._outgoing.put(None)
+        self.call.half_close()
 
     def close(self) -> None:
-        self.half_close()
-        self.call.cancel()
-        self._channel.close()
+        self.call.close()
 
 
 @pytest.fixture
@@ -149,7 +143,8 @@ def test_tenants_and_threads_do_not_mix(provider: Provider) -> None:
 
 def test_manifest_and_bundle(provider: Provider) -> None:
     connection = provider.connect()
-    assert connection.manifest() == provider.core.manifest()
+    mine = {"tensor_port": provider.server.tensor_port}
+    assert connection.manifest() == provider.core.manifest().model_copy(update=mine)
     for file in connection.manifest().bundle:
         assert b"".join(connection.fetch(file.name)) == b"".join(provider.core.read_file(file.name))
 
@@ -170,7 +165,6 @@ def test_a_half_closed_stream_gets_its_answers(provider: Provider, raw: RawStrea
     seen = {header.request_id: header.kind for header in (raw.receive() for _ in range(3))}
     assert seen == {1: FrameType.REPLY, 2: FrameType.REPLY, 3: FrameType.ERROR}
     raw.expect_end()
-    assert raw.call.code() is grpc.StatusCode.OK
 
 
 def test_small_and_large_requests_alternate(provider: Provider) -> None:
@@ -411,6 +405,21 @@ def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
 
 
 def test_streams_of_one_tenant_are_bounded(provider: Provider) -> None:
+    streams = [RawStream(provider, "greedy") for _ in range(MAX_CALLS_PER_TENANT)]
+    one_more = RawStream(provider, "greedy", greet=False)
+    one_more.expect_error(0, WireCode.QUOTA)
+    one_more.expect_end()
+    with pytest.raises(QuotaExceeded):
+        provider.connect("greedy").manifest()
+    assert_served(provider.connect("modest"), provider.core)
+    streams.pop().close()
+    RawStream(provider, "greedy").close()
+    for stream in [*streams, one_more]:
+        stream.close()
+
+
+def test_streams_by_grpc_of_one_tenant_are_bounded(start: Callable[..., Provider], tiny_core: ProviderCore) -> None:
+    provider = start(tiny_core, tensor_port=None)
     streams = [RawStream(provider, "greedy") for _ in range(MAX_CALLS_PER_TENANT)]
     one_more = RawStream(provider, "greedy", greet=False)
     with pytest.raises(grpc.RpcError) as caught:

@@ -19,7 +19,8 @@ import torch
 
 from provider.core import ProviderCore
 from provider.identity import StateDir
-from provider.service import SERVICE_NAME, server_options
+from provider.server import server_options
+from provider.service import SERVICE_NAME
 from provider.tenants import enroll
 from tenant_sdk import TenantClient
 from tests.tenant_sdk import tiny

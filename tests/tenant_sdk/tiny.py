@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from provider.core import ProviderCore
 from provider.models import load, resolve
-from provider.service import Server
+from provider.server import Server
 from provider.weights import serve_model
 from tests.conftest import make_tiny
 from wire.limits import Limits

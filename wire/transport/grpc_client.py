@@ -1,4 +1,6 @@
-"""The tenant's end of the gRPC transport: one long-lived bidirectional stream, many requests in flight.
+"""The tenant's end of the transport: one long-lived bidirectional stream, many requests in flight.
+
+Manifest and bundle come by gRPC; the stream is on the provider's tensor port, or gRPC's where that cannot be reached.
 
 Guarantees: replies are matched by request id in any order; every request ends by its own deadline; a reply is checked
 against what was asked before it is allocated; a forked child is refused. After a broken stream the next request opens
@@ -9,6 +11,7 @@ is sent on a stream before the provider at its other end has been seen to serve 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -43,8 +46,9 @@ from wire.limits import (
     deadline_s,
 )
 from wire.manifest import Manifest, parse_manifest
+from wire.transport import tensor_stream
 from wire.transport.base import Pending, Traffic
-from wire.transport.grpc_stream import open_stream
+from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.multiplex import Multiplexer
 from wire.transport.patience import PatientRequest
@@ -54,6 +58,7 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
 DEFAULT_PORT = 8443
+_LOGGER = logging.getLogger(__name__)
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
@@ -225,7 +230,7 @@ class GrpcConnection:
             if self._compared is None or not self._compared.is_usable():
                 if self._stream is not None:
                     self._drop_channel()
-                raw = open_stream(self._open_channel(), STREAM_METHOD)
+                raw = self._open_raw_stream(begun_with)
                 self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, translate_status)
                 try:
                     stream.wait_welcome()
@@ -235,6 +240,18 @@ class GrpcConnection:
                     raise
                 self._compared = stream
             return self._compared
+
+    def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
+        """On the tensor port, or by gRPC where there is none or it cannot be reached."""
+        channel = self._open_channel()
+        if self._identity is not None:
+            now = begun_with if self._stream is None else self._fetch_manifest()  # a restart may pick another port
+            if now.tensor_port is not None:
+                try:
+                    return tensor_stream.connect(urlsplit(self.url).hostname or "", now.tensor_port, self._identity)
+                except OSError as exc:
+                    _LOGGER.info("the tensor port cannot be used (%s): gRPC carries the stream", type(exc).__name__)
+        return GrpcStream(channel, STREAM_METHOD)
 
     def _check_same_weights(self, begun_with: Manifest) -> None:
         """An operator's restart with another model must not answer rows that were meant for the first one.

@@ -39,6 +39,7 @@ from wire.transport.grpc_stream import MessageStream
 HANDSHAKE_S = 20.0
 WATCH_S = 0.5
 """How often deadlines are looked at; they are tens of seconds."""
+_LOOK_S = 0.05
 _WELCOME = Call(0, Direction.FORWARD, Arithmetic.RING)
 _ENDED = "the provider ended the stream; the run can go on from its last checkpoint"
 
@@ -269,9 +270,11 @@ class Multiplexer:
             finally:
                 self._makes_room = False
                 self._stop_leading(None)
+        elif self._stream.has_unsent:  # whoever reads waits for replies alone, since then
+            self._stream.wait_to_send(_LOOK_S)
         else:
             with self._state:
-                self._state.wait(0.05)
+                self._state.wait(_LOOK_S)
 
     # ---- what comes -------------------------------------------------------------------------------------------------
 

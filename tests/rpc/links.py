@@ -1,0 +1,123 @@
+"""A stream of raw messages to a provider, by either of its ways: for tests that send whatever bytes they like."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import grpc
+
+from tests.rpc.conftest import Provider
+from wire.errors import MalformedFrame
+from wire.transport.grpc_client import STREAM_METHOD, open_channel
+from wire.transport.tls_socket import MessageSocket, client_context, handshake
+
+TIMEOUT_S = 20.0
+BROKEN = (grpc.RpcError, OSError)
+"""What reading raises after a stream was ended from either side without a word."""
+
+
+class Link(Protocol):
+    def send(self, message: bytes) -> None: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __next__(self) -> bytes: ...
+    def half_close(self) -> None: ...
+    def close(self) -> None: ...
+    def is_active(self) -> bool: ...
+
+
+class GrpcLink:
+    """On the gRPC port."""
+
+    def __init__(self, provider: Provider, name: str) -> None:
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._channel = open_channel(provider.url, provider.identity(name))
+        method = self._channel.stream_stream(STREAM_METHOD)
+        self._call = method(iter(self._outgoing.get, None), timeout=TIMEOUT_S)
+
+    def send(self, message: bytes) -> None:
+        self._outgoing.put(message)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> bytes:
+        message: bytes = next(self._call)
+        return message
+
+    def half_close(self) -> None:
+        self._outgoing.put(None)
+
+    def is_active(self) -> bool:
+        return bool(self._call.is_active())
+
+    def close(self) -> None:
+        self.half_close()
+        self._call.cancel()
+        self._channel.close()
+
+
+class TensorLink:
+    """On the tensor port."""
+
+    def __init__(self, provider: Provider, name: str) -> None:
+        self.connection = connect(provider, name)
+        self._is_active = True
+
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(OSError):  # as gRPC: the end shows where it is read
+            self.connection.send(message)
+            give_up_at = time.monotonic() + TIMEOUT_S
+            while self.connection.has_unsent and time.monotonic() < give_up_at:
+                self.connection.wait_to_send(0.1)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> bytes:
+        while (message := self.connection.next_message()) is None:
+            try:
+                self.connection.wait()
+            except EOFError:
+                if (message := self.connection.next_message()) is not None:
+                    break
+                self._is_active = False
+                raise StopIteration from None
+            except OSError:
+                self._is_active = False
+                raise
+        return bytes(message)
+
+    def half_close(self) -> None:
+        self.connection.end_sending()
+
+    def is_active(self) -> bool:
+        with contextlib.suppress(OSError, EOFError, MalformedFrame):
+            self.connection.receive()
+            return self._is_active
+        return False
+
+    def close(self) -> None:
+        self.connection.release()
+
+
+def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> MessageSocket:
+    """A connection to the tensor port; reading gives up after a while."""
+    identity = provider.identity(name)
+    plain = socket.socket()
+    if receive_bytes is not None:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    assert provider.server.tensor_port is not None
+    plain.connect(("127.0.0.1", provider.server.tensor_port))
+    made = handshake(plain, client_context(identity.ca_pem, identity.cert_pem, identity.key_pem), "127.0.0.1")
+    plain.settimeout(TIMEOUT_S)
+    return made
+
+
+def open_link(provider: Provider, name: str) -> Link:
+    """The way that a tenant takes."""
+    return GrpcLink(provider, name) if provider.server.tensor_port is None else TensorLink(provider, name)

@@ -1,0 +1,91 @@
+"""The tenant's end of a stream on the provider's tensor port."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from wire.errors import MalformedFrame, Unavailable
+from wire.transport.identity import TlsIdentity
+from wire.transport.tls_socket import MessageSocket, client_context, handshake
+
+_CONNECT_TIMEOUT_S = 3.0
+"""A firewall that drops what it does not know holds the first request up for so long; then gRPC carries the stream."""
+
+
+def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
+    """Opens a stream.
+
+    Args:
+        host: of the provider's URL; its certificate must name it.
+        port: from its manifest.
+        identity: the tenant's.
+
+    Raises:
+        OSError: nobody answers there, or not who is meant (`ssl.SSLError`).
+    """
+    context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
+    plain = socket.create_connection((host, port), _CONNECT_TIMEOUT_S)
+    return TensorStream(handshake(plain, context, host))
+
+
+class TensorStream:
+    """A `MessageStream` over TLS."""
+
+    def __init__(self, connection: MessageSocket) -> None:
+        """Args: connection: after its handshake, and nobody else's."""
+        self._connection = connection
+        self._end: Exception | None = None
+        self._is_active = True
+
+    def send(self, message: bytes) -> None:
+        """See `MessageStream.send`."""
+        try:
+            self._connection.send(message)
+        except OSError:
+            self._is_active = False  # `step` says why
+
+    @property
+    def has_unsent(self) -> bool:
+        """See `MessageStream.has_unsent`."""
+        return self._is_active and self._connection.has_unsent
+
+    def wait_to_send(self, seconds: float) -> None:
+        """See `MessageStream.wait_to_send`."""
+        try:
+            self._connection.wait_to_send(seconds)
+        except OSError:
+            self._is_active = False
+
+    def step(self) -> bytes | memoryview | None:
+        """See `MessageStream.step`."""
+        message = self._connection.next_message()
+        if message is None and self._end is None:
+            try:
+                self._connection.wait()
+            except (EOFError, OSError, MalformedFrame) as exc:
+                self._end, self._is_active = exc, False
+            message = self._connection.next_message()
+        if message is None and self._end is not None:
+            self._connection.release()
+            self._raise()
+        return message
+
+    def _raise(self) -> None:
+        if isinstance(self._end, EOFError):
+            raise EOFError
+        if isinstance(self._end, MalformedFrame):
+            raise self._end
+        what = "TLS failed" if isinstance(self._end, ssl.SSLError) else "the connection to the provider broke"
+        raise Unavailable(
+            f"{what}; a fine-tuning run that broke goes on from its last checkpoint when it is started again"
+        )
+
+    def is_active(self) -> bool:
+        """See `MessageStream.is_active`."""
+        return self._is_active
+
+    def close(self) -> None:
+        """See `MessageStream.close`."""
+        self._is_active = False
+        self._connection.close()
