@@ -28,6 +28,8 @@ _ROUNDER = 1.5 * 2.0**52
 """The low 32 bits of x + this are x mod 2^32, for an integer |x| <= 2^51; see `_multiply_piece`."""
 _EXACT_ROUNDER_ROWS = 1 << 13
 """2^31 · 128 · 2^13 = 2^51: so many products sum beside `_ROUNDER`."""
+_FAST_INNER_ROWS = 1 << 11
+"""Fewer than would be exact: with 11,008 inner rows a product took 15% less time than in pieces of 2^13."""
 _BYTE_VALUES = torch.tensor([[1, 1 << 8, 1 << 16, 1 << 24]], dtype=torch.int32)
 _FEW_ROWS = 4
 _FEW_ROWS_BY_INT32 = 48
@@ -207,7 +209,7 @@ def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> lis
 def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
     """How many inner rows and columns of the weight, and how many rows, fit the scratch memory; half for the weight."""
     room = _SCRATCH_BYTES // 8
-    inner = max(1, min(weight.shape[0], _EXACT_ROUNDER_ROWS))
+    inner = max(1, min(weight.shape[0], _EXACT_ROUNDER_ROWS, _FAST_INNER_ROWS))
     columns = max(_LEAST_BLOCK, min(weight.shape[1], room // 2 // inner))
     step = max(_LEAST_BLOCK, min(num_rows, (room - inner * columns) // (inner + columns)))
     return inner, columns, step
