@@ -7,9 +7,9 @@ which weights are trusted: that is tenant_sdk/trusted.py's part.
 For secret binary R, of shape (reply features × κ+1), and V = W̃·R, a reply r to the rows z must give r·R ≡ z·V mod
 2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all differences of a row: times a binary
 column it vanishes mod 2^32 at most half the time, even for v = 31, where a single column uniform mod 2^32 would miss
-half. Many rows are first folded with a second secret binary matrix S, of shape (κ+1 × rows), which misses with
-2^-(κ+1) by the same argument: together 2^-κ. An honest provider is never refused, so R and S can serve a
-whole session: the only thing a forger ever learns is the failure that ends it.
+half. Many rows, where the machine multiplies bytes fast, are first folded with a second secret binary matrix S, of
+shape (κ+1 × rows), which misses with 2^-(κ+1) by the same argument: together 2^-κ. An honest provider is never refused,
+so R and S can serve a whole session: the only thing a forger ever learns is the failure that ends it.
 
 Source: Freivalds, 1977; Tramèr and Boneh, "Slalom", ICLR 2019, section 3.2; DESIGN.md, section 5. Why folding:
 docs/decisions/0005-verification.md.
@@ -29,6 +29,7 @@ import torch
 from wire import ring
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
+from wire.product import int_mm_is_fast
 
 FAILED = "an answer of the provider is not what the trusted checkpoint gives: this session is over"
 """The one sentence, whatever was wrong: a forger learns nothing from the difference."""
@@ -205,18 +206,22 @@ def _shapes_fit(projection: _Projection, rows: torch.Tensor, reply: torch.Tensor
 
 
 def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, reply: torch.Tensor) -> bool:
-    """Checks `_FOLD_ROWS` rows at a time; the few that are left over are not folded."""
+    """Checks `_FOLD_ROWS` rows at a time; the few that are left over are not folded.
+
+    None are where `torch._int_mm` is slow: in float64, folding costs more than it saves.
+    """
+    from_rows = _FOLD_FROM if int_mm_is_fast() else _FOLD_ROWS + 1
     parts = zip(rows.split(_FOLD_ROWS), reply.split(_FOLD_ROWS), strict=True)
     return all(
         projection.fits(sent, came)
-        if sent.shape[0] < _FOLD_FROM
+        if sent.shape[0] < from_rows
         else projection.fits(_folded(fold, sent), _folded(fold, came))
         for sent, came in parts
     )
 
 
 def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """S·rows mod 2^32.
+    """S·rows mod 2^32, by an exact `torch._int_mm`.
 
     Args:
         fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).
@@ -227,8 +232,6 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """
     num_rows, features = rows.shape
     fold = fold[:, :num_rows].contiguous()
-    if not ring.int_mm_is_exact():
-        return ring.to_int32((fold.to(torch.float64) @ rows.to(torch.float64)).to(torch.int64))
     # The four bytes of a number stay side by side: as the second operand they need no copy, only a sign.
     limbs = torch.bitwise_xor(rows.contiguous(), _SIGN_BITS).view(torch.int8)  # (num_rows, 4 · features)
     parts = torch._int_mm(fold, limbs)  # type: ignore[no-untyped-call]

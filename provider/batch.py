@@ -22,10 +22,10 @@ from provider.replica import Replica, ReplicaLost
 from provider.replies import FAILED, Replies
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece, Ticket
-from provider.threads import use_one_core
 from wire.errors import Unavailable, VeilbaseError
 from wire.expand import Rows
 from wire.frame import DTYPES, Call
+from wire.threads import use_one_core
 
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
