@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -75,13 +75,17 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
         serve_worker(step if ready or mask == "off" else lambda: [step() for _ in range(CYCLE)], prepare)
 
 
-def run(repeats: int = 5, names: tuple[str, ...] = tuple(VARIANTS)) -> dict[str, Any]:
-    """Medians in seconds and ratios: to the local fp32 step, of ready to off, of verified to not."""
+def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = True) -> dict[str, Any]:
+    """Medians in seconds and ratios: to the local fp32 step, of ready to off, of verified to not.
+
+    Args:
+        names: of `VARIANTS`.
+        bf16: whether the local step is made in bfloat16 too; a processor without it takes minutes.
+    """
     with ExitStack() as stack:
-        workers = {
-            "local fp32": stack.enter_context(Worker(__name__, "local", "float32")),
-            "local bf16": stack.enter_context(Worker(__name__, "local", "bfloat16")),
-        }
+        workers = {"local fp32": stack.enter_context(Worker(__name__, "local", "float32"))}
+        if bf16:
+            workers["local bf16"] = stack.enter_context(Worker(__name__, "local", "bfloat16"))
         urls: dict[str, tuple[str, str]] = {}
         for name in names:
             weights, *settings = VARIANTS[name]
@@ -96,7 +100,7 @@ def run(repeats: int = 5, names: tuple[str, ...] = tuple(VARIANTS)) -> dict[str,
     found = {
         "seconds": {k: statistics.median(v) for k, v in seconds.items()},
         "ratios": ratios(seconds, "local fp32"),
-        "ratios to bf16": ratios(seconds, "local bf16"),
+        "ratios to bf16": ratios(seconds, "local bf16") if bf16 else {},
     }
     for label, one, other in (
         ("masks ready / off", "lattice, masks ready", "int8 ring, off"),
@@ -111,12 +115,16 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune_step")
     parser.add_argument("--repeats", type=int, default=5)
-    result = run(parser.parse_args().repeats)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--no-bf16", action="store_true", help="where the processor has none")
+    given = parser.parse_args()
+    result = run(given.repeats, given.variants, not given.no_bf16)
     tokens = SHAPE[0] * SHAPE[1]
     print("| fine-tuning step 2×256 | s | tokens/s | × local fp32 | × local bf16 |\n|---|---|---|---|---|")
     for name, value in result["seconds"].items():
-        ratio, narrow = result["ratios"][name], result["ratios to bf16"][name]
-        print(f"| {name} | {value:.2f} | {tokens / value:.0f} | {ratio:.2f} | {narrow:.2f} |")
+        narrow = result["ratios to bf16"].get(name)
+        shown = "" if narrow is None else f"{narrow:.2f}"
+        print(f"| {name} | {value:.2f} | {tokens / value:.0f} | {result['ratios'][name]:.2f} | {shown} |")
     for label, ratio in result.get("pairs", {}).items():
         print(f"{label}: {ratio:.2f}")
 

@@ -43,7 +43,7 @@ from wire.errors import (
 )
 from wire.expand import Rows
 from wire.frame import Assembler, Call, Direction, FrameType, Header
-from wire.limits import MAX_DEADLINE_MS, Limits
+from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 
 INLINE_ROWS = 8
 """Decode requests of at most so many rows are computed where they are read while nothing else is: a step is 4 calls a
@@ -84,6 +84,7 @@ class _Request:
         self, header: Header, reply_cols: int, held_bytes: int, request_class: RequestClass, expires_at: float
     ) -> None:
         self.header, self.reply_cols, self.held_bytes = header, reply_cols, held_bytes
+        self.reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
         self.request_class, self.expires_at = request_class, expires_at
         self.assembler: Assembler | None = Assembler(header)
         self.job: Job | None = None
@@ -214,15 +215,8 @@ class Session:
         """Every check that needs the header alone, then a place in the table."""
         if header.deadline_ms == 0:
             raise DeadlineExceeded("a request without time to be answered in")
-        reply_cols = self._check(header.call, header.cols)
-        try:
-            frame.check_tensor_header(header, self._limits.max_rows, self._limits.max_tensor_bytes)
-        except MalformedFrame as exc:  # one request's arithmetic is wrong; the frames around it can be read
-            raise InvalidTensor(str(exc)) from None
-        reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
-        if reply_bytes > self._limits.max_tensor_bytes:
-            raise LimitExceeded(f"expected a reply of at most {self._limits.max_tensor_bytes} bytes, got {reply_bytes}")
-        held = header.total_bytes + reply_bytes
+        reply_cols = self._check_shape(header)
+        held = header.total_bytes + header.rows * reply_cols * frame.ITEM_BYTES
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         admission = self._admission
         request_class = class_of(header.call, header.rows, admission.num_decode, admission.is_training(now))
@@ -239,6 +233,18 @@ class Session:
         if header.call.direction is Direction.BACKWARD:
             admission.trained(now)
         return request
+
+    def _check_shape(self, header: Header) -> int:
+        """Numbers in a row of the reply to what the header announces."""
+        reply_cols = self._check(header.call, header.cols)
+        try:
+            frame.check_tensor_header(header, self._limits.max_rows, self._limits.max_tensor_bytes)
+        except MalformedFrame as exc:  # one request's arithmetic is wrong; the frames around it can be read
+            raise InvalidTensor(str(exc)) from None
+        reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
+        if reply_bytes > self._limits.max_tensor_bytes:
+            raise LimitExceeded(f"expected a reply of at most {self._limits.max_tensor_bytes} bytes, got {reply_bytes}")
+        return reply_cols
 
     def end_input(self) -> None:
         """No more messages will come; what is being computed is still answered."""
@@ -332,11 +338,6 @@ class Session:
         """Whether `next_frame` will never return another frame."""
         return self._over
 
-    @property
-    def has_frames(self) -> bool:
-        """Whether `next_frame` may have something, or may find that the stream is over; for any thread."""
-        return self._over or self._input_ended or bool(self._replies) or not self._output.empty()
-
     def next_frame(self) -> bytes | None:
         """What to send next, or None where there is nothing now; for one thread at a time.
 
@@ -344,14 +345,16 @@ class Session:
         """
         while not self._over:
             ended = self._input_ended and self.is_idle  # before the queue is seen to be empty
-            try:
-                item = self._output.get_nowait()
-            except queue.Empty:
-                item = None
+            item = None if self._output.empty() else self._output.get()
             if isinstance(item, bytes):
                 return item
             if isinstance(item, _Request):
-                self._replies.append((item, self._reply_frames(item)))
+                frames = self._reply_frames(item)
+                if item.reply_bytes <= CHUNK_BYTES:
+                    if (only := next(frames, None)) is not None:
+                        return only
+                    continue
+                self._replies.append((item, frames))
             if item is _END or (ended and item is None and not self._replies):
                 self._over = True
             elif self._replies:
@@ -375,7 +378,7 @@ class Session:
         asked, reply = request.header, request.reply
         if reply is None:
             return  # cancelled or expired before its turn
-        size = asked.rows * request.reply_cols * frame.ITEM_BYTES
+        size = request.reply_bytes
         header = Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, request.reply_cols, 0, size)
         left = size
         self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)

@@ -177,7 +177,10 @@ def rows_bytes(rows: Rows) -> memoryview:
 
 def tensor_bytes(rows: torch.Tensor) -> memoryview:
     """A flat byte view of a contiguous CPU tensor of four-byte numbers, shape (rows, cols); no copy."""
-    return rows.detach().contiguous().numpy().data.cast("B") if rows.numel() else memoryview(b"")
+    if not rows.numel():
+        return memoryview(b"")
+    plain = rows.detach() if rows.requires_grad else rows
+    return plain.contiguous().numpy().data.cast("B")
 
 
 def frames(header: Header, data: memoryview) -> Iterator[bytes]:

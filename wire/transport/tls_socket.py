@@ -36,8 +36,10 @@ _LENGTH = struct.Struct("<I")
 _RECORD_BYTES = 1 << 14
 """Plain bytes in a TLS record, and so the most that one read gives."""
 _RECEIVE_BYTES = 1 << 18
-_JOINED_BYTES = 1 << 14
-"""A message of at most so much leaves in one record with its length; copying a larger one would cost more."""
+_FIRST_BYTES = _RECORD_BYTES - _LENGTH.size
+"""Of a message leaves in one record with its length; copying all of a large one would cost more."""
+_PIECE_BYTES = 1 << 17
+"""Of a large message is encrypted at a time."""
 _KEEPALIVE_PROBES = 2
 
 
@@ -153,7 +155,8 @@ class MessageSocket:
         self._plain, self._tls, self._incoming, self._outgoing = plain, tls, incoming, outgoing
         self._tls_lock, self._send_lock = threading.Lock(), threading.Lock()
         self._unsent: deque[bytes] = deque()
-        self._cipher = memoryview(b"")
+        self._begun = self._cipher = memoryview(b"")
+        """The rest of a large message, plain, and what has been encrypted of it."""
         self._is_closed = self._has_ended = False
         self._raw = memoryview(bytearray(_RECEIVE_BYTES))
         self._small = memoryview(bytearray(2 * _RECORD_BYTES))
@@ -186,16 +189,16 @@ class MessageSocket:
     @property
     def has_unsent(self) -> bool:
         """Whether something waits for the connection to take more."""
-        return bool(self._unsent or self._cipher)
+        return bool(self._unsent or self._cipher or self._begun)
 
     def flush(self) -> None:
         """Sends what the connection takes at once; see `send`."""
         with self._send_lock:
             if self._is_closed:
                 raise ConnectionError("the connection was closed")
-            while self._cipher or self._unsent:
+            while self.has_unsent:
                 if not self._cipher:
-                    self._cipher = self._encrypted(self._unsent.popleft())
+                    self._cipher = self._encrypt()
                 try:
                     self._cipher = self._cipher[self._plain.send(self._cipher, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
@@ -207,13 +210,17 @@ class MessageSocket:
             self._poll(select.POLLOUT, seconds)
         self.flush()
 
-    def _encrypted(self, message: bytes) -> memoryview:
+    def _encrypt(self) -> memoryview:
+        """The next piece of what is to be sent, so that the peer decrypts one while the next is made."""
+        plain: bytes | memoryview
+        if self._begun:
+            plain, self._begun = self._begun[:_PIECE_BYTES], self._begun[_PIECE_BYTES:]
+        else:
+            message = memoryview(self._unsent.popleft())
+            plain = b"".join((_LENGTH.pack(len(message)), message[:_FIRST_BYTES]))
+            self._begun = message[_FIRST_BYTES:]
         with self._tls_lock:
-            if len(message) <= _JOINED_BYTES:
-                self._tls.write(_LENGTH.pack(len(message)) + message)
-            else:
-                self._tls.write(_LENGTH.pack(len(message)))
-                self._tls.write(message)
+            self._tls.write(plain)
             return memoryview(self._outgoing.read())
 
     # ---- in ---------------------------------------------------------------------------------------------------------
@@ -302,7 +309,7 @@ class MessageSocket:
             start += _LENGTH.size
             here = held[start : start + length]
             if len(here) == length:
-                self._messages.append(bytes(here))
+                self._messages.append(memoryview(bytearray(here)))
             else:
                 self._body, self._filled = unwritten(length), len(here)
                 self._body[: len(here)] = here
