@@ -53,8 +53,14 @@ def run(repeats: int = 9) -> dict[str, Any]:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         url, _ = stack.enter_context(provider(Path(folder)))
-        for name, mask in (("int8 ring, off", "off"), ("lattice, masks ready", "lattice")):
-            workers[name] = stack.enter_context(Worker(__name__, "remote", url, folder, mask))
+        other = stack.enter_context(tempfile.TemporaryDirectory())
+        by_grpc, _ = stack.enter_context(provider(Path(other), "--tensor-port", "none"))
+        for name, *where in (
+            ("int8 ring, off", url, folder, "off"),
+            ("int8 ring, off, by gRPC", by_grpc, other, "off"),
+            ("lattice, masks ready", url, folder, "lattice"),
+        ):
+            workers[name] = stack.enter_context(Worker(__name__, "remote", *where))
         before = {name: worker.prepare for name, worker in workers.items()}
         seconds = interleaved({name: worker.run for name, worker in workers.items()}, repeats, before=before)
     return {"seconds": {k: statistics.median(v) for k, v in seconds.items()}, "ratios": ratios(seconds, "local fp32")}

@@ -30,6 +30,7 @@ VARIANTS = {
     # name: weights, mask, whether masks are made before the clock starts, whether replies are verified
     "native float, off": ("native", "off", "", ""),
     "int8 ring, off": ("int8", "off", "", ""),
+    "int8 ring, off, by gRPC": ("int8", "off", "", ""),
     "lattice, masks made in the step": ("int8", "lattice", "", ""),
     "lattice, masks ready": ("int8", "lattice", "ready", ""),
     "lattice, masks ready, verified": ("int8", "lattice", "ready", "verified"),
@@ -89,10 +90,12 @@ def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = T
         urls: dict[str, tuple[str, str]] = {}
         for name in names:
             weights, *settings = VARIANTS[name]
-            if weights not in urls:
+            port = "none" if name.endswith("by gRPC") else "0"
+            if weights + port not in urls:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
-                urls[weights] = stack.enter_context(provider(Path(folder), "--weights", weights))[0], folder
-            workers[name] = stack.enter_context(Worker(__name__, "remote", *urls[weights], *settings))
+                options = ("--weights", weights, "--tensor-port", port)
+                urls[weights + port] = stack.enter_context(provider(Path(folder), *options))[0], folder
+            workers[name] = stack.enter_context(Worker(__name__, "remote", *urls[weights + port], *settings))
         runs = {name: worker.run for name, worker in workers.items()}
         seconds = interleaved(runs, repeats, before={name: worker.prepare for name, worker in workers.items()})
     for name in seconds.keys() & {"lattice, masks made in the step"}:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
+KINDS = ("real", "real, by gRPC", "identity", "identity, by gRPC")
+"""What a provider computes, and what carries the stream: the tensor port where nothing else is said."""
 ECHO_METHOD = "/veilbase.benchmark/Echo"
 
 
@@ -54,8 +56,8 @@ def serve_echo(state: str) -> None:
     server.stop(0).wait()
 
 
-def serve_provider(state: str, folder: str, identity: str) -> None:
-    """A provider of one real layer group, 576 to 576; with `identity` its product is the rows themselves."""
+def serve_provider(state: str, folder: str, kind: str) -> None:
+    """A provider of one real layer group, 576 to 576; see `KINDS`."""
     import torch
 
     from provider.core import ProviderCore
@@ -76,8 +78,8 @@ def serve_provider(state: str, folder: str, identity: str) -> None:
             return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
-    server = Server("127.0.0.1", 0, StateDir(Path(state)))
-    server.start(IdentityCore(served) if identity == "identity" else ProviderCore(served))
+    server = Server("127.0.0.1", 0, StateDir(Path(state)), tensor_port=None if kind.endswith("by gRPC") else 0)
+    server.start(IdentityCore(served) if kind.startswith("identity") else ProviderCore(served))
     print(f"ready grpcs://127.0.0.1:{server.port}", flush=True)
     sys.stdin.read()
     server.stop()
@@ -175,9 +177,7 @@ def run(repeats: int = 7) -> dict[str, Any]:
             return stack.enter_context(contextlib.closing(_Child(*arguments))).url
 
         echo_url = start("echo", str(root / "state"))
-        urls = {
-            name: start("provider", str(root / "state"), str(root / "model"), name) for name in ("real", "identity")
-        }
+        urls = {name: start("provider", str(root / "state"), str(root / "model"), name) for name in KINDS}
         connections = {
             name: stack.enter_context(contextlib.closing(GrpcConnection(url, identity))) for name, url in urls.items()
         }
@@ -188,10 +188,11 @@ def run(repeats: int = 7) -> dict[str, Any]:
 def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -> dict[str, Any]:
     import torch
 
-    ours, call = connections["identity"], Call(0, Direction.FORWARD, Arithmetic.RING)
+    ours, by_grpc = connections["identity"], connections["identity, by gRPC"]
+    call = Call(0, Direction.FORWARD, Arithmetic.RING)
     row = torch.ones(1, FEATURES, dtype=torch.int32)
     rows = {size: torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32) for size in SIZES_MIB}
-    small: dict[str, list[float]] = {"echo": [], "real": [], "identity": []}
+    small: dict[str, list[float]] = {name: [] for name in ("echo", *KINDS)}
     large: dict[tuple[int, int], list[Any]] = {(size, n): [] for size in SIZES_MIB for n in (1, IN_FLIGHT)}
     for repeat in range(repeats + 1):
         times = {"echo": median_us(echo.small, 300)}
@@ -204,17 +205,21 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
             ours_s = seconds_of(
                 lambda s=size: ours.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
             )
-            shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6)
+            by_grpc_s = seconds_of(
+                lambda s=size: by_grpc.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
+            )
+            shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6, echo_s / by_grpc_s)
         if repeat:  # the first round warms up
             for name, value in times.items():
                 small[name].append(value)
             for key, pair in shares.items():
                 large[key].append(pair)
-    above = statistics.median(a - b for a, b in zip(small["real"], small["echo"], strict=True))
+    above = {name: statistics.median(a - b for a, b in zip(small[name], small["echo"], strict=True)) for name in KINDS}
     return {
         "small_us": {name: statistics.median(values) for name, values in small.items()},
         "above_echo_us": above,
         "share": {key: statistics.median(pair[0] for pair in pairs) for key, pairs in large.items()},
+        "share by gRPC": {key: statistics.median(pair[2] for pair in pairs) for key, pairs in large.items()},
         "mb_per_s": {key: statistics.median(pair[1] for pair in pairs) for key, pairs in large.items()},
     }
 
@@ -222,13 +227,17 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
 def main() -> None:
     """Prints the tables."""
     result = run()
-    print("| one row, 576 → 576 | µs |\n|---|---|")
+    print("| one row, 576 → 576 | µs | above the echo, median of pairs |\n|---|---|---|")
     for name, value in result["small_us"].items():
-        print(f"| {name} | {value:.0f} |")
-    print(f"| real call above the echo | {result['above_echo_us']:.0f} |")
-    print("\n| tensors each way, MiB | in flight | MB/s each way | share of the echo |\n|---|---|---|---|")
-    for (size, in_flight), share in result["share"].items():
-        print(f"| {size} | {in_flight} | {result['mb_per_s'][size, in_flight]:.0f} | {share:.2f} |")
+        above = result["above_echo_us"].get(name)
+        print(f"| {name} | {value:.0f} | {'' if above is None else f'{above:.0f}'} |")
+    print(
+        "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC |\n|---|---|---|---|---|"
+    )
+    for key, share in result["share"].items():
+        print(
+            f"| {key[0]} | {key[1]} | {result['mb_per_s'][key]:.0f} | {share:.2f} | {result['share by gRPC'][key]:.2f} |"
+        )
 
 
 if __name__ == "__main__":
