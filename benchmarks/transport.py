@@ -235,9 +235,8 @@ def main() -> None:
         "\n| tensors each way, MiB | in flight | MB/s each way | share of the echo | by gRPC |\n|---|---|---|---|---|"
     )
     for key, share in result["share"].items():
-        print(
-            f"| {key[0]} | {key[1]} | {result['mb_per_s'][key]:.0f} | {share:.2f} | {result['share by gRPC'][key]:.2f} |"
-        )
+        rate, by_grpc = result["mb_per_s"][key], result["share by gRPC"][key]
+        print(f"| {key[0]} | {key[1]} | {rate:.0f} | {share:.2f} | {by_grpc:.2f} |")
 
 
 if __name__ == "__main__":
