@@ -26,12 +26,15 @@ import time
 from collections import deque
 from typing import cast
 
-from wire.errors import MalformedFrame
+from wire.errors import ForkedConnection, MalformedFrame
 from wire.frame import unwritten
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
 
 ALPN = "veilbase/1"
 HANDSHAKE_TIMEOUT_S = 10.0
+UNREAD_TIMEOUT_MS = 300_000
+"""The provider's patience with a tenant that takes nothing: as long as its longest request may be on its way. Linux
+counts one that answers and does not read, since it is computing, as one that is gone. A provider always reads."""
 _LENGTH = struct.Struct("<I")
 _RECORD_BYTES = 1 << 14
 """Plain bytes in a TLS record, and so the most that one read gives."""
@@ -39,6 +42,9 @@ _RECEIVE_BYTES = 1 << 18
 _JOINED_BYTES = 1 << 14
 """A message of at most so much leaves in one record with its length; copying a larger one would cost more."""
 _KEEPALIVE_PROBES = 2
+_ANSWER_BYTES = 1 << 16
+"""What TLS itself answers (to new keys, which a peer may ask for at any time) leaves with the next message. A peer that
+asks for more than so much of it between two messages wants our memory."""
 
 
 def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
@@ -90,7 +96,7 @@ def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | 
     """
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(plain)
+        _keep_alive(plain, UNREAD_TIMEOUT_MS if server_name is None else KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS)
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = context.wrap_bio(incoming, outgoing, server_side=server_name is None, server_hostname=server_name)
         give_up_at = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -105,9 +111,6 @@ def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | 
         if tls.selected_alpn_protocol() != ALPN:
             raise ssl.SSLError("the peer speaks another protocol")
         return MessageSocket(plain, tls, incoming, outgoing)
-    except (EOFError, MalformedFrame):
-        plain.close()
-        raise ConnectionError("the peer ended the connection at once") from None
     except BaseException:
         plain.close()
         raise
@@ -115,7 +118,7 @@ def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | 
 
 def _exchange(plain: socket.socket, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, give_up_at: float) -> None:
     _send_all(plain, outgoing.read(), give_up_at)
-    plain.settimeout(max(0.001, give_up_at - time.monotonic()))
+    plain.settimeout(_left(give_up_at))
     data = plain.recv(_RECEIVE_BYTES)
     if not data:
         raise ConnectionError("the peer closed the connection")
@@ -124,18 +127,25 @@ def _exchange(plain: socket.socket, incoming: ssl.MemoryBIO, outgoing: ssl.Memor
 
 def _send_all(plain: socket.socket, data: bytes, give_up_at: float) -> None:
     if data:
-        plain.settimeout(max(0.001, give_up_at - time.monotonic()))
+        plain.settimeout(_left(give_up_at))
         plain.sendall(data)
 
 
-def _keep_alive(plain: socket.socket) -> None:
-    """Pings by the kernel after as long as gRPC's, and an end as soon after that."""
+def _left(give_up_at: float) -> float:
+    left = give_up_at - time.monotonic()
+    if left <= 0:  # one that sends a byte now and then has no more time than one that is silent
+        raise TimeoutError("the handshake took too long")
+    return left
+
+
+def _keep_alive(plain: socket.socket, unread_ms: int) -> None:
+    """Pings by the kernel after as long as gRPC's, and an end after `unread_ms` of no answer or no reading."""
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": KEEPALIVE_TIME_MS // 1000,
         "TCP_KEEPINTVL": KEEPALIVE_TIMEOUT_MS // 1000 // _KEEPALIVE_PROBES,
         "TCP_KEEPCNT": _KEEPALIVE_PROBES,
-        "TCP_USER_TIMEOUT": KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS,  # what was sent and is not acknowledged
+        "TCP_USER_TIMEOUT": unread_ms,
     }
     for name, value in options.items():
         if hasattr(socket, name):  # not every system has each
@@ -154,7 +164,11 @@ class MessageSocket:
         self._tls_lock, self._send_lock = threading.Lock(), threading.Lock()
         self._unsent: deque[bytes] = deque()
         self._cipher = memoryview(b"")
+        self._end_lock = threading.Lock()
+        self._pid = os.getpid()
         self._is_closed = self._has_ended = False
+        self._fault: str | None = None
+        """What is malformed; not the exception, whose traceback would keep all of this in a cycle."""
         self._raw = memoryview(bytearray(_RECEIVE_BYTES))
         self._small = memoryview(bytearray(2 * _RECORD_BYTES))
         self._held = 0
@@ -162,7 +176,8 @@ class MessageSocket:
         self._body: memoryview | None = None
         self._filled = 0
         self._messages: deque[bytes | memoryview] = deque()
-        self._read_all()  # what came with the end of the handshake
+        with contextlib.suppress(EOFError, MalformedFrame):  # `receive` says so again, after what came before
+            self._read_all()  # what came with the end of the handshake
 
     def peer_certificate(self) -> bytes:
         """The peer's certificate, DER; its chain and dates have been verified."""
@@ -178,6 +193,7 @@ class MessageSocket:
         """Queues a message and sends what the connection takes at once; safe under threads.
 
         Raises:
+            ForkedConnection: in a child of the process that made it.
             OSError: the connection is broken or closed.
         """
         self._unsent.append(message)
@@ -190,6 +206,7 @@ class MessageSocket:
 
     def flush(self) -> None:
         """Sends what the connection takes at once; see `send`."""
+        self._check_process()
         with self._send_lock:
             if self._is_closed:
                 raise ConnectionError("the connection was closed")
@@ -232,7 +249,7 @@ class MessageSocket:
         """
         if self._is_closed:
             raise ConnectionError("the connection was closed")
-        if not self.has_unsent:
+        if self._has_ended or not self.has_unsent:
             self.receive(0)
             return
         try:
@@ -252,8 +269,9 @@ class MessageSocket:
 
     def receive(self, flags: int = socket.MSG_DONTWAIT) -> None:
         """Takes what has come, without waiting unless `flags` is 0; see `wait`."""
+        self._check_process()
         if self._has_ended:
-            raise EOFError
+            raise EOFError if self._fault is None else MalformedFrame(self._fault)
         try:
             count = self._plain.recv_into(self._raw, 0, flags)
         except BlockingIOError:
@@ -262,6 +280,15 @@ class MessageSocket:
             raise ConnectionError("the peer closed the connection")
         self._incoming.write(self._raw[:count])
         self._read_all()
+        if self._outgoing.pending > _ANSWER_BYTES:
+            with self._tls_lock:  # without it that may be a message
+                if self._outgoing.pending > _ANSWER_BYTES:
+                    raise ConnectionError("the peer asks for new keys again and again")
+
+    def _check_process(self) -> None:
+        """A child has the same keys and counters: what it sent could be read beside what its parent sends."""
+        if os.getpid() != self._pid:
+            raise ForkedConnection("this connection was opened before a fork: open a new one in the child")
 
     def _read_all(self) -> None:
         # Asked first: OpenSSL's word that it wants more is an exception, and those cost as much as a record.
@@ -298,7 +325,9 @@ class MessageSocket:
         while len(held) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(held, start)
             if length > MAX_FRAME_BYTES:
-                raise MalformedFrame(f"expected a message of at most {MAX_FRAME_BYTES} bytes, got {length}")
+                self._has_ended = True
+                self._fault = f"expected a message of at most {MAX_FRAME_BYTES} bytes, got {length}"
+                raise MalformedFrame(self._fault)
             start += _LENGTH.size
             here = held[start : start + length]
             if len(here) == length:
@@ -319,6 +348,7 @@ class MessageSocket:
 
     def end_sending(self) -> None:
         """Says that no more messages come; what is queued must have been flushed."""
+        self._check_process()
         with self._send_lock, self._tls_lock, contextlib.suppress(OSError):
             with contextlib.suppress(ssl.SSLError):  # it would wait for the peer's word
                 self._tls.unwrap()
@@ -340,11 +370,13 @@ class MessageSocket:
     def close(self) -> None:
         """Ends the connection at once and wakes who waits; safe to call twice and from any thread."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._plain.shutdown(socket.SHUT_RDWR)
+        # The lock, since the number of a socket that `release` has just closed may be another connection's by now.
+        with self._end_lock, contextlib.suppress(OSError):
+            if os.getpid() == self._pid:  # a child's copy is not the connection
+                self._plain.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
         """Gives the socket back, after `close`; by who receives, or when nobody does any more."""
         self.close()
-        with self._send_lock:
+        with self._send_lock, self._end_lock:
             self._plain.close()
