@@ -217,6 +217,8 @@ class MessageSocket:
                     self._cipher = self._cipher[self._plain.send(self._cipher, socket.MSG_DONTWAIT) :]
                 except BlockingIOError:
                     return
+                if not self._cipher:
+                    self._cipher = memoryview(b"")  # an empty view would keep all that it was a view of
 
     def wait_to_send(self, seconds: float) -> None:
         """Waits until the connection takes more, at most so long, and flushes; for who does not receive."""
