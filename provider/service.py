@@ -28,7 +28,7 @@ from provider.shards.door import ShardDoor
 from provider.shards.router import Shard, ShardedExecutor
 from provider.stream import carry_rpc
 from provider.tenants import RevocationList
-from provider.tensor_port import carry, refuse
+from provider.tensor_port import carry
 from wire.errors import (
     NotPermitted,
     QuotaExceeded,
@@ -159,11 +159,14 @@ class ProviderService:
         finally:
             self._drop(session)
 
-    def serve(self, connection: MessageSocket) -> None:
+    def serve(self, connection: MessageSocket) -> WireCode | None:
         """A stream on the tensor port, until it ends.
 
         Args:
             connection: new; its peer's certificate has been verified. The caller releases it.
+
+        Returns:
+            Why there is no stream for it, which the caller says.
         """
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:
@@ -171,8 +174,7 @@ class ProviderService:
             if not self._take_place(access.tenant):
                 raise QuotaExceeded("too many calls at once")
         except VeilbaseError as exc:
-            refuse(connection, code_of(exc))
-            return
+            return code_of(exc)
         session = None
         try:
             session = self._open(access, connection.close)
@@ -181,6 +183,7 @@ class ProviderService:
             if session is not None:
                 self._drop(session)
             self._leave(access.tenant)
+        return None
 
     def _open(self, access: Access, hang_up: Callable[[], object]) -> Session:
         session = Session(

@@ -4,7 +4,8 @@ A connection has a thread of its own that reads, computes what is small, and sen
 (SPEC.md, section 1). gRPC's `Stream` carries the same frames for who cannot reach this port.
 
 Guarantees: nobody without a certificate of the provider's CA gets past the handshake, which has a deadline; connections
-are bounded in number; one that goes, or that does not read, costs nobody else anything.
+are bounded in number, and where there are too many the oldest without a stream makes room for the next; one that goes,
+or that does not read, costs nobody else anything.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _LINGER_S = 2.0
 _STOP_S = 2.0
 _PAUSE_S = 0.1
 _LOGGER = logging.getLogger(__name__)
+Serve = Callable[[MessageSocket], WireCode | None]
 
 
 class TensorPort:
@@ -49,7 +51,8 @@ class TensorPort:
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # as gRPC: "::" is IPv4 as well
+            self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError:
             raise ConfigurationError(
                 f"cannot listen on {host}, port {port}, for tensors: is it in use, or not an address of this machine?"
@@ -58,50 +61,71 @@ class TensorPort:
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._open: dict[socket.socket | MessageSocket, threading.Thread] = {}
+        self._guests: dict[socket.socket | MessageSocket, None] = {}
+        """Open, but without a stream: still shaking hands, or refused. The oldest first."""
         self._has_stopped = False
 
-    def start(self, context: Callable[[], ssl.SSLContext], serve: Callable[[MessageSocket], None]) -> None:
+    def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
         """Lets connections in.
 
         Args:
             context: the newest, asked for at each handshake.
-            serve: called in a thread of its own for each connection; it ends when that returns.
+            serve: called in a thread of its own for each connection, which ends when that returns; where it returns a
+                code, with that.
         """
         threading.Thread(target=self._accept, args=(context, serve), name="veilbase-tensors", daemon=True).start()
 
-    def _accept(self, context: Callable[[], ssl.SSLContext], serve: Callable[[MessageSocket], None]) -> None:
+    def _accept(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
         while not self._has_stopped:
             try:
                 plain, _ = self._listener.accept()
             except OSError:  # stopped, or no file left for it
                 time.sleep(_PAUSE_S)
                 continue
-            if not self._places.acquire(blocking=False):
+            if not self._find_place():
                 plain.close()
                 continue
             thread = threading.Thread(
                 target=self._meet, args=(plain, context, serve), name="veilbase-stream", daemon=True
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the machine has no thread left
+                plain.close()
+                self._places.release()
+                time.sleep(_PAUSE_S)
 
-    def _note(self, connection: socket.socket | MessageSocket, thread: threading.Thread) -> bool:
+    def _find_place(self) -> bool:
+        """Takes a place. Where there is none, anybody could keep it so: so the oldest guest has to go."""
+        if self._places.acquire(blocking=False):
+            return True
+        with self._lock:
+            oldest = next(iter(self._guests), None)
+            if oldest is None:
+                return False
+            del self._guests[oldest]
+            _shut(oldest)
+        return self._places.acquire(timeout=_PAUSE_S)
+
+    def _note(self, connection: socket.socket | MessageSocket, is_guest: bool) -> bool:
         with self._lock:
             if not self._has_stopped:
-                self._open[connection] = thread
+                self._open[connection] = threading.current_thread()
+                if is_guest:
+                    self._guests[connection] = None
             return not self._has_stopped
 
-    def _meet(
-        self, plain: socket.socket, context: Callable[[], ssl.SSLContext], serve: Callable[[MessageSocket], None]
-    ) -> None:
+    def _meet(self, plain: socket.socket, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
         connection: MessageSocket | None = None
         try:
-            if not self._note(plain, threading.current_thread()):
+            if not self._note(plain, is_guest=True):
                 return
             connection = handshake(plain, context())
-            is_welcome = self._note(connection, threading.current_thread())
+            is_welcome = self._note(connection, is_guest=False)
             self._forget(plain)
-            if is_welcome:
-                serve(connection)
+            code = serve(connection) if is_welcome else None
+            if code is not None and self._note(connection, is_guest=True):
+                _refuse(connection, code)
         except OSError:
             pass  # whoever it was is no tenant, or has gone
         except Exception as exc:  # noqa: BLE001 - one connection's fault is nobody else's
@@ -117,6 +141,7 @@ class TensorPort:
     def _forget(self, connection: socket.socket | MessageSocket) -> None:
         with self._lock:
             self._open.pop(connection, None)
+            self._guests.pop(connection, None)
 
     def stop(self) -> None:
         """Ends every connection and waits a moment until they have."""
@@ -128,8 +153,7 @@ class TensorPort:
         self._listener.close()
         for connection in ending:
             if not isinstance(connection, MessageSocket):
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                _shut(connection)
         give_up_at = time.monotonic() + _STOP_S
         for connection, thread in ending.items():
             thread.join(max(0.0, give_up_at - time.monotonic()))  # the service has told each stream by now
@@ -137,7 +161,16 @@ class TensorPort:
                 connection.close()
 
 
-def refuse(connection: MessageSocket, code: WireCode) -> None:
+def _shut(connection: socket.socket | MessageSocket) -> None:
+    """Wakes whoever waits for it; its own thread closes it."""
+    if isinstance(connection, MessageSocket):
+        connection.close()
+    else:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _refuse(connection: MessageSocket, code: WireCode) -> None:
     """Ends a connection with one error about all of it."""
     with contextlib.suppress(OSError):
         connection.send(Header(FrameType.ERROR, 0, code=code).pack())
@@ -176,7 +209,7 @@ class _Carrier:
 
     def run(self) -> None:
         try:
-            self._hand_in()  # what came with the handshake
+            self._take(select.POLLIN)  # what came with the handshake, its end included
             while self._send():
                 self._take(self._wait())
             self._connection.finish(_LINGER_S)

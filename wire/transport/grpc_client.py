@@ -148,6 +148,8 @@ class GrpcConnection:
         self._stream: Multiplexer | None = None
         self._compared: Multiplexer | None = None
         """The stream, once `_check_same_weights` has passed: requests go nowhere else."""
+        self._port: int | None = None
+        """The tensor port that the newest stream is on."""
         self._manifest: Manifest | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -244,11 +246,14 @@ class GrpcConnection:
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
         """On the tensor port, or by gRPC where there is none or it cannot be reached."""
         channel = self._open_channel()
+        self._port = None
         if self._identity is not None:
             now = begun_with if self._stream is None else self._fetch_manifest()  # a restart may pick another port
             if now.tensor_port is not None:
                 try:
-                    return tensor_stream.connect(urlsplit(self.url).hostname or "", now.tensor_port, self._identity)
+                    raw = tensor_stream.connect(urlsplit(self.url).hostname or "", now.tensor_port, self._identity)
+                    self._port = now.tensor_port
+                    return raw
                 except OSError as exc:
                     _LOGGER.info("the tensor port cannot be used (%s): gRPC carries the stream", type(exc).__name__)
         return GrpcStream(channel, STREAM_METHOD)
@@ -257,9 +262,12 @@ class GrpcConnection:
         """An operator's restart with another model must not answer rows that were meant for the first one.
 
         Called after WELCOME: a provider that is replaced between this answer and the first request takes the stream
-        with it. Not a defence against one that lies: that is what verification is for.
+        with it. A stream on a tensor port that is no longer named here may be with another provider of the same CA.
+        Not a defence against one that lies: that is what verification is for.
         """
         now = self._fetch_manifest()
+        if self._port is not None and now.tensor_port != self._port:
+            raise Unavailable("the provider was started anew just now, and nothing was sent to it: ask again")
         if (now.weights, now.groups) != (begun_with.weights, begun_with.groups):
             raise ConfigurationError(
                 "the provider serves other weights than when this session began, and nothing was sent to it: "

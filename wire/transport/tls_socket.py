@@ -26,12 +26,15 @@ import time
 from collections import deque
 from typing import cast
 
-from wire.errors import MalformedFrame
+from wire.errors import ForkedConnection, MalformedFrame
 from wire.frame import unwritten
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
 
 ALPN = "veilbase/1"
 HANDSHAKE_TIMEOUT_S = 10.0
+UNREAD_TIMEOUT_MS = 300_000
+"""The provider's patience with a tenant that takes nothing: as long as its longest request may be on its way. Linux
+counts one that answers and does not read, since it is computing, as one that is gone. A provider always reads."""
 _LENGTH = struct.Struct("<I")
 _RECORD_BYTES = 1 << 14
 """Plain bytes in a TLS record, and so the most that one read gives."""
@@ -40,7 +43,12 @@ _FIRST_BYTES = _RECORD_BYTES - _LENGTH.size
 """Of a message leaves in one record with its length; copying all of a large one would cost more."""
 _PIECE_BYTES = 1 << 17
 """Of a large message is encrypted at a time."""
+_NOTHING = memoryview(b"")
+"""In place of an empty view of something, which would keep that in memory."""
 _KEEPALIVE_PROBES = 2
+_ANSWER_BYTES = 1 << 16
+"""What TLS itself answers (to new keys, which a peer may ask for at any time) leaves with the next message. A peer that
+asks for more than so much of it between two messages wants our memory."""
 
 
 def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
@@ -92,7 +100,7 @@ def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | 
     """
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(plain)
+        _keep_alive(plain, UNREAD_TIMEOUT_MS if server_name is None else KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS)
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = context.wrap_bio(incoming, outgoing, server_side=server_name is None, server_hostname=server_name)
         give_up_at = time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -107,9 +115,6 @@ def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | 
         if tls.selected_alpn_protocol() != ALPN:
             raise ssl.SSLError("the peer speaks another protocol")
         return MessageSocket(plain, tls, incoming, outgoing)
-    except (EOFError, MalformedFrame):
-        plain.close()
-        raise ConnectionError("the peer ended the connection at once") from None
     except BaseException:
         plain.close()
         raise
@@ -117,7 +122,7 @@ def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | 
 
 def _exchange(plain: socket.socket, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, give_up_at: float) -> None:
     _send_all(plain, outgoing.read(), give_up_at)
-    plain.settimeout(max(0.001, give_up_at - time.monotonic()))
+    plain.settimeout(_left(give_up_at))
     data = plain.recv(_RECEIVE_BYTES)
     if not data:
         raise ConnectionError("the peer closed the connection")
@@ -126,18 +131,25 @@ def _exchange(plain: socket.socket, incoming: ssl.MemoryBIO, outgoing: ssl.Memor
 
 def _send_all(plain: socket.socket, data: bytes, give_up_at: float) -> None:
     if data:
-        plain.settimeout(max(0.001, give_up_at - time.monotonic()))
+        plain.settimeout(_left(give_up_at))
         plain.sendall(data)
 
 
-def _keep_alive(plain: socket.socket) -> None:
-    """Pings by the kernel after as long as gRPC's, and an end as soon after that."""
+def _left(give_up_at: float) -> float:
+    left = give_up_at - time.monotonic()
+    if left <= 0:  # one that sends a byte now and then has no more time than one that is silent
+        raise TimeoutError("the handshake took too long")
+    return left
+
+
+def _keep_alive(plain: socket.socket, unread_ms: int) -> None:
+    """Pings by the kernel after as long as gRPC's, and an end after `unread_ms` of no answer or no reading."""
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": KEEPALIVE_TIME_MS // 1000,
         "TCP_KEEPINTVL": KEEPALIVE_TIMEOUT_MS // 1000 // _KEEPALIVE_PROBES,
         "TCP_KEEPCNT": _KEEPALIVE_PROBES,
-        "TCP_USER_TIMEOUT": KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS,  # what was sent and is not acknowledged
+        "TCP_USER_TIMEOUT": unread_ms,
     }
     for name, value in options.items():
         if hasattr(socket, name):  # not every system has each
@@ -155,9 +167,13 @@ class MessageSocket:
         self._plain, self._tls, self._incoming, self._outgoing = plain, tls, incoming, outgoing
         self._tls_lock, self._send_lock = threading.Lock(), threading.Lock()
         self._unsent: deque[bytes] = deque()
-        self._begun = self._cipher = memoryview(b"")
+        self._begun = self._cipher = _NOTHING
         """The rest of a large message, plain, and what has been encrypted of it."""
+        self._end_lock = threading.Lock()
+        self._pid = os.getpid()
         self._is_closed = self._has_ended = False
+        self._fault: str | None = None
+        """What is malformed; not the exception, whose traceback would keep all of this in a cycle."""
         self._raw = memoryview(bytearray(_RECEIVE_BYTES))
         self._small = memoryview(bytearray(2 * _RECORD_BYTES))
         self._held = 0
@@ -165,7 +181,8 @@ class MessageSocket:
         self._body: memoryview | None = None
         self._filled = 0
         self._messages: deque[bytes | memoryview] = deque()
-        self._read_all()  # what came with the end of the handshake
+        with contextlib.suppress(EOFError, MalformedFrame):  # `receive` says so again, after what came before
+            self._read_all()  # what came with the end of the handshake
 
     def peer_certificate(self) -> bytes:
         """The peer's certificate, DER; its chain and dates have been verified."""
@@ -181,6 +198,7 @@ class MessageSocket:
         """Queues a message and sends what the connection takes at once; safe under threads.
 
         Raises:
+            ForkedConnection: in a child of the process that made it.
             OSError: the connection is broken or closed.
         """
         self._unsent.append(message)
@@ -193,6 +211,7 @@ class MessageSocket:
 
     def flush(self) -> None:
         """Sends what the connection takes at once; see `send`."""
+        self._check_process()
         with self._send_lock:
             if self._is_closed:
                 raise ConnectionError("the connection was closed")
@@ -200,9 +219,10 @@ class MessageSocket:
                 if not self._cipher:
                     self._cipher = self._encrypt()
                 try:
-                    self._cipher = self._cipher[self._plain.send(self._cipher, socket.MSG_DONTWAIT) :]
+                    sent = self._plain.send(self._cipher, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     return
+                self._cipher = self._cipher[sent:] or _NOTHING
 
     def wait_to_send(self, seconds: float) -> None:
         """Waits until the connection takes more, at most so long, and flushes; for who does not receive."""
@@ -214,11 +234,11 @@ class MessageSocket:
         """The next piece of what is to be sent, so that the peer decrypts one while the next is made."""
         plain: bytes | memoryview
         if self._begun:
-            plain, self._begun = self._begun[:_PIECE_BYTES], self._begun[_PIECE_BYTES:]
+            plain, self._begun = self._begun[:_PIECE_BYTES], self._begun[_PIECE_BYTES:] or _NOTHING
         else:
             message = memoryview(self._unsent.popleft())
             plain = b"".join((_LENGTH.pack(len(message)), message[:_FIRST_BYTES]))
-            self._begun = message[_FIRST_BYTES:]
+            self._begun = message[_FIRST_BYTES:] or _NOTHING
         with self._tls_lock:
             self._tls.write(plain)
             return memoryview(self._outgoing.read())
@@ -239,7 +259,7 @@ class MessageSocket:
         """
         if self._is_closed:
             raise ConnectionError("the connection was closed")
-        if not self.has_unsent:
+        if self._has_ended or not self.has_unsent:
             self.receive(0)
             return
         try:
@@ -259,8 +279,9 @@ class MessageSocket:
 
     def receive(self, flags: int = socket.MSG_DONTWAIT) -> None:
         """Takes what has come, without waiting unless `flags` is 0; see `wait`."""
+        self._check_process()
         if self._has_ended:
-            raise EOFError
+            raise EOFError if self._fault is None else MalformedFrame(self._fault)
         try:
             count = self._plain.recv_into(self._raw, 0, flags)
         except BlockingIOError:
@@ -269,6 +290,15 @@ class MessageSocket:
             raise ConnectionError("the peer closed the connection")
         self._incoming.write(self._raw[:count])
         self._read_all()
+        if self._outgoing.pending > _ANSWER_BYTES:
+            with self._tls_lock:  # without it that may be a message
+                if self._outgoing.pending > _ANSWER_BYTES:
+                    raise ConnectionError("the peer asks for new keys again and again")
+
+    def _check_process(self) -> None:
+        """A child has the same keys and counters: what it sent could be read beside what its parent sends."""
+        if os.getpid() != self._pid:
+            raise ForkedConnection("this connection was opened before a fork: open a new one in the child")
 
     def _read_all(self) -> None:
         # Asked first: OpenSSL's word that it wants more is an exception, and those cost as much as a record.
@@ -305,7 +335,9 @@ class MessageSocket:
         while len(held) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(held, start)
             if length > MAX_FRAME_BYTES:
-                raise MalformedFrame(f"expected a message of at most {MAX_FRAME_BYTES} bytes, got {length}")
+                self._has_ended = True
+                self._fault = f"expected a message of at most {MAX_FRAME_BYTES} bytes, got {length}"
+                raise MalformedFrame(self._fault)
             start += _LENGTH.size
             here = held[start : start + length]
             if len(here) == length:
@@ -326,6 +358,7 @@ class MessageSocket:
 
     def end_sending(self) -> None:
         """Says that no more messages come; what is queued must have been flushed."""
+        self._check_process()
         with self._send_lock, self._tls_lock, contextlib.suppress(OSError):
             with contextlib.suppress(ssl.SSLError):  # it would wait for the peer's word
                 self._tls.unwrap()
@@ -347,11 +380,13 @@ class MessageSocket:
     def close(self) -> None:
         """Ends the connection at once and wakes who waits; safe to call twice and from any thread."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._plain.shutdown(socket.SHUT_RDWR)
+        # The lock, since the number of a socket that `release` has just closed may be another connection's by now.
+        with self._end_lock, contextlib.suppress(OSError):
+            if os.getpid() == self._pid:  # a child's copy is not the connection
+                self._plain.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
         """Gives the socket back, after `close`; by who receives, or when nobody does any more."""
         self.close()
-        with self._send_lock:
+        with self._send_lock, self._end_lock:
             self._plain.close()
