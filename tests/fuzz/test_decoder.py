@@ -55,7 +55,7 @@ class Allocations:
 def allocations() -> Iterator[Allocations]:
     counter = Allocations()
     patch = pytest.MonkeyPatch()
-    patch.setattr(frame, "_unwritten", counter)
+    patch.setattr(frame, "unwritten", counter)
     yield counter
     patch.undo()
 
