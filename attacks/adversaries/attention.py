@@ -160,15 +160,34 @@ def fit_scales(
 ) -> Heads:
     """Weights of q, k and v that are known up to a factor of each output, as BOFT trains them.
 
+    v's come from position 0 in closed form; those of q and k are descended to.
+
     Args:
         weights: of q, k and v, with all factors one.
         given, outputs: as in `fit_all`.
     """
-    logs = [torch.zeros(weight.shape[1], dtype=weight.dtype, requires_grad=True) for weight in weights]
+    v = weights[2] * _first_factors(block, model, weights[2], given, outputs)
+    logs = [torch.zeros(weight.shape[1], dtype=weight.dtype, requires_grad=True) for weight in weights[:2]]
     return _descend(
         block, model, given, outputs, logs,
-        lambda: [weight * log.exp() for weight, log in zip(weights, logs, strict=True)],
+        lambda: [*(weight * log.exp() for weight, log in zip(weights[:2], logs, strict=True)), v],
     )  # fmt: skip
+
+
+def _first_factors(
+    block: Block,
+    model: PublicModel,
+    weight: torch.Tensor,
+    given: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """v's factors from position 0, which attends to itself alone; 1 where that gives none that is positive."""
+    values = torch.stack([rows[0] for rows in given]) @ weight
+    seen = torch.stack([rows[0] for rows in outputs]).view(len(outputs), model.num_kv_heads, -1, model.head_dim)
+    seen = seen.mean(dim=2).reshape(values.shape)  # heads that share one of v's see the same
+    seen = seen if block.v.bias is None else seen - block.v.bias
+    factors = (seen * values).sum(dim=0) / values.pow(2).sum(dim=0).clamp_min(1e-300)
+    return torch.where(factors > 0, factors, torch.ones_like(factors))
 
 
 def _descend(
