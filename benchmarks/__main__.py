@@ -11,6 +11,7 @@ from benchmarks import (
     memory,
     network,
     quality,
+    scheduling,
     seeds,
     tenant_cost,
     transport,
@@ -19,7 +20,9 @@ from benchmarks import (
 NOT_POSSIBLE = 2
 """Exit code of a benchmark that lacks a right (network) or a peer (encrypted_matmul); it has said which."""
 
-MODULES = (finetune_step, decode, transport, memory, masks, tenant_cost, quality, seeds, network, encrypted_matmul)
+MODULES = (
+    finetune_step, decode, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network, encrypted_matmul,
+)  # fmt: skip
 
 for module in MODULES:
     print(f"\n## {(module.__doc__ or '').splitlines()[0]}\n", flush=True)
