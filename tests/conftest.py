@@ -22,6 +22,9 @@ from transformers import (
 
 torch.set_num_threads(1)
 
+SLOW_TIMEOUT_S = 600.0
+"""When a test of `make test-slow` hangs; no word on how fast the machine has to be."""
+
 VOCAB = 128
 
 
@@ -54,6 +57,13 @@ def make_tiny(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
                 parameter.normal_(std=0.1)
     model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests get a limit of their own; that of all others is in pyproject.toml."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -67,6 +67,6 @@ def test_a_breach_is_seen(module: str, line: str, tmp_path: Path) -> None:
         file.write(f"\n{line}\n")
     command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
     options: dict[str, Any] = {"cwd": tmp_path, "env": {"PYTHONPATH": str(tmp_path)}, "capture_output": True}
-    done = subprocess.run(command, text=True, timeout=100, check=False, **options)
+    done = subprocess.run(command, text=True, timeout=300, check=False, **options)
     assert done.returncode == 1
     assert f"{module.removesuffix('.py').replace('/', '.')} -> {line.split()[1]}" in done.stdout, done.stdout

@@ -17,7 +17,6 @@ def values(results: list[Result], mask: str, arithmetic: str, metric: str) -> di
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["ia3", "oft", "boft"])
 def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, no_controls: None) -> None:
     """All three change v and either q or k; IA3's change of down_proj's input is found as one of up_proj, the same."""

@@ -61,7 +61,6 @@ def check_files(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One run, and all that is asked of it: tests of a module may go to several processes, so nothing is shared."""
     before = cpu_s()
@@ -117,7 +116,6 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
     options = ["--model", "tiny-gpt2", "--masks", "off,lattice", "--out", str(tmp_path)]
     assert recover_prompts.main(options) == 0
@@ -303,7 +301,6 @@ SEEDED = """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("mutation", "noticed_by"),
     [

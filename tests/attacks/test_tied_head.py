@@ -11,7 +11,6 @@ from attacks import extract_lora
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_the_adapter_of_a_gpt2_model_is_stolen_whole(tmp_path: Path, no_controls: None) -> None:
     thieves = "closed-form,gradient-equations"
     options = ["--model", "tiny-gpt2", "--masks", "off", "--adversaries", thieves, "--out", str(tmp_path)]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 def run(script: str, *arguments: object, env: dict[str, str], cwd: Path) -> str:
     command = [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=cwd)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -43,7 +43,7 @@ def test_script_trains_an_adapter(
 
 def test_a_script_that_fails_prints_one_line(env: dict[str, str], workdir: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/finetune.py"), "--url", "inproc:/no/such/folder"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=workdir)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=workdir)
     (line,) = done.stderr.splitlines()
     assert (done.returncode, line.startswith("finetune.py: cannot find the model")) == (1, True), line
 

@@ -24,7 +24,7 @@ REVOKED = "tenant: the provider has revoked this identity: ask its operator for 
 
 def bash(script: str, env: dict[str, str], cwd: Path) -> subprocess.CompletedProcess[str]:
     command = ["bash", "-euo", "pipefail", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=cwd)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from tests.conftest import make_tiny
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_nothing_is_lost_wrong_or_left_behind(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "tiny")
     found = soak(20.0, str(tmp_path / "tiny"), "*", kill_every_s=7.0)
