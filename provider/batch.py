@@ -112,6 +112,11 @@ class Executor:
                 self._changed.notify_all()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether a product is being made, or waits to be; without a lock, so it may be late."""
+        return bool(self._scheduler) or any(lane.is_busy for lane in self._lanes)
+
+    @property
     def num_replicas(self) -> tuple[int, int]:
         """Replicas that can make products, and all that there should be."""
         with self._changed:

@@ -68,6 +68,10 @@ def serve(
         typer.Option(help="How requests share products; two are for comparison.", show_default="opportunistic"),
     ] = None,
     slo_ms: Annotated[float | None, typer.Option(help="Latency target of decode requests, in here.")] = None,
+    busy_poll_ms: Annotated[
+        float | None,
+        typer.Option(help="The longest that an idle core looks for the next decode request.", show_default="2"),
+    ] = None,
     max_wait_ms: Annotated[
         float | None, typer.Option(help="The longest that a request waits for company.", show_default="20")
     ] = None,

@@ -72,7 +72,8 @@ def serve(settings: ProviderSettings) -> None:
         core = _make_core(settings)
         ending.callback(core.close)
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
-        service = server.start(core, _make_shards(settings, core, admission, ending), admission, usage)
+        shards, busy_poll_s = _make_shards(settings, core, admission, ending), settings.busy_poll_ms / 1000
+        service = server.start(core, shards, admission, usage, busy_poll_s)
         monitor = _make_monitor(settings, service, state)
         ending.callback(monitor.close)
         ending.callback(usage.close)

@@ -27,6 +27,7 @@ from provider.tenants import RevocationList
 from provider.tensor_port import TensorPort
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
+from wire.transport.busy_poll import MOST_S
 from wire.transport.tls_socket import server_context
 
 _STOP_GRACE_S = 2.0
@@ -108,6 +109,7 @@ class Server:
         shards: Sequence[Shard] | None = None,
         admission: Admission | None = None,
         usage: UsageBook | None = None,
+        busy_poll_s: float = MOST_S,
     ) -> ProviderService:
         """Begins to answer.
 
@@ -116,6 +118,7 @@ class Server:
             shards: None computes in this process, with a scheduler of the default policy, without a profile.
             admission: None limits no tenant.
             usage: None keeps no account.
+            busy_poll_s: see `wire.transport.busy_poll`.
 
         Returns:
             What answers, for who wants to watch it.
@@ -124,7 +127,7 @@ class Server:
             shards = [whole(core, make_scheduler(core.served, Policy(), profiled=False))]
         revocations = None if self._state is None else RevocationList(self._state)
         service = ProviderService(
-            core, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port
+            core, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s
         )
         self._service = service
         if self._tensors is not None and self._certificates is not None:

@@ -40,6 +40,7 @@ from wire.errors import (
     code_of,
 )
 from wire.limits import CHUNK_BYTES, Limits
+from wire.transport.busy_poll import MOST_S, BusyPoll
 from wire.transport.tls_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
@@ -69,6 +70,7 @@ class ProviderService:
         admission: Admission,
         usage: UsageBook,
         tensor_port: int | None = None,
+        busy_poll_s: float = MOST_S,
     ) -> None:
         """Args.
 
@@ -76,8 +78,10 @@ class ProviderService:
         shards: of all groups; this service's, but not their replicas' ends.
         admission, usage: this service's, too.
         tensor_port: announced; what listens there calls `serve`.
+        busy_poll_s: see `wire.transport.busy_poll`.
         """
         self._core, self._admission, self.usage, self._tensor_port = core, admission, usage, tensor_port
+        self._busy_poll_s = busy_poll_s
         self.meter = Meter()
         self._gate = Gate(revocations)
         self._executor = ShardedExecutor(
@@ -178,7 +182,7 @@ class ProviderService:
         session = None
         try:
             session = self._open(access, connection.close)
-            carry(session, connection)
+            carry(session, connection, BusyPoll(self._busy_poll_s, self._executor.is_idle))
         finally:
             if session is not None:
                 self._drop(session)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from provider.session import Session
 from wire.errors import ConfigurationError, MalformedFrame, WireCode
 from wire.frame import FrameType, Header
+from wire.transport.busy_poll import BusyPoll
 from wire.transport.tls_socket import MessageSocket, handshake
 
 MAX_CONNECTIONS = 256
@@ -177,19 +178,20 @@ def _refuse(connection: MessageSocket, code: WireCode) -> None:
         connection.finish(_LINGER_S)
 
 
-def carry(session: Session, connection: MessageSocket) -> None:
+def carry(session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
     """Moves a session's messages until one side ends, in the caller's thread.
 
     Args:
         session: new.
         connection: new, too; the caller releases it.
+        busy_poll: this connection's.
     """
-    _Carrier(session, connection).run()
+    _Carrier(session, connection, busy_poll).run()
 
 
 class _Carrier:
-    def __init__(self, session: Session, connection: MessageSocket) -> None:
-        self._session, self._connection = session, connection
+    def __init__(self, session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
+        self._session, self._connection, self._busy_poll = session, connection, busy_poll
         self._is_reading = True
         self._has_news = self._is_waiting = False
         self._wake_end, self._waker = os.pipe()
@@ -238,12 +240,18 @@ class _Carrier:
         must_send = self._connection.has_unsent
         wanted = (select.POLLIN if self._is_reading else 0) | (select.POLLOUT if must_send else 0)
         self._poll.register(self._connection, wanted)
+        if not must_send:  # who waits for the peer to read may wait long
+            self._busy_poll.look(self._is_wanted, self._connection.last_bytes)
         self._is_waiting = True
         ready = dict(self._poll.poll(0 if self._has_news and not must_send else None))
         self._is_waiting = False
+        self._busy_poll.woke()
         if self._wake_end in ready:
             os.read(self._wake_end, 4096)
         return ready.get(self._connection.fileno(), 0)
+
+    def _is_wanted(self) -> object:
+        return self._has_news or self._poll.poll(0)
 
     def _take(self, events: int) -> None:
         if events & select.POLLOUT:

@@ -57,6 +57,10 @@ class ShardedExecutor:
         """See `Executor.cancel`."""
         self._of_group[job.ticket.call.group].cancel(job)
 
+    def is_idle(self) -> bool:
+        """Whether nothing is being made or waits, at any shard; without a lock, so it may be late."""
+        return not any(executor.is_busy for executor in self.executors)
+
     def look(self) -> None:
         """See `Executor.look`."""
         for executor in self.executors:

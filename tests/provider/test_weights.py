@@ -255,6 +255,8 @@ def test_a_shard_that_does_not_know_what_to_join(tmp_path: Path, text: str) -> N
         ("names: a.example", "which needs --tls"),
         ("record_limit: 1MiB", "need --record"),
         ("tls: true\nshards: 2\nreplicas: 2\nremote_shards: '0,1'", "--replicas are of this host's shards"),
+        ("busy_poll_ms: 1", "--busy-poll-ms is of the tensor port"),
+        ("tls: true\ntensor_port: none\nbusy_poll_ms: 1", "--busy-poll-ms is of the tensor port"),
         ("tenant_limits: {acme: {weight: 2}}", "without --tls all tenants are one"),
     ],
 )

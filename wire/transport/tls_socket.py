@@ -29,6 +29,7 @@ from typing import cast
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.frame import unwritten
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
+from wire.transport.busy_poll import BusyPoll
 
 ALPN = "veilbase/1"
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -181,6 +182,10 @@ class MessageSocket:
         self._body: memoryview | None = None
         self._filled = 0
         self._messages: deque[bytes | memoryview] = deque()
+        self._busy_poll, self._readable = BusyPoll(), select.poll()
+        self._readable.register(plain, select.POLLIN)
+        self.last_bytes = 0
+        """Size of the message that was received last."""
         with contextlib.suppress(EOFError, MalformedFrame):  # `receive` says so again, after what came before
             self._read_all()  # what came with the end of the handshake
 
@@ -247,7 +252,11 @@ class MessageSocket:
 
     def next_message(self) -> bytes | memoryview | None:
         """A message that has been received, or None; for whoever receives."""
-        return self._messages.popleft() if self._messages else None
+        if not self._messages:
+            return None
+        message = self._messages.popleft()
+        self.last_bytes = len(message)
+        return message
 
     def wait(self) -> None:
         """Waits until something can be received, or sent that is queued; then does so. For one thread at a time.
@@ -260,7 +269,9 @@ class MessageSocket:
         if self._is_closed:
             raise ConnectionError("the connection was closed")
         if self._has_ended or not self.has_unsent:
+            self._busy_poll.look(self._is_readable, self.last_bytes)
             self.receive(0)
+            self._busy_poll.woke()
             return
         try:
             events = self._poll(select.POLLIN | select.POLLOUT)
@@ -270,6 +281,9 @@ class MessageSocket:
             self.flush()
         if events & ~select.POLLOUT:
             self.receive()
+
+    def _is_readable(self) -> object:
+        return self._readable.poll(0)
 
     def _poll(self, wanted: int, seconds: float | None = None) -> int:
         poll = select.poll()

@@ -1,0 +1,108 @@
+"""Both ends of a tensor port that look, in place of two milliseconds, until something happens: all of it is noticed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import provider.service
+from provider.tenants import revoke
+from tests.rpc.conftest import Provider
+from tests.rpc.links import TIMEOUT_S
+from tests.rpc.test_hostile_tenant import QUICK_S, service_of, until
+from tests.rpc.test_stream import CALL, RawStream, ask, assert_served, ring_rows
+from wire.errors import WireCode
+from wire.frame import FrameType
+from wire.transport import busy_poll, tls_socket
+from wire.transport.busy_poll import BusyPoll
+
+ENDLESS_S = 10 * TIMEOUT_S
+
+
+class Patient(BusyPoll):
+    """Looks before its first wait, too."""
+
+    looks = 0
+
+    def __init__(self, most_s: float = ENDLESS_S, may_look: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(ENDLESS_S, may_look)
+        self._was_short = True
+
+    def look(self, has_come: Callable[[], object], last_bytes: int) -> None:
+        Patient.looks += 1
+        super().look(has_come, last_bytes)
+
+
+class Everybody:
+    """In place of the lock, since both ends are in this process here."""
+
+    def acquire(self, blocking: bool) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes before `provider`."""
+    monkeypatch.setattr(busy_poll, "is_worthwhile", lambda: True)
+    monkeypatch.setattr(busy_poll, "_one_at_a_time", Everybody())
+    monkeypatch.setattr(tls_socket, "BusyPoll", Patient)
+    monkeypatch.setattr(provider.service, "BusyPoll", Patient)
+    monkeypatch.setattr(provider.service, "SWEEP_S", QUICK_S)
+    monkeypatch.setattr(Patient, "looks", 0)
+
+
+def test_replies_of_any_size_come(patient: None, provider: Provider) -> None:
+    connection = provider.connect()
+    for count in (1, 1, 300, 1, 4096, 1):
+        rows = ring_rows(count)
+        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+    assert Patient.looks > 6
+
+
+def test_a_reply_that_another_thread_made_is_sent(
+    patient: None, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The provider looks while it is made, as if it had not seen that the core is wanted."""
+    monkeypatch.setattr(service_of(provider)._executor, "is_idle", lambda: True)
+    (lane,) = service_of(provider)._executor.executors[0]._lanes
+    product = lane.replica.product  # type: ignore[attr-defined]
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return product(*arguments)
+
+    monkeypatch.setattr(lane.replica, "product", slow)
+    connection = provider.connect()
+    rows = ring_rows(300)
+    for _ in range(3):
+        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+
+
+@pytest.mark.parametrize("event", ["stop", "revoke", "leave"])
+def test_an_end_is_noticed(patient: None, provider: Provider, event: str) -> None:
+    stream = RawStream(provider, "raw")
+    stream.send(*stream.request(1, ring_rows(1)))
+    assert stream.receive().kind is FrameType.REPLY
+    if event == "stop":
+        provider.server.stop()
+        stream.expect_error(0, WireCode.UNAVAILABLE)
+    elif event == "revoke":
+        revoke(provider.state, "raw")
+        stream.expect_error(0, WireCode.NOT_PERMITTED)
+    stream.close()
+    until(lambda: not service_of(provider)._sessions, "the end of the session")
+
+
+def test_a_tenant_that_closes_while_it_looks_ends(patient: None, provider: Provider) -> None:
+    connection = provider.connect()
+    assert_served(connection, provider.core)
+    began = time.monotonic()
+    connection.close()
+    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    assert time.monotonic() - began < TIMEOUT_S
