@@ -31,8 +31,6 @@ def _client(
     url: list[str] | None, identity: list[Path] | None, mask: str, verify: str | None, parameters: str | None
 ) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
-    from noise.registry import DEFAULT_MASK
-    from tenant_sdk.client import TenantClient
     from tenant_sdk.identity import read_endpoint
     from wire.errors import ConfigurationError
     from wire.transport.identity import load_identity
@@ -43,6 +41,11 @@ def _client(
     for folder in folders:
         load_identity(folder)  # first: a folder that is no identity is the likelier mistake than one without endpoint
     urls = url or [read_endpoint(folder) for folder in folders]
+
+    # torch and transformers take seconds to load, which the mistakes above need not wait for
+    from noise.registry import DEFAULT_MASK
+    from tenant_sdk.client import TenantClient
+
     options = {"parameters": parameters} if parameters else {}
     return TenantClient(
         urls if len(urls) > 1 else urls[0],

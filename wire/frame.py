@@ -15,6 +15,10 @@ from enum import IntEnum
 
 import torch
 
+from wire.call import Arithmetic as Arithmetic
+from wire.call import Call as Call
+from wire.call import Direction as Direction
+from wire.call import Purpose as Purpose
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
 from wire.expand import PACKED_BYTES, Rows, SeededRows
 from wire.limits import CHUNK_BYTES
@@ -44,39 +48,8 @@ class FrameType(IntEnum):
     CANCEL = 6
 
 
-class Direction(IntEnum):
-    """Through the layer, or back through its transpose."""
-
-    FORWARD = 0
-    BACKWARD = 1
-
-
-class Arithmetic(IntEnum):
-    """RING: int32 rows times int8 weights mod 2^32. FLOAT: float32 rows times native or dequantised weights."""
-
-    RING = 0
-    FLOAT = 1
-
-
-class Purpose(IntEnum):
-    """PRODUCT: with bias where the arithmetic adds one. EFFECT: bias-free. HINT: ring only, rows from a seed."""
-
-    PRODUCT = 0
-    EFFECT = 1
-    HINT = 2
-
-
+_NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 DTYPES = {Arithmetic.RING: torch.int32, Arithmetic.FLOAT: torch.float32}
-
-
-@dataclass(frozen=True)
-class Call:
-    """Which product a request asks for: the unit of batching, masks and checks."""
-
-    group: int
-    direction: Direction
-    arithmetic: Arithmetic
-    purpose: Purpose = Purpose.PRODUCT
 
 
 @dataclass(slots=True)
@@ -93,7 +66,7 @@ class Header:
 
     kind: FrameType
     request_id: int = 0
-    call: Call = Call(0, Direction.FORWARD, Arithmetic.RING)
+    call: Call = _NO_CALL
     rows: int = 0
     cols: int = 0
     offset: int = 0

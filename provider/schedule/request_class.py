@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from wire.frame import Call, Direction, Purpose
+from wire.call import Call, Direction, Purpose
 
 DECODE_ROWS = 16
 """Forward requests of at most so many rows count as decode; larger ones are prefill, or fine-tuning of a tenant that

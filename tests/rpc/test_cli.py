@@ -180,10 +180,20 @@ def test_what_typer_refuses_is_usage_and_exit_code_2(arguments: list[str]) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_help_does_not_import_torch() -> None:
-    code = "import sys; from provider.cli import app; assert not {'torch', 'grpc', 'transformers'} & set(sys.modules)"
+def test_the_registrys_commands_do_not_wait_for_torch(tmp_path: Path) -> None:
+    """It takes seconds to load, and only who computes needs it."""
+    state = ["--state", str(tmp_path / "state")]
+    commands = [["enroll", "acme", "--out", str(tmp_path / "acme")], ["tenants"], ["usage"], ["revoke", "acme"]]
+    code = f"""
+import sys
+from provider.cli import app
+for command in {commands}:
+    app([*command, *{state}], standalone_mode=False)
+assert not {{'torch', 'grpc', 'transformers'}} & set(sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
+    assert "revoked 1 certificate of acme" in done.stdout
 
 
 def test_stopping_while_it_loads(model: Path, tmp_path: Path) -> None:

@@ -246,6 +246,21 @@ def test_an_error_in_a_shell_is_one_line(enrolled: Path, tmp_path: Path) -> None
     assert "line 2" in line
 
 
+def test_a_mistake_in_a_shell_does_not_wait_for_torch() -> None:
+    code = """
+import sys
+from tenant_sdk import cli
+sys.argv = ["tenant", "generate", "x", "--identity", "nowhere"]
+try:
+    cli.main()
+finally:
+    assert not {'torch', 'grpc', 'transformers'} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("tenant: nowhere is not an identity")
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
