@@ -19,7 +19,7 @@ from pydantic_settings import (
 
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
 from wire.errors import ConfigurationError
-from wire.transport.busy_poll import MOST_S
+from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX, SHARD_ENV_PREFIX = "VEILBASE_PROVIDER_", "VEILBASE_SHARD_"
 DEFAULT_STATE = Path("~/.veilbase/provider")
@@ -112,7 +112,7 @@ class ProviderSettings(_Settings):
     batching: Literal["opportunistic", "none", "lockstep"] = "opportunistic"
     slo_ms: float | None = Field(default=None, gt=0, le=60_000)
     max_wait_ms: float = Field(default=20.0, ge=0, le=60_000)
-    busy_poll_ms: float = Field(default=1000 * MOST_S, ge=0, le=100)
+    busy_poll_ms: float = Field(default=1000 * MOST_S, ge=0, le=1000 * LONGEST_S)
     drain_s: float = Field(default=10.0, ge=0, le=3600)
     metrics_port: int | None = Field(default=None, ge=0, le=65_535)
     health_port: int | None = Field(default=None, ge=0, le=65_535)
@@ -161,7 +161,7 @@ class ProviderSettings(_Settings):
             raise ConfigurationError("--max-wait-ms says nothing with --batching none, where no request waits")
         if not self.tls and self.tensor_port not in (0, "none"):
             raise ConfigurationError("the tensor port speaks TLS only: add --tls, or leave --tensor-port out")
-        if not is_default("busy_poll_ms") and (not self.tls or self.tensor_port == "none"):
+        if self.busy_poll_ms and not is_default("busy_poll_ms") and (not self.tls or self.tensor_port == "none"):
             raise ConfigurationError("--busy-poll-ms is of the tensor port, which there is none of here")
         ports = [
             one

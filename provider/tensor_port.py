@@ -193,7 +193,7 @@ class _Carrier:
     def __init__(self, session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
         self._session, self._connection, self._busy_poll = session, connection, busy_poll
         self._is_reading = True
-        self._has_news = self._is_waiting = False
+        self._has_news = self._is_waiting = self._has_replied = False
         self._wake_end, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._poll = select.poll()
@@ -233,6 +233,7 @@ class _Carrier:
             if message is None:
                 return not self._session.is_over
             self._connection.send(message)
+            self._has_replied |= message[0] == FrameType.REPLY
         return True
 
     def _wait(self) -> int:
@@ -240,8 +241,9 @@ class _Carrier:
         must_send = self._connection.has_unsent
         wanted = (select.POLLIN if self._is_reading else 0) | (select.POLLOUT if must_send else 0)
         self._poll.register(self._connection, wanted)
-        if not must_send:  # who waits for the peer to read may wait long
-            self._busy_poll.look(self._is_wanted, self._connection.last_bytes)
+        # who waits for the peer to read may wait long, and who was sent no reply does not decode, whatever it sends
+        self._busy_poll.look(self._is_wanted, self._has_replied and not must_send and self._connection.took_little)
+        self._has_replied = False
         self._is_waiting = True
         ready = dict(self._poll.poll(0 if self._has_news and not must_send else None))
         self._is_waiting = False

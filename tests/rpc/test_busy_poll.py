@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-import provider.service
+import provider.service as provider_service
 from provider.tenants import revoke
 from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
+from tests.rpc.links import TIMEOUT_S, connect
 from tests.rpc.test_hostile_tenant import QUICK_S, service_of, until
-from tests.rpc.test_stream import CALL, RawStream, ask, assert_served, ring_rows
+from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
+from tests.rpc.test_tensor_port import hear
+from wire import frame
 from wire.errors import WireCode
-from wire.frame import FrameType
+from wire.frame import FrameType, Header
 from wire.transport import busy_poll, tls_socket
 from wire.transport.busy_poll import BusyPoll
 
@@ -26,34 +29,25 @@ class Patient(BusyPoll):
     """Looks before its first wait, too."""
 
     looks = 0
+    """That were asked for."""
 
     def __init__(self, most_s: float = ENDLESS_S, may_look: Callable[[], bool] = lambda: True) -> None:
         super().__init__(ENDLESS_S, may_look)
         self._was_short = True
 
-    def look(self, has_come: Callable[[], object], last_bytes: int) -> None:
-        Patient.looks += 1
-        super().look(has_come, last_bytes)
-
-
-class Everybody:
-    """In place of the lock, since both ends are in this process here."""
-
-    def acquire(self, blocking: bool) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
+    def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
+        busy_poll._looks_until_s = 0.0  # both ends are in this process here, and both are to look
+        Patient.looks += is_likely
+        super().look(has_come, is_likely)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes before `provider`."""
     monkeypatch.setattr(busy_poll, "is_worthwhile", lambda: True)
-    monkeypatch.setattr(busy_poll, "_one_at_a_time", Everybody())
     monkeypatch.setattr(tls_socket, "BusyPoll", Patient)
-    monkeypatch.setattr(provider.service, "BusyPoll", Patient)
-    monkeypatch.setattr(provider.service, "SWEEP_S", QUICK_S)
+    monkeypatch.setattr(provider_service, "BusyPoll", Patient)
+    monkeypatch.setattr(provider_service, "SWEEP_S", QUICK_S)
     monkeypatch.setattr(Patient, "looks", 0)
 
 
@@ -82,6 +76,42 @@ def test_a_reply_that_another_thread_made_is_sent(
     rows = ring_rows(300)
     for _ in range(3):
         assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_is_sent_no_reply_is_not_looked_at(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Or messages that cost their sender nothing would keep a core busy; nor do single bytes of a record."""
+    waits: list[bool] = []
+
+    class Noted(BusyPoll):
+        def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
+            waits.append(is_likely)
+
+    monkeypatch.setattr(provider_service, "BusyPoll", Noted)
+    connection = connect(provider, "idle")
+    connection.send(frame.hello(FrameType.HELLO))
+    assert hear(connection).kind is FrameType.WELCOME
+    cancel = Header(FrameType.CANCEL, 7).pack()
+    if not whole:
+        connection._tls.write(struct.pack("<I", len(cancel)) + cancel)
+    record = connection._outgoing.read()
+    for number in range(20):
+        seen = len(waits)
+        if whole:
+            connection.send(cancel)
+        else:
+            connection._plain.sendall(record[number : number + 1])
+        until(lambda seen=seen: len(waits) > seen, "the next wait")  # type: ignore[misc]
+    assert not any(waits)
+    if whole:
+        rows = ring_rows(1)
+        request = Header(FrameType.REQUEST, 1, CALL, 1, COLS, 0, 4 * COLS, 30_000)
+        connection.send(request.pack() + bytes(frame.tensor_bytes(rows)))
+        assert hear(connection).kind is FrameType.REPLY
+        until(lambda: any(waits), "a wait after a reply")
+    connection.release()
 
 
 @pytest.mark.parametrize("event", ["stop", "revoke", "leave"])

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import time
+from pathlib import Path
 
 import pytest
 
+from wire.errors import ConfigurationError
 from wire.transport import busy_poll
-from wire.transport.busy_poll import SMALL_BYTES, BusyPoll
+from wire.transport.busy_poll import LONGEST_S, MOST_S, VARIABLE, BusyPoll, is_worthwhile, tenants_most_s
 
 TIMEOUT_S = 20.0
+STEP_S = 0.0001
+
+
+class Clock:
+    """Each look at it takes a moment."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        self.now_s += STEP_S
+        return self.now_s
 
 
 @pytest.fixture(autouse=True)
-def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(busy_poll, "perf_counter", made)
     monkeypatch.setattr(busy_poll, "is_worthwhile", lambda: True)
+    monkeypatch.setattr(busy_poll, "_looks_until_s", 0.0)
+    return made
 
 
 class Looks:
@@ -29,47 +47,49 @@ class Looks:
         return self.number >= self.until
 
 
-def after_a_short_wait(most_s: float = 60.0) -> BusyPoll:
+def after_a_short_wait(most_s: float = MOST_S) -> BusyPoll:
     poll = BusyPoll(most_s)
-    poll.look(lambda: True, 0)
+    poll.look(lambda: True, True)
     poll.woke()
     return poll
 
 
-def looks_of(poll: BusyPoll, until: int = 5, last_bytes: int = 100) -> int:
+def looks_of(poll: BusyPoll, until: int = 5, is_likely: bool = True) -> int:
     looks = Looks(until)
-    poll.look(looks, last_bytes)
+    poll.look(looks, is_likely)
     return looks.number
 
 
 def test_the_first_wait_is_sleep() -> None:
-    assert looks_of(BusyPoll(60.0)) == 0
+    assert looks_of(BusyPoll()) == 0
 
 
 def test_after_a_short_wait_it_looks_until_something_comes() -> None:
     assert looks_of(after_a_short_wait()) == 5
 
 
-def test_after_a_long_wait_it_sleeps_at_once_until_one_is_short_again() -> None:
-    poll = after_a_short_wait(most_s=0.05)
-    poll.look(lambda: True, 0)
-    time.sleep(0.1)
+def test_after_a_long_wait_it_sleeps_at_once_until_one_is_short_again(clock: Clock) -> None:
+    poll = after_a_short_wait()
+    poll.look(lambda: True, True)
+    clock.now_s += 2 * MOST_S
     poll.woke()
     assert looks_of(poll) == 0
     poll.woke()
-    assert looks_of(poll) > 0
+    assert looks_of(poll) == 5
 
 
-def test_it_stops_when_the_time_is_over() -> None:
-    poll = after_a_short_wait(most_s=0.05)
-    began = time.monotonic()
-    poll.look(lambda: False, 0)
-    assert time.monotonic() - began >= 0.05
+def test_it_stops_when_the_time_is_over(clock: Clock) -> None:
+    poll = after_a_short_wait()
+    began_s = clock.now_s
+    assert 1 < looks_of(poll, until=10_000) < MOST_S / STEP_S
+    assert MOST_S <= clock.now_s - began_s < MOST_S + 5 * STEP_S
 
 
-def test_after_a_large_message_it_sleeps() -> None:
-    assert looks_of(after_a_short_wait(), last_bytes=SMALL_BYTES + 1) == 0
-    assert looks_of(after_a_short_wait(), last_bytes=SMALL_BYTES) == 5
+def test_what_is_unlikely_is_not_waited_for() -> None:
+    poll = after_a_short_wait()
+    assert looks_of(poll, is_likely=False) == 0
+    poll.woke()
+    assert looks_of(poll) == 5
 
 
 def test_zero_never_looks() -> None:
@@ -77,11 +97,11 @@ def test_zero_never_looks() -> None:
 
 
 def test_a_core_that_is_wanted_is_left() -> None:
-    answers = iter([True, True, False])
-    poll = BusyPoll(60.0, lambda: next(answers))
+    answers = iter([True, True, True, False])
+    poll = BusyPoll(MOST_S, lambda: next(answers))
+    assert looks_of(poll, until=1) == 0
     poll.woke()
-    poll._was_short = True
-    assert looks_of(poll, until=1000) == 2
+    assert looks_of(poll, until=1000) == 3
 
 
 def test_one_thread_of_a_process_looks() -> None:
@@ -89,16 +109,17 @@ def test_one_thread_of_a_process_looks() -> None:
 
     def has_come() -> bool:
         is_looking.set()
-        return go_on.is_set()
+        return go_on.wait(TIMEOUT_S)
 
     first, second = after_a_short_wait(), after_a_short_wait()
-    thread = threading.Thread(target=first.look, args=(has_come, 0))
+    thread = threading.Thread(target=first.look, args=(has_come, True))
     thread.start()
     assert is_looking.wait(TIMEOUT_S)
     assert looks_of(second) == 0
     go_on.set()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
+    second.woke()
     assert looks_of(second) == 5
 
 
@@ -107,13 +128,53 @@ def test_a_look_that_fails_lets_the_next_one_look() -> None:
         raise OSError
 
     with pytest.raises(OSError):
-        after_a_short_wait().look(broken, 0)
+        after_a_short_wait().look(broken, True)
     assert looks_of(after_a_short_wait()) == 5
 
 
-def test_one_core_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(busy_poll.os, "sched_getaffinity", lambda pid: {0})
-    assert looks_of(after_a_short_wait()) == 0
-    monkeypatch.setattr(busy_poll.os, "sched_getaffinity", lambda pid: {0, 1})
+def test_a_look_that_was_never_ended_is_over_in_time(clock: Clock) -> None:
+    """A child of a process that looked, or a thread that was interrupted at the worst moment."""
+    poll = after_a_short_wait()
+    busy_poll._looks_until_s = clock.now_s + MOST_S
+    assert looks_of(poll) == 0
+    clock.now_s += MOST_S
+    poll.woke()
     assert looks_of(after_a_short_wait()) == 5
+
+
+@pytest.mark.parametrize(
+    ("cores", "cpu_max", "expected"),
+    [
+        ({0}, None, False),
+        ({0, 1}, None, True),
+        ({0, 1}, "max 100000\n", True),
+        ({0, 1}, "200000 100000\n", True),
+        ({0, 1}, "199999 100000\n", False),
+        ({0}, "max 100000\n", False),
+        ({0, 1}, "rubbish", True),
+    ],
+)
+def test_less_than_two_cores_are_not_enough(
+    cores: set[int], cpu_max: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cpu.max"
+    if cpu_max is not None:
+        path.write_text(cpu_max)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(busy_poll, "_CPU_MAX", path)
+    assert is_worthwhile() == expected
+    monkeypatch.setattr(busy_poll, "is_worthwhile", is_worthwhile)
+    assert looks_of(after_a_short_wait()) == (5 if expected else 0)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("", MOST_S), ("0", 0.0), (" 1.5 ", 0.0015), ("10", LONGEST_S)])
+def test_a_tenant_chooses(text: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    assert tenants_most_s() == expected
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "10.1", "nan", "inf"])
+def test_what_is_no_such_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ConfigurationError, match=VARIABLE):
+        tenants_most_s()

@@ -6,6 +6,7 @@ import socket
 import ssl
 
 from wire.errors import MalformedFrame, Unavailable
+from wire.transport.busy_poll import tenants_most_s
 from wire.transport.identity import TlsIdentity
 from wire.transport.tls_socket import MessageSocket, client_context, handshake
 
@@ -22,11 +23,13 @@ def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
         identity: the tenant's.
 
     Raises:
+        ConfigurationError: see `wire.transport.busy_poll.tenants_most_s`.
         OSError: nobody answers there, or not who is meant (`ssl.SSLError`).
     """
+    busy_poll_s = tenants_most_s()
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
     plain = socket.create_connection((host, port), _CONNECT_TIMEOUT_S)
-    return TensorStream(handshake(plain, context, host))
+    return TensorStream(handshake(plain, context, host, busy_poll_s))
 
 
 class TensorStream:

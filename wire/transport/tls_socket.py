@@ -29,7 +29,7 @@ from typing import cast
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.frame import unwritten
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
-from wire.transport.busy_poll import BusyPoll
+from wire.transport.busy_poll import SMALL_BYTES, BusyPoll
 
 ALPN = "veilbase/1"
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -88,13 +88,16 @@ def _context(protocol: int, ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> s
     return context
 
 
-def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | None = None) -> MessageSocket:
+def handshake(
+    plain: socket.socket, context: ssl.SSLContext, server_name: str | None = None, busy_poll_s: float = 0.0
+) -> MessageSocket:
     """Makes a connected socket one that carries messages; closes it where that fails.
 
     Args:
         plain: connected; nobody else's from now on.
         context: of this end.
         server_name: the host that the tenant means; None at the provider's end.
+        busy_poll_s: how long `MessageSocket.wait` looks for a reply before it sleeps.
 
     Raises:
         OSError: TLS was refused (`ssl.SSLError`), took too long, or the connection broke.
@@ -115,7 +118,7 @@ def handshake(plain: socket.socket, context: ssl.SSLContext, server_name: str | 
                 _send_all(plain, outgoing.read(), give_up_at)  # an alert, where it failed
         if tls.selected_alpn_protocol() != ALPN:
             raise ssl.SSLError("the peer speaks another protocol")
-        return MessageSocket(plain, tls, incoming, outgoing)
+        return MessageSocket(plain, tls, incoming, outgoing, busy_poll_s)
     except BaseException:
         plain.close()
         raise
@@ -161,7 +164,12 @@ class MessageSocket:
     """A connection after its handshake; `next_message` comes before `wait`."""
 
     def __init__(
-        self, plain: socket.socket, tls: ssl.SSLObject, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
+        self,
+        plain: socket.socket,
+        tls: ssl.SSLObject,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        busy_poll_s: float = 0.0,
     ) -> None:
         """Args: as `handshake` leaves them; nobody else's from now on."""
         plain.setblocking(True)  # who only waits for messages does so in one call; all else says MSG_DONTWAIT
@@ -182,10 +190,12 @@ class MessageSocket:
         self._body: memoryview | None = None
         self._filled = 0
         self._messages: deque[bytes | memoryview] = deque()
-        self._busy_poll, self._readable = BusyPoll(), select.poll()
+        self._busy_poll, self._readable = BusyPoll(busy_poll_s), select.poll()
         self._readable.register(plain, select.POLLIN)
-        self.last_bytes = 0
-        """Size of the message that was received last."""
+        self._has_sent = False
+        """Since the last wait; who was asked nothing is not worth looking at, whatever comes from there."""
+        self.took_little = True
+        """Whether the message that was taken last is small."""
         with contextlib.suppress(EOFError, MalformedFrame):  # `receive` says so again, after what came before
             self._read_all()  # what came with the end of the handshake
 
@@ -207,6 +217,7 @@ class MessageSocket:
             OSError: the connection is broken or closed.
         """
         self._unsent.append(message)
+        self._has_sent = True
         self.flush()
 
     @property
@@ -255,7 +266,7 @@ class MessageSocket:
         if not self._messages:
             return None
         message = self._messages.popleft()
-        self.last_bytes = len(message)
+        self.took_little = len(message) <= SMALL_BYTES
         return message
 
     def wait(self) -> None:
@@ -268,8 +279,10 @@ class MessageSocket:
         """
         if self._is_closed:
             raise ConnectionError("the connection was closed")
+        self._check_process()
         if self._has_ended or not self.has_unsent:
-            self._busy_poll.look(self._is_readable, self.last_bytes)
+            is_likely, self._has_sent = self._has_sent and self.took_little, False
+            self._busy_poll.look(self._is_readable, is_likely)
             self.receive(0)
             self._busy_poll.woke()
             return
