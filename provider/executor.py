@@ -18,6 +18,7 @@ from wire.errors import InvalidTensor, UnknownLayer
 from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose, check_rows
 from wire.manifest import GroupInfo
+from wire.memory import unwritten_tensor
 
 if TYPE_CHECKING:
     from provider.weights import ServedModel
@@ -115,8 +116,10 @@ def together(
     product: Callable[[Call, Rows], torch.Tensor], call: Call, parts: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """`products` by whoever makes one product: rows are put together, and replies taken apart, by copies."""
-    replies = product(call, torch.cat(list(parts)))
-    return [reply.clone() for reply in replies.split([rows.shape[0] for rows in parts])]
+    counts = [rows.shape[0] for rows in parts]
+    stacked = unwritten_tensor(sum(counts), parts[0].shape[1], parts[0].dtype)
+    replies = product(call, torch.cat(list(parts), out=stacked)).split(counts)
+    return [unwritten_tensor(reply.shape[0], reply.shape[1], reply.dtype).copy_(reply) for reply in replies]
 
 
 def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
@@ -156,9 +159,9 @@ def all_finite(rows: torch.Tensor) -> bool:
 def _float_forward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
     weight = group.quantised if group.native is None else group.native
     if weight.dtype == torch.float32:
-        return rows @ weight
+        return torch.matmul(rows, weight, out=unwritten_tensor(rows.shape[0], weight.shape[1], torch.float32))
     step = _block_columns(weight)
-    reply = torch.empty(rows.shape[0], weight.shape[1])
+    reply = unwritten_tensor(rows.shape[0], weight.shape[1], torch.float32)
     for start in range(0, weight.shape[1], step):
         columns = slice(start, start + step)
         torch.matmul(rows, weight[:, columns].to(torch.float32), out=reply[:, columns])
@@ -170,9 +173,9 @@ def _float_backward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
     if weight is None:
         weight, rows = group.quantised, rows * group.alpha
     if weight.dtype == torch.float32:
-        return rows @ weight.t()
+        return torch.matmul(rows, weight.t(), out=unwritten_tensor(rows.shape[0], weight.shape[0], torch.float32))
     step = _block_columns(weight)
-    reply = torch.zeros(rows.shape[0], weight.shape[0])
+    reply = unwritten_tensor(rows.shape[0], weight.shape[0], torch.float32).zero_()
     for start in range(0, weight.shape[1], step):
         columns = slice(start, start + step)
         reply.addmm_(rows[:, columns], weight[:, columns].to(torch.float32).t())

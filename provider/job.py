@@ -13,6 +13,7 @@ from provider.schedule.ticket import Piece, Ticket
 from wire.errors import VeilbaseError
 from wire.expand import Rows, SeededRows, count_rows
 from wire.frame import Call
+from wire.memory import unwritten_tensor
 
 Outcome = torch.Tensor | VeilbaseError
 Completed = Callable[[str, Call, Rows, torch.Tensor | None], None]
@@ -57,7 +58,7 @@ class Job:
             if self.rows is None:
                 return None  # it has ended
             if self.reply is None:
-                self.reply = torch.empty(self.ticket.num_rows, part.shape[1], dtype=part.dtype)
+                self.reply = unwritten_tensor(self.ticket.num_rows, part.shape[1], part.dtype)
             reply = self.reply
         reply[piece.first_row : piece.first_row + piece.num_rows] = part
         with self._lock:

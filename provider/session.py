@@ -128,7 +128,8 @@ class Session:
         self._held_bytes = 0
         self._highest_id = 0
         self._output: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._replies: deque[tuple[_Request, Iterator[bytes]]] = deque()  # only who takes frames looks at it
+        self._replies: deque[tuple[_Request, Iterator[bytes | memoryview]]] = deque()
+        """Large replies that are being sent; only who takes frames looks at them."""
         self._greeted = self._input_ended = self._closed = self._over = False
         self._draining = False
         now = time.monotonic()
@@ -338,7 +339,7 @@ class Session:
         """Whether `next_frame` will never return another frame."""
         return self._over
 
-    def next_frame(self) -> bytes | None:
+    def next_frame(self) -> bytes | memoryview | None:
         """What to send next, or None where there is nothing now; for one thread at a time.
 
         Large replies take turns, a chunk each. `notify` is called when there may be something again.
@@ -374,7 +375,7 @@ class Session:
         self._over = True
         self._replies.clear()
 
-    def _reply_frames(self, request: _Request) -> Iterator[bytes]:
+    def _reply_frames(self, request: _Request) -> Iterator[bytes | memoryview]:
         asked, reply = request.header, request.reply
         if reply is None:
             return  # cancelled or expired before its turn

@@ -31,7 +31,7 @@ def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
             wake.wait()
             wake.clear()
             while (message := session.next_frame()) is not None:
-                yield message
+                yield bytes(message)
     finally:
         session.stop_sending()
 

@@ -22,6 +22,7 @@ from wire.call import Purpose as Purpose
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
 from wire.expand import PACKED_BYTES, Rows, SeededRows
 from wire.limits import CHUNK_BYTES
+from wire.memory import unwritten
 
 PROTOCOL_VERSION = 1
 MAGIC = b"VEIL"
@@ -156,19 +157,17 @@ def tensor_bytes(rows: torch.Tensor) -> memoryview:
     return plain.contiguous().numpy().data.cast("B")
 
 
-def frames(header: Header, data: memoryview) -> Iterator[bytes]:
-    """The frames of one tensor, in order, each with at most CHUNK_BYTES of payload."""
+def frames(header: Header, data: memoryview) -> Iterator[bytes | memoryview]:
+    """The frames of one tensor, in order, each with at most CHUNK_BYTES of payload; gRPC wants them as `bytes`."""
     if len(data) <= CHUNK_BYTES:
         yield b"".join((header.pack(), data))
         return
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
-        yield b"".join((replace(header, offset=start).pack() if start else header.pack(), chunk))
-
-
-def unwritten(num_bytes: int) -> memoryview:
-    """Memory that is not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros."""
-    return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+        message = unwritten(HEADER_BYTES + len(chunk))
+        message[:HEADER_BYTES] = replace(header, offset=start).pack() if start else header.pack()
+        message[HEADER_BYTES:] = chunk
+        yield message
 
 
 class Assembler:

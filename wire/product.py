@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from wire.errors import InvalidTensor
+from wire.memory import unwritten_tensor
 from wire.threads import use_one_core
 
 _EXACT_FLOAT64_ROWS = 1 << 15
@@ -264,7 +265,7 @@ def _filled(buffer: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _empty_replies(parts: Sequence[torch.Tensor], m: int) -> list[torch.Tensor]:
-    return [torch.empty(rows.shape[0], m, dtype=torch.int32) for rows in parts]
+    return [unwritten_tensor(rows.shape[0], m, torch.int32) for rows in parts]
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:

@@ -159,7 +159,7 @@ class JoiningShard:
         size = reply.numel() * frame.ITEM_BYTES
         header = Header(FrameType.REPLY, asked.request_id, asked.call, reply.shape[0], reply.shape[1], 0, size)
         for message in frame.frames(header, frame.tensor_bytes(reply)):
-            self._outgoing.put(message)
+            self._outgoing.put(bytes(message))
 
     def _refuse(self, request_id: int, code: int) -> None:
         self._outgoing.put(Header(FrameType.ERROR, request_id, code=code).pack())

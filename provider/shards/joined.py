@@ -75,7 +75,7 @@ class JoinedShard:
             for message in frame.frames(
                 Header(FrameType.REQUEST, number, call, num_rows, cols, 0, len(payload)), payload
             ):
-                self._outgoing.put(message)
+                self._outgoing.put(bytes(message))
             road_s = _ROAD_S + (len(payload) + size) / _ROAD_BYTES_PER_S
             is_answered = self._answered.wait(road_s + product_limit_s(num_rows * cols * reply_cols))
             outcome, self._expected = self._outcome, None

@@ -11,7 +11,7 @@ import grpc
 class MessageStream(Protocol):
     """A stream of messages; `send` is safe under threads, `step` is called by one thread at a time."""
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """Queues a message and returns; what cannot leave yet leaves in later steps, or in `wait_to_send`."""
         ...
 
@@ -55,9 +55,9 @@ class GrpcStream:
         rpc = channel.stream_stream(method, request_serializer=None, response_deserializer=None)
         self._call = rpc(iter(self._outgoing.get, None), wait_for_ready=False)
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """See `MessageStream.send`."""
-        self._outgoing.put(message)
+        self._outgoing.put(bytes(message))
 
     @property
     def has_unsent(self) -> bool:

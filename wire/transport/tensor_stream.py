@@ -41,7 +41,7 @@ class TensorStream:
         self._end: Exception | None = None
         self._is_active = True
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """See `MessageStream.send`."""
         try:
             self._connection.send(message)

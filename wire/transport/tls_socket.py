@@ -27,8 +27,8 @@ from collections import deque
 from typing import cast
 
 from wire.errors import ForkedConnection, MalformedFrame
-from wire.frame import unwritten
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
+from wire.memory import unwritten
 from wire.transport.busy_poll import SMALL_BYTES, BusyPoll
 
 ALPN = "veilbase/1"
@@ -175,7 +175,7 @@ class MessageSocket:
         plain.setblocking(True)  # who only waits for messages does so in one call; all else says MSG_DONTWAIT
         self._plain, self._tls, self._incoming, self._outgoing = plain, tls, incoming, outgoing
         self._tls_lock, self._send_lock = threading.Lock(), threading.Lock()
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[bytes | memoryview] = deque()
         self._begun = self._cipher = _NOTHING
         """The rest of a large message, plain, and what has been encrypted of it."""
         self._end_lock = threading.Lock()
@@ -209,7 +209,7 @@ class MessageSocket:
 
     # ---- out --------------------------------------------------------------------------------------------------------
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         """Queues a message and sends what the connection takes at once; safe under threads.
 
         Raises:
