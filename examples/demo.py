@@ -24,7 +24,7 @@ from typing import Any
 HERE = Path(__file__).parent
 WORK = Path(os.environ.get("VEILBASE_DEMO_DIR") or os.path.relpath(HERE.parent / ".demo"))
 MODEL = "smollm2-135m"
-STEPS, ANSWER_TOKENS = 16, 20
+STEPS, ANSWER_TOKENS = 12, 20
 EXPLAINED = ("scheme", "assumption", "parameters", "bits", "protected", "visible", "verification")
 """Lines of `client.explain()` that are shown."""
 
@@ -116,7 +116,7 @@ def tenant(url: str) -> None:
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         result = client.finetune(
             HERE / "data/harborlight.jsonl", config, WORK / "adapter", max_steps=STEPS, batch_size=8,
-            learning_rate=3e-3, seed=0, resume=False,
+            learning_rate=5e-3, seed=0, resume=False,
         )  # fmt: skip
         loss_after = mean_loss(adapted_model(client, result.adapter_dir), rows, pad)
         after = [client.generate(question, result.adapter_dir, ANSWER_TOKENS) for question in questions]
