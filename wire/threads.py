@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
 
 _local = threading.local()
 
@@ -27,3 +33,47 @@ def use_one_core() -> None:
         ctypes.CDLL(str(library)).omp_set_num_threads(1)
     for library in folder.glob("libtorch_cpu.so"):  # torch has told MKL its own count, which OpenMP's does not change
         getattr(ctypes.CDLL(str(library)), "MKL_Set_Num_Threads_Local", int)(1)
+
+
+def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
+    """Runs `work` in the calling thread and in helpers, on one iterator: each item goes to one of them.
+
+    As many threads as torch uses in the calling one. A helper that is busy elsewhere is not waited for, and none spins
+    when it is done: OpenMP's do, on a core that a tenant on the same machine, or the thread that encrypts, could use.
+
+    Raises:
+        Whatever `work` raised, after all have ended.
+    """
+    queue = iter(items)  # of a sequence: next() is atomic
+    num_helpers = min(torch.get_num_threads(), len(items)) - 1
+    if num_helpers < 1:
+        work(queue)
+        return
+    helpers = [_executor().submit(work, queue) for _ in range(num_helpers)]
+    try:
+        work(queue)
+    finally:
+        failures = [helper.exception() for helper in helpers if not helper.cancel()]
+    for failure in failures:
+        if failure is not None:
+            raise failure
+
+
+_lock = threading.Lock()
+_made: ThreadPoolExecutor | None = None
+
+
+def _executor() -> ThreadPoolExecutor:
+    global _made
+    with _lock:
+        if _made is None:
+            _made = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="veilbase-products")
+        return _made
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _made
+    _lock, _made = threading.Lock(), None  # threads do not survive a fork
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vectors import load
+from wire import kernels as compiled
 from wire import product as kernels
 from wire import ring
 from wire.errors import InvalidTensor
@@ -22,6 +23,7 @@ from wire.errors import InvalidTensor
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 EXTREMES = torch.tensor([LOWEST, LOWEST + 1, -65536, -256, -255, -1, 0, 1, 255, 256, HIGHEST - 1, HIGHEST])
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+needs_compiled = pytest.mark.skipif(not compiled.available(), reason="no compiled kernels on this machine")
 needs_int_mm = pytest.mark.skipif(not kernels.int_mm_is_exact(), reason="this machine's _int_mm is not exact")
 
 
@@ -33,16 +35,32 @@ def by_many_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return kernels._many_by_limbs([rows], weight)[0]
 
 
+def by_compiled(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return kernels._by_compiled([rows], weight)[0]
+
+
 LIMBS = [kernels._product_by_limbs, by_many_limbs]
 ANYWHERE = [kernels._plain_product, kernels._product_by_int32, by_float64]
-KERNELS = [ring.product, *ANYWHERE, *(pytest.param(kernel, marks=needs_int_mm) for kernel in LIMBS)]
+KERNELS = [
+    ring.product,
+    *ANYWHERE,
+    pytest.param(by_compiled, marks=needs_compiled),
+    *(pytest.param(kernel, marks=needs_int_mm) for kernel in LIMBS),
+]
 
 
-@pytest.fixture(params=[pytest.param(True, marks=needs_int_mm, id="limbs"), pytest.param(False, id="no limbs")])
+@pytest.fixture(
+    params=[
+        pytest.param("limbs", marks=needs_int_mm),
+        pytest.param("compiled", marks=needs_compiled),
+        "neither",
+    ]
+)
 def is_fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether `_int_mm` is taken for fast: either choice, on any machine where it is exact."""
-    monkeypatch.setattr(kernels, "int_mm_is_fast", lambda: request.param)
-    return bool(request.param)
+    """Whether `_int_mm` is taken for fast, and else whether there are compiled kernels: each, where it can be."""
+    monkeypatch.setattr(kernels, "int_mm_is_fast", lambda: request.param == "limbs")
+    monkeypatch.setattr(compiled, "available", lambda: request.param == "compiled")
+    return bool(request.param == "limbs")
 
 
 def in_new_thread(work: Callable[[], bool]) -> bool:
@@ -109,6 +127,8 @@ def test_equals_big_integers(num_rows: int, d: int, m: int, seed: int, row_layou
     if num_rows and d > 1 and m > 1 and kernels.int_mm_is_exact():  # the shapes for which `product` takes it
         for kernel in LIMBS:
             assert torch.equal(kernel(rows, weight), expected)
+    if compiled.available() and compiled.suits(weight):
+        assert torch.equal(by_compiled(rows, weight), expected)
     assert torch.equal(rows, before)
 
 
@@ -181,6 +201,7 @@ def missing(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kernel", [saturating, missing])
 def test_falls_back_where_the_private_kernel_is_wrong(kernel: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_int_mm", kernel)
+    monkeypatch.setattr(compiled, "available", lambda: False)
     assert not kernels.int_mm_is_exact()
     assert not kernels.int_mm_is_fast()
     rows, weight = draw(3, 20, 6, seed=3)
@@ -297,6 +318,8 @@ def test_nothing_times_nothing_is_zero() -> None:
 @pytest.mark.parametrize(
     ("is_fast", "num_threads", "num_rows", "m", "chosen"),
     [
+        ("compiled", 1, 1, 8, "_by_compiled"),
+        ("compiled", 2, 512, 1, "_by_compiled"),
         (True, 1, 1, 8, "_few_by_limbs"),
         (True, 2, 4, 8, "_few_by_limbs"),
         (True, 2, 5, 8, "_many_by_limbs"),
@@ -310,9 +333,10 @@ def test_nothing_times_nothing_is_zero() -> None:
     ],
 )
 def test_the_choice(
-    is_fast: bool, num_threads: int, num_rows: int, m: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+    is_fast: bool | str, num_threads: int, num_rows: int, m: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "int_mm_is_fast", lambda: is_fast)
+    monkeypatch.setattr(kernels, "int_mm_is_fast", lambda: is_fast is True)
+    monkeypatch.setattr(compiled, "available", lambda: is_fast == "compiled")
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     weight = torch.zeros(8, m, dtype=torch.int8)
     assert kernels._kernel(num_rows, weight) is getattr(kernels, chosen)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from wire.threads import use_one_core
+from wire import threads
+from wire.threads import share, use_one_core
 
 TORCH_CPU = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 HAS_GOMP = bool(list(TORCH_CPU.parent.glob("libgomp*.so*")))
@@ -49,3 +53,97 @@ def test_only_the_thread_that_asks_is_alone() -> None:
     assert seen == [(1, min(1, before[1]))]
     assert counts() == before
     assert before[0] == 2
+
+
+def taking(taken: list[tuple[int, str]], meet: threading.Barrier | None = None) -> Callable[[Iterator[int]], None]:
+    """Work that notes each item and who took it; with a barrier, only when so many threads have one."""
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            taken.append((item, threading.current_thread().name))
+            if meet is not None:
+                meet.wait(30)
+
+    return work
+
+
+def test_each_item_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        for num_items in (0, 1, 2, 100):
+            taken: list[tuple[int, str]] = []
+            share(taking(taken), list(range(num_items)))
+            assert sorted(item for item, _ in taken) == list(range(num_items))
+
+
+def test_helpers_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    taken: list[tuple[int, str]] = []
+    share(taking(taken, threading.Barrier(2)), [0, 1])
+    assert len({name for _, name in taken}) == 2
+
+
+def test_one_thread_works_in_the_callers() -> None:
+    names: list[str] = []
+
+    def run() -> None:
+        use_one_core()
+        taken: list[tuple[int, str]] = []
+        share(taking(taken), [0, 1, 2])
+        names.extend(name for _, name in taken)
+
+    thread = threading.Thread(target=run, name="caller")
+    thread.start()
+    thread.join()
+    assert names == ["caller"] * 3
+
+
+def test_a_busy_helper_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    release, busy = threading.Event(), []
+    for _ in range(os.cpu_count() or 1):
+        busy.append(threads._executor().submit(release.wait, 30))
+    try:
+        taken: list[tuple[int, str]] = []
+        share(taking(taken), [0, 1, 2])
+        assert [name for _, name in taken] == [threading.current_thread().name] * 3
+    finally:
+        release.set()
+    assert all(each.result() for each in busy)
+
+
+def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    meet = threading.Barrier(2)
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            meet.wait(30)
+            if item:
+                raise ValueError("the second")
+
+    with pytest.raises(ValueError, match="the second"):
+        share(work, [0, 1])
+
+
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    code = """
+import os, threading, torch
+from wire.threads import share
+torch.set_num_threads(2)
+def both():
+    meet, names = threading.Barrier(2), set()
+    def work(items):
+        for _ in items:
+            meet.wait(30)
+            names.add(threading.current_thread().name)
+    share(work, [0, 1])
+    return len(names)
+assert both() == 2
+child = os.fork()
+if not child:
+    os._exit(0 if both() == 2 else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "0\n", done.stderr[-500:]

@@ -1,0 +1,185 @@
+"""The compiled kernels: there where they can be, exact in pieces and threads, and inside the memory they are given."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from wire import kernels
+from wire import product as plain
+from wire.errors import InvalidTensor
+
+CPU_FLAGS = Path("/proc/cpuinfo")
+HAS_AVX2 = platform.machine() == "x86_64" and CPU_FLAGS.exists() and " avx2 " in CPU_FLAGS.read_text()
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+
+
+def draw(num_rows: int, d: int, m: int, is_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_rows * d + m)
+    rows = torch.randint(-(2**31), 2**31, (num_rows, d), generator=generator).to(torch.int32)
+    weight = torch.randint(-128, 128, (d, m), generator=generator).to(torch.int8)
+    return rows, weight.t().contiguous().t() if is_transposed else weight
+
+
+def product(parts: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    replies = [torch.empty(part.shape[0], weight.shape[1], dtype=torch.int32) for part in parts]
+    kernels.products(parts, weight, replies)
+    return torch.cat(replies)
+
+
+@pytest.mark.skipif(not HAS_AVX2, reason="this processor has no AVX2")
+def test_setting_up_has_built_them() -> None:
+    assert kernels.LIBRARY.is_file()
+    assert kernels.available()
+
+
+def test_they_can_be_left_out() -> None:
+    code = "from wire import kernels, product; import torch; print(kernels.available(), \
+product.product(torch.full((1, 2), 7, dtype=torch.int32), torch.full((2, 1), -3, dtype=torch.int8)).item())"
+    environment = os.environ | {"VEILBASE_KERNELS": "none"}
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout == (
+        b"False -42\n"
+    )
+
+
+def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_kernels.so")
+    assert kernels._library.__wrapped__() is None
+    kernels.LIBRARY.write_bytes(b"\x7fELF")
+    assert kernels._library.__wrapped__() is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("m", [1, 7, 8, 9, 15, 16, 17, 24, 25, 33, 511, 512, 513, 1025])
+@pytest.mark.parametrize("d", [1, 2, 7, 8, 9, 15, 16, 17, 33, 1023, 1024, 1025])
+def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
+    for num_rows in (1, 2, 3, 4, 47, 49):
+        rows, weight = draw(num_rows, d, m, is_transposed)
+        assert torch.equal(product([rows], weight), plain._plain_product(rows, weight)), num_rows
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("sizes", [[512], [1, 511], [200, 0, 300, 1], [40], [5, 30]])
+def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(kernels, "_SHARED_WORK", 0)
+    rows, weight = draw(sum(sizes), 70, 800, is_transposed)
+    assert len(kernels._pieces(sum(sizes), 70, 800)) > 2
+    for _ in range(20):
+        assert torch.equal(product(list(rows.split(sizes)), weight), plain._plain_product(rows, weight))
+
+
+@needs_kernels
+def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SHARED_WORK", 0)
+    for num_threads in (1, 2, 3, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        for num_rows, m in [(1, 1), (1, 3000), (95, 257), (96, 1), (97, 5), (5000, 5000), (0, 9)]:
+            seen = torch.zeros(num_rows, m, dtype=torch.int8)
+            for first_row, last_row, first_column, last_column in kernels._pieces(num_rows, 8, m):
+                assert 0 <= first_row <= last_row <= num_rows
+                assert 0 <= first_column <= last_column <= m
+                seen[first_row:last_row, first_column:last_column] += 1
+            assert bool((seen == 1).all()), (num_threads, num_rows, m)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 50])
+def test_rows_and_weights_that_are_parts_of_larger_ones(num_rows: int) -> None:
+    rows, weight = draw(num_rows, 100, 90)
+    expected = plain._plain_product(rows[:, 7:40], weight[7:40, 3:80])
+    assert torch.equal(product([rows[:, 7:40]], weight[7:40, 3:80]), expected)
+    across = weight.t().contiguous().t()
+    assert torch.equal(product([rows[:, 7:40]], across[7:40, 3:80]), expected)
+    assert torch.equal(product([rows.t().contiguous().t()[:, 7:40]], weight[7:40, 3:80]), expected)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("rows", "weight", "reply"),
+    [
+        (zeros(2, 3, dtype=torch.float32), zeros(3, 2, dtype=torch.int8), zeros(2, 2)),
+        (zeros(2, 4), zeros(3, 2, dtype=torch.int8), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.uint8), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 1)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 2, dtype=torch.float32)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 4)[:, ::2]),
+        (zeros(2, 3), zeros(6, 4, dtype=torch.int8)[::2, ::2], zeros(2, 2)),
+        (zeros(2, 3, device="meta"), zeros(3, 2, dtype=torch.int8), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8, device="meta"), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 2, device="meta")),
+    ],
+)
+def test_refuses_what_the_compiled_code_would_not_notice(
+    rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor
+) -> None:
+    with pytest.raises(InvalidTensor):
+        kernels.products([rows], weight, [reply])
+
+
+GUARDED = """
+import ctypes, mmap, torch
+from wire import kernels
+from wire.product import _plain_product
+libc = ctypes.CDLL(None, use_errno=True)
+PAGE = mmap.PAGESIZE
+
+def guarded(tensor):
+    '''A copy that ends where memory ends.'''
+    size = -(-tensor.numel() * tensor.itemsize // PAGE) * PAGE
+    area = mmap.mmap(-1, size + PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    assert libc.mprotect(ctypes.c_void_p(start + size), PAGE, 0) == 0
+    count, width = tensor.numel(), tensor.itemsize
+    copy = torch.frombuffer(area, dtype=tensor.dtype, count=count, offset=size - count * width)
+    return copy.view(tensor.shape).copy_(tensor)
+
+for num_rows in (1, 2, 3, 50):
+    for d, m in [(1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (1030, 520)]:
+        rows = guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32))
+        weight = torch.randint(-128, 128, (d, m)).to(torch.int8)
+        for stored in (guarded(weight), guarded(weight.t().contiguous()).t()):
+            reply = guarded(torch.zeros(num_rows, m, dtype=torch.int32))
+            kernels.products([rows], stored, [reply])
+            assert torch.equal(reply, _plain_product(rows, weight))
+print("kept inside")
+"""
+
+
+@needs_kernels
+def test_reads_and_writes_nothing_past_an_end() -> None:
+    """In a process of its own: what it would do wrong ends it."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
+
+
+@needs_kernels
+def test_threads_at_once_do_not_share_scratch_memory() -> None:
+    cases = [draw(num_rows, 64 + num_rows, 48) for num_rows in (1, 3, 40, 200)]
+    expected = [plain._plain_product(*case) for case in cases]
+    begin = threading.Barrier(len(cases))
+    right: list[bool] = []
+
+    def run(index: int) -> None:
+        begin.wait()
+        right.extend(torch.equal(product([cases[index][0]], cases[index][1]), expected[index]) for _ in range(50))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 50 * len(cases)

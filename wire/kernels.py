@@ -1,0 +1,152 @@
+"""Own products mod 2^32, compiled from kernels.c when the package is built: x86-64 processors with AVX2.
+
+Guarantees: exact mod 2^32 for every number, shape and memory order, like every kernel of wire/product.py. Where the
+library was not built, or the processor lacks AVX2, `available()` is False and nothing else may be called: the others
+do the same work more slowly.
+
+What the compiled code is given is checked here: it checks nothing itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from wire.errors import InvalidTensor
+from wire.threads import share
+
+LIBRARY = Path(__file__).with_name("_kernels.so")
+
+_BLOCK_ROWS = 48
+_SHARED_ROWS = 2 * _BLOCK_ROWS
+"""From so many on, threads take rows; below, columns. Each thread packs what it multiplies, so a piece of either has
+to be large beside what it packs of the other."""
+_SHARED_COLUMNS = 256
+_SHARED_WORK = 1 << 24
+"""Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
+
+_POINTER = ctypes.c_void_p
+_COUNT = ctypes.c_int64
+
+_local = threading.local()
+
+_Piece = tuple[int, int, int, int]
+"""First and last row, first and last column."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    if os.environ.get("VEILBASE_KERNELS", "") == "none":
+        return None
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        usable = library.veilbase_usable
+        product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
+    except (OSError, AttributeError):
+        return None
+    usable.argtypes, usable.restype = [], ctypes.c_int
+    scratch_bytes.argtypes, scratch_bytes.restype = [_COUNT], _COUNT
+    # rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch
+    product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER]
+    product.restype = None
+    return library if usable() else None
+
+
+def available() -> bool:
+    """Whether this machine has the compiled kernels; VEILBASE_KERNELS=none says no."""
+    return _library() is not None
+
+
+def suits(weight: torch.Tensor) -> bool:
+    """Whether a weight can be read as it lies: on the CPU, rows or columns contiguous."""
+    return weight.device.type == "cpu" and 1 in weight.stride()
+
+
+def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Sequence[torch.Tensor]) -> None:
+    """Writes the product of each matrix with the weight.
+
+    Args:
+        parts: at least one, each int32, shape (its rows, d), CPU, any strides.
+        weight: int8, shape (d, m), for which `suits` holds.
+        replies: int32, shape (its rows, m) each, CPU, contiguous; overlapping nothing.
+
+    Raises:
+        InvalidTensor: anything else.
+    """
+    library = _library()
+    if library is None or not suits(weight) or weight.dtype != torch.int8:
+        raise InvalidTensor("no compiled kernel for this weight")
+    d, m = weight.shape
+    parts = [part if part.stride(1) == 1 or part.shape[1] <= 1 else part.contiguous() for part in parts]
+    for part, reply in zip(parts, replies, strict=True):
+        _check(part, reply, d, m)
+    row_stride, column_stride = weight.stride()
+    if column_stride != 1:
+        row_stride = 1  # of a dimension of size 1 it may be anything
+    address, scratch_bytes = weight.data_ptr(), library.veilbase_scratch_bytes(d)
+    if len(parts) == 1 and parts[0].shape[0] == 1:  # a token's: an array of one pointer is cheap without numpy
+        start, end = _COUNT(parts[0].data_ptr()), _COUNT(replies[0].data_ptr())
+        library.veilbase_product(
+            ctypes.byref(start), ctypes.byref(end), 0, 1, address, row_stride, column_stride, d, 0, m,
+            _scratch(scratch_bytes),
+        )  # fmt: skip
+        return
+    starts, ends = _pointers(parts), _pointers(replies)
+
+    def work(pieces: Iterator[_Piece]) -> None:
+        scratch = _scratch(scratch_bytes)
+        for first_row, last_row, first_column, last_column in pieces:
+            library.veilbase_product(
+                starts.ctypes.data, ends.ctypes.data, first_row, last_row, address, row_stride, column_stride, d,
+                first_column, last_column, scratch,
+            )  # fmt: skip
+
+    share(work, _pieces(starts.shape[0], d, m))
+
+
+def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
+    if part.dtype != torch.int32 or part.device.type != "cpu" or part.shape[1] != d:
+        raise InvalidTensor(f"expected int32 rows of {d} columns on the CPU, got {part.dtype} of {part.shape[1]}")
+    is_whole = reply.device.type == "cpu" and reply.is_contiguous()
+    if reply.dtype != torch.int32 or reply.shape != (part.shape[0], m) or not is_whole:
+        raise InvalidTensor("a reply's memory has another shape, type or order than its rows ask for")
+
+
+def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The address of each row of each matrix."""
+    found = [
+        matrix.data_ptr() + np.arange(matrix.shape[0], dtype=np.int64) * (matrix.stride(0) * matrix.itemsize)
+        for matrix in matrices
+    ]
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _pieces(num_rows: int, d: int, m: int) -> list[_Piece]:
+    """What threads take one after the other: two for each, so that a core busy elsewhere does not hold up the rest."""
+    num_pieces = 2 * torch.get_num_threads()
+    if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK:
+        return [(0, num_rows, 0, m)]
+    if num_rows >= _SHARED_ROWS:
+        step = _step(num_rows, num_pieces, _BLOCK_ROWS)
+        return [(start, min(num_rows, start + step), 0, m) for start in range(0, num_rows, step)]
+    step = _step(m, num_pieces, _SHARED_COLUMNS)
+    return [(0, num_rows, start, min(m, start + step)) for start in range(0, m, step)]
+
+
+def _step(length: int, num_pieces: int, block: int) -> int:
+    return max(1, -(-length // (num_pieces * block))) * block
+
+
+def _scratch(num_bytes: int) -> int:
+    """The address of this thread's, kept between calls: fresh pages cost more than what is packed into them."""
+    if getattr(_local, "num_bytes", 0) < num_bytes:
+        _local.scratch = np.empty(num_bytes, dtype=np.uint8)
+        _local.num_bytes, _local.address = num_bytes, _local.scratch.ctypes.data
+    return int(_local.address)
