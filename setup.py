@@ -47,6 +47,6 @@ class BuildKernels(build_ext):
 
 HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64"
 setup(
-    ext_modules=[Extension("wire._kernels", ["wire/kernels.c"])] if HAS_KERNELS else [],
+    ext_modules=[Extension("wire._kernels", ["wire/kernels.c", "wire/kernels_rows.c"])] if HAS_KERNELS else [],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -103,10 +103,7 @@ class Lattice:
         masked = mask.add_(encoded.to("cpu"))
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
-            reply = replies[0]
-            on_cpu = reply.device == effect.device
-            product = torch.sub(reply, effect, out=effect) if on_cpu else reply - effect.to(reply.device)
-            return decode_rows(group, direction, product, scales)
+            return decode_rows(group, direction, replies[0], scales, effect.to(replies[0].device))
 
         return Masked((Message(Call(group.id, direction, Arithmetic.RING), masked),), unmask)
 

@@ -59,8 +59,7 @@ class Pad:
         pad, effect = self.pool.take(group, direction, rows.shape[0])
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
-            reply = replies[0]
-            return decode_rows(group, direction, reply - effect.to(reply.device), scales)
+            return decode_rows(group, direction, replies[0], scales, effect.to(replies[0].device))
 
         call = Call(group.id, direction, Arithmetic.RING)
         return Masked((Message(call, encoded.to("cpu") + pad),), unmask)

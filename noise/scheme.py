@@ -127,9 +127,16 @@ def encode_rows(
     """
     if direction is Direction.FORWARD:
         return ring.encode(rows, group.column_norm, error_norm, slack)
-    return ring.encode(rows * group.alpha, group.row_norm, error_norm, slack)
+    return ring.encode(rows, group.row_norm, error_norm, slack, group.alpha)
 
 
-def decode_rows(group: GroupSpec, direction: Direction, reply: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The real product of an unmasked ring reply; float32, shape (num_rows, reply columns), without bias."""
-    return ring.decode(reply, scales, group.alpha if direction is Direction.FORWARD else None)
+def decode_rows(
+    group: GroupSpec,
+    direction: Direction,
+    reply: torch.Tensor,
+    scales: torch.Tensor,
+    effect: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The real product of a ring reply, its mask's effect taken off; float32, shape (num_rows, reply columns), without
+    bias."""
+    return ring.decode(reply, scales, group.alpha if direction is Direction.FORWARD else None, effect)

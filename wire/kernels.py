@@ -1,8 +1,8 @@
-"""Own products mod 2^32, compiled from kernels.c when the package is built: x86-64 processors with AVX2.
+"""What is compiled when the package is built, for x86-64 processors with AVX2: products and the coding of rows.
 
-Guarantees: exact mod 2^32 for every number, shape and memory order, like every kernel of wire/product.py. Where the
-library was not built, or the processor lacks AVX2, `available()` is False and nothing else may be called: the others
-do the same work more slowly.
+Guarantees: products exact mod 2^32 for every number, shape and memory order, like every kernel of wire/product.py;
+coded rows with the bits that torch's operations give. Where the library was not built, or the processor lacks AVX2,
+`available()` is False and nothing else may be called: wire/product.py and wire/ring.py then do it with torch.
 
 What the compiled code is given is checked here: it checks nothing itself.
 """
@@ -29,6 +29,8 @@ _SHARED_ROWS = 2 * _BLOCK_ROWS
 """From so many on, threads take rows; below, columns. Each thread packs what it multiplies, so a piece of either has
 to be large beside what it packs of the other."""
 _SHARED_COLUMNS = 256
+_SHARED_NUMBERS = 1 << 18
+"""Numbers to code from which another thread is asked to help: 0.2 ms of one."""
 _SHARED_WORK = 1 << 24
 """Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
 
@@ -49,13 +51,20 @@ def _library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(LIBRARY))
         usable = library.veilbase_usable
         product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
+        encode, decode = library.veilbase_encode, library.veilbase_decode
     except (OSError, AttributeError):
         return None
-    usable.argtypes, usable.restype = [], ctypes.c_int
+    usable.restype = ctypes.c_int
     scratch_bytes.argtypes, scratch_bytes.restype = [_COUNT], _COUNT
     # rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch
     product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER]
     product.restype = None
+    # rows, stride, alpha, how many, d, budget, smallest, out, betas
+    encode.argtypes = [_POINTER, _COUNT, _POINTER, *[_COUNT] * 2, *[ctypes.c_double] * 2, *[_POINTER] * 2]
+    encode.restype = _COUNT
+    # reply, stride, effect, stride, alpha, betas, how many, m, out, stride
+    decode.argtypes = [*[_POINTER, _COUNT] * 2, *[_POINTER] * 2, *[_COUNT] * 2, _POINTER, _COUNT]
+    decode.restype = None
     return library if usable() else None
 
 
@@ -111,12 +120,128 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     share(work, _pieces(starts.shape[0], d, m))
 
 
+def codes(*matrices: torch.Tensor) -> bool:
+    """Whether these can be coded as they lie: 32-bit numbers on the CPU, those of a row side by side."""
+    for each in matrices:
+        if not each.is_cpu or each.itemsize != 4 or each.dim() != 2 or (each.stride(1) != 1 and each.shape[1] != 1):
+            return False
+    return True
+
+
+def encode(
+    rows: torch.Tensor, alpha: torch.Tensor | None, budget: float, smallest: float, encoded: torch.Tensor
+) -> torch.Tensor | None:
+    """Rounds rows onto the ring; see `wire.ring.encode`.
+
+    Args:
+        rows: float32, shape (num_rows, d), for which `codes` holds.
+        alpha: float32, shape (d,), contiguous, CPU; None for ones.
+        budget: largest 2-norm of a rounded row, below 2^31.
+        smallest: of β.
+        encoded: int32, shape (num_rows, d), contiguous, CPU; written.
+
+    Returns:
+        β, float32, shape (num_rows, 1); None when a row holds NaN or infinity.
+
+    Raises:
+        InvalidTensor: anything else.
+    """
+    library = _library()
+    num_rows, d = rows.shape
+    if library is None or rows.dtype != torch.float32 or not codes(rows) or not 0 < budget < 1 << 31:
+        raise InvalidTensor("no compiled kernel for these rows")
+    _check_written(encoded, num_rows, d, torch.int32)
+    _check_alpha(alpha, d)
+    betas = torch.empty(num_rows, 1)
+    start, stride, to, scale = rows.data_ptr(), rows.stride(0), encoded.data_ptr(), betas.data_ptr()
+    factors = None if alpha is None else alpha.data_ptr()
+    if num_rows == 1:
+        done = library.veilbase_encode(start, stride, factors, 1, d, budget, smallest, to, scale)
+        return betas if done == 1 else None
+    whole: list[bool] = []
+
+    def work(pieces: Iterator[tuple[int, int]]) -> None:
+        for first, count in pieces:
+            done = library.veilbase_encode(
+                start + 4 * stride * first, stride, factors, count, d, budget, smallest, to + 4 * d * first,
+                scale + 4 * first,
+            )  # fmt: skip
+            if done != count:
+                return
+            whole.append(True)
+
+    pieces = _row_pieces(num_rows, d)
+    share(work, pieces)
+    return betas if len(whole) == len(pieces) else None
+
+
+def decode(
+    reply: torch.Tensor, effect: torch.Tensor | None, betas: torch.Tensor, alpha: torch.Tensor | None
+) -> torch.Tensor:
+    """Unmasks and scales replies; see `wire.ring.decode`.
+
+    Args:
+        reply: int32, shape (num_rows, m), for which `codes` holds.
+        effect: the same, taken off mod 2^32; None for nothing.
+        betas: float32, shape (num_rows, 1), contiguous, CPU.
+        alpha: float32, shape (m,), contiguous, CPU; None for ones.
+
+    Returns:
+        float32, shape (num_rows, m).
+
+    Raises:
+        InvalidTensor: anything else.
+    """
+    library = _library()
+    num_rows, m = reply.shape
+    if library is None:
+        raise InvalidTensor("no compiled kernel for this reply")
+    for each in (reply,) if effect is None else (reply, effect):
+        if each.dtype != torch.int32 or each.shape != reply.shape or not codes(each):
+            raise InvalidTensor("no compiled kernel for this reply")
+    _check_written(betas, num_rows, 1, torch.float32)
+    _check_alpha(alpha, m)
+    made = torch.empty(num_rows, m)
+    start, stride, to, scale = reply.data_ptr(), reply.stride(0), made.data_ptr(), betas.data_ptr()
+    factors = None if alpha is None else alpha.data_ptr()
+    taken, taken_stride = (None, 0) if effect is None else (effect.data_ptr(), effect.stride(0))
+
+    def work(pieces: Iterator[tuple[int, int]]) -> None:
+        for first, count in pieces:
+            library.veilbase_decode(
+                start + 4 * stride * first, stride, None if taken is None else taken + 4 * taken_stride * first,
+                taken_stride, factors, scale + 4 * first, count, m, to + 4 * m * first, m,
+            )  # fmt: skip
+
+    share(work, _row_pieces(num_rows, m))
+    return made
+
+
+def _check_written(matrix: torch.Tensor, num_rows: int, columns: int, dtype: torch.dtype) -> None:
+    is_whole = matrix.device.type == "cpu" and matrix.is_contiguous()
+    if matrix.dtype != dtype or matrix.shape != (num_rows, columns) or not is_whole:
+        raise InvalidTensor("memory for coded rows has another shape, type or order than the rows ask for")
+
+
+def _check_alpha(alpha: torch.Tensor | None, columns: int) -> None:
+    if alpha is None:
+        return
+    is_whole = alpha.device.type == "cpu" and alpha.is_contiguous()
+    if alpha.dtype != torch.float32 or alpha.shape != (columns,) or not is_whole:
+        raise InvalidTensor(f"expected {columns} float32 scales on the CPU, got {alpha.dtype} of {alpha.numel()}")
+
+
+def _row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
+    """(first row, how many) of what threads take one after the other."""
+    num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
+    step = max(1, -(-num_rows // num_pieces))
+    return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
+
+
 def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
     if part.dtype != torch.int32 or part.device.type != "cpu" or part.shape[1] != d:
         raise InvalidTensor(f"expected int32 rows of {d} columns on the CPU, got {part.dtype} of {part.shape[1]}")
-    is_whole = reply.device.type == "cpu" and reply.is_contiguous()
-    if reply.dtype != torch.int32 or reply.shape != (part.shape[0], m) or not is_whole:
-        raise InvalidTensor("a reply's memory has another shape, type or order than its rows ask for")
+    _check_written(reply, part.shape[0], m, torch.int32)
 
 
 def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -11,7 +11,9 @@ import math
 
 import torch
 
+from wire import kernels
 from wire.errors import InvalidTensor, MaskOverflow
+from wire.memory import unwritten_tensor
 from wire.product import product, products, to_int32
 
 __all__ = ["HALF_MODULUS", "decode", "encode", "product", "products", "to_int32"]
@@ -21,10 +23,15 @@ _ROUND_OFF = 1.0 - 2.0**-20
 """Shrinks the budget by more than the fp32 rounding of norm, scale and quotient together (each below 2^-23)."""
 _SMALLEST_SCALE = 2.0**-100
 """A row whose scale would be smaller is sent with fewer bits rather than with a denormal scale."""
+_NOT_FINITE = "a row holds NaN or infinity: nothing was sent"
 
 
 def encode(
-    rows: torch.Tensor, weight_norm: float, error_norm: float = 0.0, slack: float = 0.0
+    rows: torch.Tensor,
+    weight_norm: float,
+    error_norm: float = 0.0,
+    slack: float = 0.0,
+    alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales each row into the ring: x̃ = round(x / β) with the smallest β for which no product wraps.
 
@@ -36,6 +43,7 @@ def encode(
         weight_norm: largest column norm of the integer weight (row norm for the backward direction).
         error_norm: largest ‖e‖₂ of a mask's error rows; 0 without one.
         slack: bound of everything else in the product, such as hint rounding; 0 without it.
+        alpha: float32, shape (d,): the rows are multiplied by it first; None for ones.
 
     Returns:
         x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), secret.
@@ -48,37 +56,42 @@ def encode(
     budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
     if budget < 1.0:
         raise MaskOverflow(f"a layer with {d} inputs leaves no room for data in 32 bits")
-    if rows.shape[0] == 1 and rows.device.type == "cpu":
-        return _encode_one(rows, budget)
+    if rows.dtype == torch.float32 and kernels.available() and kernels.codes(rows):
+        encoded = unwritten_tensor(rows.shape[0], d, torch.int32)
+        scales = kernels.encode(rows, alpha, budget, _SMALLEST_SCALE, encoded)
+        if scales is None:
+            raise InvalidTensor(_NOT_FINITE)
+        return encoded, scales
+    if alpha is not None:
+        rows = rows * alpha
     # float64 norm: squares of fp32 values neither overflow nor vanish in it
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     if not bool(torch.isfinite(norms).all()):
-        raise InvalidTensor("a row holds NaN or infinity: nothing was sent")
+        raise InvalidTensor(_NOT_FINITE)
     beta = (norms / budget).clamp_min_(_SMALLEST_SCALE)
     encoded = torch.mul(rows, beta.reciprocal().to(torch.float32)).round_().to(torch.int32)
     return encoded, beta.to(torch.float32)
 
 
-def _encode_one(row: torch.Tensor, budget: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same numbers as the general case gives, in fewer operations: decode encodes one row at a time."""
-    norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
-    if not math.isfinite(norm):
-        raise InvalidTensor("a row holds NaN or infinity: nothing was sent")
-    beta = max(norm / budget, _SMALLEST_SCALE)
-    return torch.mul(row, 1.0 / beta).round_().to(torch.int32), torch.tensor([[beta]], dtype=torch.float32)
-
-
-def decode(reply: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None = None) -> torch.Tensor:
-    """y = β · α ⊙ centred(reply).
+def decode(
+    reply: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None = None, effect: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y = β · α ⊙ centred(reply − effect).
 
     Args:
-        reply: int32, shape (num_rows, m), mask already taken off.
+        reply: int32, shape (num_rows, m).
         beta: float32, shape (num_rows, 1), from `encode`.
         alpha: float32, shape (m,); None for the backward direction, where α went into the rows.
+        effect: int32, shape (num_rows, m), the mask's; None where there is none, or it is off already.
 
     Returns:
         float32, shape (num_rows, m).
     """
+    # for one row, three operations of torch take less than the checks before a call
+    if reply.shape[0] > 1 and kernels.available() and kernels.codes(reply, beta, *([] if effect is None else [effect])):
+        return kernels.decode(reply, effect, beta, alpha)
+    if effect is not None:
+        reply = reply - effect
     if alpha is None:
         return torch.mul(reply, beta)
     return torch.mul(reply, alpha).mul_(beta)

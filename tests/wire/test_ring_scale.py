@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import ring
+from wire import kernels, ring
 from wire.errors import InvalidTensor, MaskOverflow
 from wire.quantise import INT8_MAX, max_norms, quantise
 
@@ -21,6 +22,21 @@ KINDS = (
     "plain", "aligned", "worst column", "outliers", "zeros", "denormals", "1e30", "1e-30", "largest", "one number",
     "equal",
 )  # fmt: skip
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(True, marks=needs_kernels, id="compiled"), pytest.param(False, id="torch")]
+)
+def _each_form(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The compiled form and torch's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.param:
+            patch.setattr(kernels, "available", lambda: False)
+        yield
+
+
+pytestmark = pytest.mark.usefixtures("_each_form")
 
 
 def adversarial_rows(kind: str, weight: torch.Tensor, num_rows: int, generator: torch.Generator) -> torch.Tensor:
@@ -231,3 +247,65 @@ def test_no_product_wraps_on_cuda(kind: str) -> None:
     encoded, beta = ring.encode(adversarial_rows(kind, weight, 4, generator).cuda(), norm, 100.0, 1e6)
     check_bound(encoded.cpu(), norm, 100.0, 1e6)
     assert bool(torch.isfinite(beta).all())
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize(("num_rows", "d"), [(0, 5), (1, 1), (1, 577), (5, 8), (33, 31), (300, 900)])
+def test_both_forms_give_the_same_bits(
+    kind: str, num_threads: int, num_rows: int, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    generator = torch.Generator().manual_seed(d)
+    weight = torch.randint(-127, 128, (d, 9), generator=generator).to(torch.int8)
+    rows = adversarial_rows(kind, weight, num_rows, generator).clamp(-1e30, 1e30)
+    alpha = torch.rand(d, generator=generator) + 0.01
+    reply = torch.randint(-(2**31), 2**31, (num_rows, d), generator=generator).to(torch.int32)
+    effect = torch.randint(-(2**31), 2**31, (num_rows, d + 3), generator=generator).to(torch.int32)[:, 3:]
+
+    def all_of_it() -> list[torch.Tensor]:
+        plain, by_alpha = ring.encode(rows, 1000.0, 3.0, 1e5), ring.encode(rows, 50.0, 0.0, 0.0, alpha)
+        scales = torch.linspace(1e-20, 1e20, num_rows)[:, None]
+        decoded = [ring.decode(reply, scales, *more) for more in ((), (alpha,), (None, effect), (alpha, effect))]
+        return [*plain, *by_alpha, *decoded]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "available", lambda: False)
+        by_torch = all_of_it()
+    compiled = all_of_it()
+    for number, (mine, other) in enumerate(zip(compiled, by_torch, strict=True)):
+        if number in (1, 3):  # a norm may be summed in another order
+            torch.testing.assert_close(mine, other, rtol=2e-7, atol=0)
+        elif number in (0, 2):
+            same = (compiled[number + 1] == by_torch[number + 1]).flatten()
+            assert bool(same.any()) or not num_rows
+            assert torch.equal(mine[same], other[same])
+        else:
+            assert torch.equal(mine, other)
+
+
+@needs_kernels
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [(0, 0), (299, 899), (150, 7)])
+def test_each_row_is_looked_at(value: float, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    rows = torch.ones(300, 900)
+    rows[place] = value
+    with pytest.raises(InvalidTensor, match="NaN or infinity"):
+        ring.encode(rows, 10.0)
+
+
+@needs_kernels
+def test_what_overflows_by_alpha_is_infinite() -> None:
+    with pytest.raises(InvalidTensor, match="NaN or infinity"):
+        ring.encode(torch.full((2, 3), LARGEST), 10.0, alpha=torch.tensor([1.0, 2.0, 1.0]))
+
+
+@needs_kernels
+@pytest.mark.parametrize("alpha", [torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]])
+def test_scales_that_do_not_fit_are_refused(alpha: torch.Tensor) -> None:
+    with pytest.raises(InvalidTensor):
+        kernels.encode(torch.ones(2, 3), alpha, 1000.0, 1e-30, torch.empty(2, 3, dtype=torch.int32))
+    with pytest.raises(InvalidTensor):
+        kernels.decode(torch.ones(2, 3, dtype=torch.int32), None, torch.ones(2, 1), alpha)
