@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,8 +35,8 @@ _SHARED_NUMBERS = 1 << 18
 _SHARED_WORK = 1 << 24
 """Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
 
-_POINTER = ctypes.c_void_p
-_COUNT = ctypes.c_int64
+_POINTER: Any = ctypes.c_void_p
+_COUNT: Any = ctypes.c_int64
 
 _local = threading.local()
 
