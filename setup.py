@@ -1,4 +1,4 @@
-"""Builds wire/_kernels.so; everything else is in pyproject.toml.
+"""Builds wire/_kernels.so and noise/_kernels.so; everything else is in pyproject.toml.
 
 The compiler is Zig's clang, from its own wheel, so that a machine needs neither a compiler nor Python's headers, and
 every machine gets the same code: gcc 12 spills the sums of the inner loop and takes 1.6 times as long. Without a build
@@ -26,7 +26,7 @@ class BuildKernels(build_ext):
     """A plain shared library, loaded with ctypes: no Python.h, and the same file for every version of Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        """wire/_kernels.so, with no version in its name."""
+        """_kernels.so beside its sources, with no version in its name."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
@@ -45,8 +45,12 @@ class BuildKernels(build_ext):
             staged.replace(target)
 
 
+LIBRARIES = {
+    "wire._kernels": ["wire/kernels.c", "wire/kernels_rows.c"],
+    "noise._kernels": ["noise/kernels.c"],  # the provider has no use for it
+}
 HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64"
 setup(
-    ext_modules=[Extension("wire._kernels", ["wire/kernels.c", "wire/kernels_rows.c"])] if HAS_KERNELS else [],
+    ext_modules=[Extension(name, sources) for name, sources in LIBRARIES.items()] if HAS_KERNELS else [],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -70,7 +70,7 @@ class Making:
         secrets = sampling.ternary(self._rng, (num_blocks, rank, degree))
         secrets_hat = polynomial.secret_transform(secrets)
         error = sampling.error(self._rng, (num_blocks, degree, features), self._parameters)
-        polynomial.combine(self._public[:, :features], secrets_hat, error)
+        polynomial.combine(self._public.first(features), secrets_hat, error)
         polynomial.product(hint, secrets_hat, self._parameters)
 
 

@@ -44,7 +44,7 @@ class _Epoch:
 
     seed: Seed
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    matrices: list[torch.Tensor] = field(default_factory=list, repr=False)
+    matrices: list[polynomial.Transforms] = field(default_factory=list, repr=False)
     reservations: list[Reservation] = field(default_factory=list, repr=False)
 
 
@@ -175,14 +175,14 @@ class Lattice:
         if is_first:
             self._hints.forget(old.seed.seed)
 
-    def _matrix(self, epoch: _Epoch, features: int) -> torch.Tensor:
+    def _matrix(self, epoch: _Epoch, features: int) -> polynomial.Transforms:
         """Transforms of A's first columns, kept: every layer reads the same ones."""
         with epoch.lock:
-            have = epoch.matrices[0].shape[1] if epoch.matrices else 0
+            have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:
                 matrix = SeededRows(epoch.seed.seed, 0, self.parameters.dimension).expand(features)
                 epoch.matrices[:] = [polynomial.transform(matrix, self.parameters)]
-            return epoch.matrices[0][:, :features]
+            return epoch.matrices[0].first(features)
 
     def _hint(self, epoch: _Epoch, group: GroupSpec, direction: Direction) -> Hint:
         path = self._effect_path

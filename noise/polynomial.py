@@ -11,8 +11,12 @@ its 2-norm (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., the
 most about 6.7·u·log2(N/2)·‖a‖₂·(2·‖s‖₂ + max_f ‖ŝ_f‖₂): at 3×512 with the largest ‖a‖₂ = √1536·2^31, ‖s‖₂ ≤ √1536
 and the ‖ŝ_f‖₂ ≈ 80 of a uniform secret, 0.08. Measured on random input: 8e-5 at 3×512, 2e-4 at 6×2048; with every
 coefficient −2^31 and every trit 1: 1e-3 and 1e-2, a few units in the last place of a float64 of that size. What is not
-proven is the vendor's FFT, so every call measures the distance to the nearest integer on some features (see
-`_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4.
+proven is the vendor's FFT, so every call of torch's form measures the distance to the nearest integer on some features
+(see `_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4. The compiled form measures all.
+
+Two forms: compiled (noise/kernels.py, where it was built and the processor has AVX2 and FMA) and torch's. They keep
+transforms in other orders, and give the same numbers, since both are exact. The compiled one has transforms of its own,
+whose factors are within a unit in the last place.
 
 Threads: a call shares its chunks among the threads of noise/workers.py, so that `Columns.load` is called from several;
 calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does it
@@ -30,10 +34,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from noise import kernels
 from noise.params import LatticeParameters
 from noise.workers import alone, share
 from wire.errors import ConfigurationError, MaskError
@@ -41,6 +47,7 @@ from wire.errors import ConfigurationError, MaskError
 _ROUNDER = 1.5 * 2.0**52
 """x + this has unit spacing for |x| < 2^51: the low 32 bits are round(x) mod 2^32."""
 
+_LOST_PRECISION = "a mask's transform lost precision: the FFT library of this machine cannot be used"
 _LARGEST_ERROR = 0.25
 """Half of the 1/2 at which rounding goes wrong."""
 
@@ -51,6 +58,9 @@ share transforms, so a faulty library shows in each."""
 
 _CHUNK_BYTES = 3 << 20
 """Working set of one chunk of features; 2-4 MiB were alike on a 2-core machine with 1 MiB of L2 a core."""
+
+_COMPILED_CHUNK = 64
+"""Features that a thread takes at a time: of a packed hint, what is decoded together."""
 
 _PADDING = 4
 """Complex numbers added to each row of a buffer that is read across: without them rows lie a multiple of 4 KiB apart,
@@ -87,7 +97,26 @@ class TensorColumns:
         return self._matrix[:, start:stop]
 
 
-def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> torch.Tensor:
+@dataclass(frozen=True)
+class Transforms:
+    """The transforms of a public matrix.
+
+    Attributes:
+        values: complex128, shape (k, features, N/2); of the compiled form as `kernels.transform` gives them.
+        features: columns of the matrix.
+    """
+
+    values: torch.Tensor
+    features: int
+
+    def first(self, features: int) -> Transforms:
+        """Those of the first columns; a view."""
+        if self.values.is_complex():
+            return Transforms(self.values[:, :features], features)
+        return Transforms(self.values[: -(-features // kernels.LANES)], features)
+
+
+def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> Transforms:
     """The transforms of a public matrix, to be kept for `combine`.
 
     Args:
@@ -95,12 +124,24 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
         parameters: gives k and N.
 
     Returns:
-        complex128, shape (k, features, N/2): 4·k·N·2 bytes a feature, twice the matrix.
+        4·k·N·2 bytes a feature, twice the matrix.
 
     Raises:
         ConfigurationError: a matrix of another shape or type.
     """
     columns = _as_columns(matrix)
+    if kernels.available():
+        groups = -(-columns.features // kernels.LANES)
+        half = parameters.ring_degree // 2
+        values = torch.empty(groups, parameters.rank, half, 2, kernels.LANES, dtype=torch.float64)
+
+        def fill(chunks: Iterator[tuple[int, int]]) -> None:
+            for start, stop in chunks:
+                part = kernels.transform(columns.load(start, stop), parameters.rank, parameters.ring_degree)
+                values[start // kernels.LANES : -(-stop // kernels.LANES)] = part
+
+        share(fill, _compiled_chunks(columns.features))
+        return Transforms(values, columns.features)
     made = torch.empty(parameters.rank, columns.features, parameters.ring_degree // 2, dtype=torch.complex128)
 
     def work(chunks: Iterator[tuple[int, int]]) -> None:
@@ -108,7 +149,7 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
             made[:, start:stop] = _transform_chunk(columns.load(start, stop), parameters)
 
     share(work, _chunks(columns.features, 2 * parameters.rank, parameters.ring_degree))
-    return made
+    return Transforms(made, columns.features)
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
@@ -118,8 +159,10 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
         secrets: int8 in {−1, 0, 1}, shape (B, k, N), CPU.
 
     Returns:
-        complex128, shape (B, k, N/2).
+        complex128, shape (B, k, N/2); of the compiled form float64, shape (B, k, N/2, 2).
     """
+    if kernels.available():
+        return kernels.secret_transform(secrets)
     num_blocks, rank, degree = secrets.shape
 
     def work() -> torch.Tensor:
@@ -131,7 +174,7 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
 
 
 def combine(
-    matrix_hat: torch.Tensor,
+    matrix_hat: Transforms,
     secrets_hat: torch.Tensor,
     error: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -139,8 +182,8 @@ def combine(
     """Row t of block b, feature c: coefficient t of Σ_i matrix_{i,c}·s_{b,i}, plus the error, mod 2^32.
 
     Args:
-        matrix_hat: from `transform`, (k, features, N/2); a slice of its features will do.
-        secrets_hat: from `secret_transform`, (B, k, N/2).
+        matrix_hat: from `transform`.
+        secrets_hat: from `secret_transform`.
         error: int8, int16 or int32, shape (B, N, features), added; None for none.
         out: int32, shape (B, N, features), written; None for a new one.
 
@@ -150,15 +193,24 @@ def combine(
     Raises:
         MaskError: a coefficient is too far from an integer.
     """
-    num_blocks, rank, half = secrets_hat.shape
-    features = matrix_hat.shape[1]
+    num_blocks, rank, half = secrets_hat.shape[:3]
+    values, features = matrix_hat.values, matrix_hat.features
     made = _output(out, num_blocks, 2 * half, features)
+    if not values.is_complex():
+
+        def fill(chunks: Iterator[tuple[int, int]]) -> None:
+            combiner = kernels.Combiner(secrets_hat, made, error)
+            for start, stop in chunks:
+                _check_distance(combiner.by_transforms(values, start, stop))
+
+        share(fill, _compiled_chunks(features))
+        return made
 
     def work(chunks: Iterator[tuple[int, int]]) -> None:
         inverse = _Inverse(num_blocks, rank, half)
         for start, stop in chunks:
             part = made[:, :, start:stop]
-            inverse(matrix_hat[:, start:stop], secrets_hat, part)
+            inverse(values[:, start:stop], secrets_hat, part)
             if error is not None:
                 part += error[:, :, start:stop]
 
@@ -176,7 +228,7 @@ def product(
 
     Args:
         matrix: int32, shape (k·N, features), or something that loads its columns.
-        secrets_hat: from `secret_transform`, (B, k, N/2).
+        secrets_hat: from `secret_transform`.
         parameters: gives k and N.
         out: int32, shape (B, N, features), written; None for a new one.
 
@@ -188,8 +240,17 @@ def product(
         MaskError: a coefficient is too far from an integer.
     """
     columns = _as_columns(matrix)
-    num_blocks, rank, half = secrets_hat.shape
+    num_blocks, rank, half = secrets_hat.shape[:3]
     made = _output(out, num_blocks, 2 * half, columns.features)
+    if not secrets_hat.is_complex():
+
+        def fill(chunks: Iterator[tuple[int, int]]) -> None:
+            combiner = kernels.Combiner(secrets_hat, made)
+            for start, stop in chunks:
+                _check_distance(combiner.by_matrix(columns.load(start, stop), start, stop))
+
+        share(fill, _compiled_chunks(columns.features))
+        return made
 
     def work(chunks: Iterator[tuple[int, int]]) -> None:
         inverse = _Inverse(num_blocks, rank, half)
@@ -258,11 +319,16 @@ class _Inverse:
         out.view(num_blocks, 2, half, chunk).copy_(words[..., ::2].permute(0, 3, 2, 1))
 
 
+def _check_distance(largest: float) -> None:
+    if not largest < _LARGEST_ERROR:
+        raise MaskError(_LOST_PRECISION)
+
+
 def _check_rounding(turned: torch.Tensor, half: int) -> None:
     values = torch.view_as_real(turned * _untwist(half))
     error = float(torch.linalg.vector_norm(values - values.round(), ord=math.inf))
     if not error < _LARGEST_ERROR:  # NaN fails too
-        raise MaskError("a mask's transform lost precision: the FFT library of this machine cannot be used")
+        raise MaskError(_LOST_PRECISION)
 
 
 def _transform_chunk(matrix: torch.Tensor, parameters: LatticeParameters) -> torch.Tensor:
@@ -308,6 +374,14 @@ def _rounder() -> torch.Tensor:
 
 def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
     return TensorColumns(matrix) if isinstance(matrix, torch.Tensor) else matrix
+
+
+def _compiled_chunks(features: int) -> list[tuple[int, int]]:
+    """Bounds of chunks, multiples of what the compiled form writes at once."""
+    num_threads = torch.get_num_threads()
+    widths = -(-features // kernels.WIDTH)
+    size = min(_COMPILED_CHUNK, kernels.WIDTH * max(1, -(-widths // num_threads)))
+    return [(start, min(start + size, features)) for start in range(0, features, size)]
 
 
 def _chunks(features: int, num_transforms: int, degree: int) -> list[tuple[int, int]]:
