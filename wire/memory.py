@@ -14,23 +14,26 @@ import numpy.typing as npt
 import torch
 
 _LEAST_BITS, _MOST_BITS = 17, 24
-"""128 KiB, below which malloc has room in its heap, to 16 MiB; what is larger is mapped for one use."""
+"""Buffers of 128 KiB, for what is larger than 64 KiB, to 16 MiB. malloc has room in its heap for what is smaller; what
+is larger is mapped for one use."""
 
 _KEPT_BYTES = 16 << 20
-"""Of each power of two, so at most 128 MiB in all. A step of SmolLM2 uses three of them."""
+"""Of each power of two, so at most 128 MiB of a process, which keeps them to its end. A step of SmolLM2 uses three."""
 
 _free: dict[int, deque[npt.NDArray[np.uint8]]] = {
     bits: deque(maxlen=_KEPT_BYTES >> bits) for bits in range(_LEAST_BITS, _MOST_BITS + 1)
 }
 """A full deque drops its oldest. No lock: what is given back may come from the garbage collector, in a thread that
 holds one; a deque's append and pop are whole by themselves."""
+_lent: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
+"""A reference must live to be told of its end. Setting and popping a key are whole by themselves, too."""
 
 
 def unwritten(num_bytes: int) -> memoryview:
     """Writable bytes that hold anything, another tenant's rows too: all are written before anybody else sees one.
 
-    Not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros. They go back by themselves when the last
-    view or tensor of them is gone.
+    Not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros. A buffer goes back by itself when the last
+    view or tensor of it is gone.
     """
     bits = max(0, num_bytes - 1).bit_length()
     if not _LEAST_BITS <= bits <= _MOST_BITS:
@@ -41,7 +44,14 @@ def unwritten(num_bytes: int) -> memoryview:
     except IndexError:
         memory = np.empty(1 << bits, dtype=np.uint8)
     lent = memory[:num_bytes]
-    weakref.finalize(lent, free.append, memory).atexit = False
+
+    def give_back(ref: weakref.ref[npt.NDArray[np.uint8]]) -> None:
+        _lent.pop(id(ref), None)
+        free.append(memory)
+
+    # `weakref.finalize` would do as much, but calls what is left at the end of the process, while others still write
+    ref = weakref.ref(lent, give_back)
+    _lent[id(ref)] = ref
     return lent.data  # views of it hold `lent`; those that numpy would make of `lent` itself hold only `memory`
 
 

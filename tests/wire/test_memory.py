@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def test_threads_never_share_it() -> None:
             np.frombuffer(view, dtype=np.uint8)[:] = number
             held.append(view)
             if turn % 3 == 2:
-                faults.extend(number for one in held if one != bytes([number]) * SIZE)
+                faults.extend(number for one in held if bytes(one) != bytes([number]) * SIZE)
                 held.clear()
             if turn == 30:
                 gc.collect()
@@ -172,12 +173,37 @@ def test_threads_never_share_it() -> None:
     assert 0 < num_kept() <= memory._KEPT_BYTES >> 19
 
 
-def test_a_forked_child_has_its_own() -> None:
-    view = unwritten(SIZE)
+def test_a_forked_child_takes_nothing_from_its_parent() -> None:
+    view, kept = unwritten(SIZE), unwritten(SIZE)
     view[:] = bytes([1]) * SIZE
+    where = address(kept)
+    del kept
+    assert num_kept() == 1
     child = os.fork()
     if not child:
-        view[:] = bytes([2]) * SIZE
-        os._exit(0)
+        status = 1
+        try:
+            mine = unwritten(SIZE)  # at the same address, in a memory of its own
+            mine[:] = view[:] = bytes([2]) * SIZE
+            status = 0 if address(mine) == where and num_kept() == 0 else 2
+        finally:
+            os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert view == bytes([1]) * SIZE
+    assert bytes(view) == bytes([1]) * SIZE
+    assert bytes(unwritten(SIZE)) != bytes([2]) * SIZE
+
+
+def test_nothing_goes_back_because_the_process_ends() -> None:
+    """Other threads may still write. `weakref.finalize` calls what is left, so nothing may be left to it."""
+    code = """
+import atexit
+atexit.register(lambda: print("kept", sum(map(len, memory._free.values()))))  # first, so called after all finalizers
+import weakref
+from wire import memory
+before = len(weakref.finalize._registry)
+held = memory.unwritten(300_000)
+print("added", len(weakref.finalize._registry) - before)
+weakref.finalize(memory, print, "finalizers have run")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["added 0", "finalizers have run", "kept 0"]
