@@ -32,8 +32,8 @@ _lent: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}
 def unwritten(num_bytes: int) -> memoryview:
     """Writable bytes that hold anything, another tenant's rows too: all are written before anybody else sees one.
 
-    Not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros. A buffer goes back by itself when the last
-    view or tensor of it is gone.
+    Not zeroed: a frame of 49 bytes must not cost the time of 64 MiB of zeros. A buffer goes back by itself when the
+    last view or tensor of it is gone.
     """
     bits = max(0, num_bytes - 1).bit_length()
     if not _LEAST_BITS <= bits <= _MOST_BITS:
