@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
@@ -40,13 +39,9 @@ def test_setting_up_has_built_them() -> None:
     assert kernels.available()
 
 
-def test_they_can_be_left_out() -> None:
-    code = "from wire import kernels, product; import torch; print(kernels.available(), \
-product.product(torch.full((1, 2), 7, dtype=torch.int32), torch.full((2, 1), -3, dtype=torch.int8)).item())"
-    environment = os.environ | {"VEILBASE_KERNELS": "none"}
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment).stdout == (
-        b"False -42\n"
-    )
+def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_KERNELS", "none")
+    assert kernels._library.__wrapped__() is None
 
 
 def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +53,8 @@ def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: py
 
 @needs_kernels
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("m", [1, 7, 8, 9, 15, 16, 17, 24, 25, 33, 511, 512, 513, 1025])
-@pytest.mark.parametrize("d", [1, 2, 7, 8, 9, 15, 16, 17, 33, 1023, 1024, 1025])
+@pytest.mark.parametrize("m", [1, 8, 9, 15, 16, 17, 25, 511, 513])
+@pytest.mark.parametrize("d", [1, 2, 7, 8, 17, 33, 1023, 1025])
 def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
     for num_rows in (1, 2, 3, 4, 47, 49):
         rows, weight = draw(num_rows, d, m, is_transposed)
