@@ -1,8 +1,9 @@
 """Builds wire/_kernels.so and noise/_kernels.so; everything else is in pyproject.toml.
 
 The compiler is Zig's clang, from its own wheel, so that a machine needs neither a compiler nor Python's headers, and
-every machine gets the same code: gcc 12 spills the sums of the inner loop and takes 1.6 times as long. Without a build
-(another processor, no compiler) the package works, with slower kernels: wire/kernels.py.
+every machine gets the same code: gcc 12 spills the sums of the inner loop and takes 1.6 times as long. A build
+that fails ends the installation. On another processor or system nothing is built, and the package works with slower
+kernels: wire/kernels.py.
 """
 
 from __future__ import annotations

@@ -374,7 +374,7 @@ class _StreamedHint(Hint):
 
     def __init__(self, layout: Layout, verified: bool) -> None:
         super().__init__(layout, verified, layout.rows * layout.features * ITEM_BYTES)
-        self._numbers = torch.empty(layout.rows, layout.features, dtype=torch.int32)
+        self._numbers = torch.empty(layout.rows, layout.features, dtype=torch.int32, device="cpu")
 
     def write(self, first_row: int, rows: torch.Tensor) -> None:
         """Takes rows of the hint."""

@@ -197,7 +197,7 @@ static inline int32_t one_error(const char *error, int64_t error_bytes) {
 }
 
 /*
- * Rows of WIDTH numbers to their places, plus the errors. Whole cache lines go past the caches: whoever uses them does so
+ * Rows of WIDTH numbers to their places, plus the errors. Whole vectors go past the caches: whoever uses them does so
  * much later, and rows that lie a multiple of 4 KiB apart would push each other out.
  */
 AVX2 static void write_rows(int32_t *out, int64_t stride, const int32_t *rows, int64_t degree, int64_t width,
@@ -255,6 +255,11 @@ AVX2 static distance combine_width(const task *all, const double *hat, int64_t f
 }
 
 /* ---- what noise/kernels.py calls -------------------------------------------------------------------------------- */
+
+/* Of what these functions take: one more with every change of that; also in kernels.py. */
+int veilbase_masks_version(void) {
+    return 2;
+}
 
 /* Whether processor and operating system have what the rest of this file needs: AVX2 and FMA, and registers saved. */
 int veilbase_masks_usable(void) {

@@ -28,6 +28,8 @@ LANES = 4
 WIDTH = 16
 """Features that are written at once."""
 
+_VERSION = 2
+"""See `wire.kernels`; also in kernels.c."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
 
@@ -38,6 +40,8 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(LIBRARY))
+        if library.veilbase_masks_version() != _VERSION:
+            return None
         usable, scratch = library.veilbase_masks_usable, library.veilbase_mask_scratch
         transform, combine = library.veilbase_transform, library.veilbase_combine
     except (OSError, AttributeError):
@@ -83,7 +87,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
     """
     matrix = _rows(matrix, rank * degree)
     features, half = matrix.shape[1], degree // 2
-    made = torch.empty(-(-features // LANES), rank, half, 2, LANES, dtype=torch.float64)
+    made = torch.empty(-(-features // LANES), rank, half, 2, LANES, dtype=torch.float64, device="cpu")
     table = twiddles(half)
     _loaded().veilbase_transform(
         matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.ctypes.data, made.data_ptr()

@@ -133,7 +133,7 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
     if kernels.available():
         groups = -(-columns.features // kernels.LANES)
         half = parameters.ring_degree // 2
-        values = torch.empty(groups, parameters.rank, half, 2, kernels.LANES, dtype=torch.float64)
+        values = torch.empty(groups, parameters.rank, half, 2, kernels.LANES, dtype=torch.float64, device="cpu")
 
         def fill(chunks: Iterator[tuple[int, int]]) -> None:
             for start, stop in chunks:
@@ -142,7 +142,8 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
 
         share(fill, _compiled_chunks(columns.features))
         return Transforms(values, columns.features)
-    made = torch.empty(parameters.rank, columns.features, parameters.ring_degree // 2, dtype=torch.complex128)
+    shape = parameters.rank, columns.features, parameters.ring_degree // 2
+    made = torch.empty(shape, dtype=torch.complex128, device="cpu")
 
     def work(chunks: Iterator[tuple[int, int]]) -> None:
         for start, stop in chunks:
@@ -166,7 +167,7 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     num_blocks, rank, degree = secrets.shape
 
     def work() -> torch.Tensor:
-        folded = torch.empty(num_blocks, rank, degree // 2, 2, dtype=torch.float64)
+        folded = torch.empty(num_blocks, rank, degree // 2, 2, dtype=torch.float64, device="cpu")
         folded.copy_(secrets.view(num_blocks, rank, 2, degree // 2).transpose(2, 3))
         return _fft(torch.view_as_complex(folded))
 
@@ -274,7 +275,7 @@ def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tens
     """
     num_blocks, rank, degree = secrets.shape
     polynomials = matrix.to(torch.int64).view(rank, degree, -1)
-    total = torch.zeros(num_blocks, degree, matrix.shape[1], dtype=torch.int64)
+    total = torch.zeros(num_blocks, degree, matrix.shape[1], dtype=torch.int64, device="cpu")
     for shift in range(degree):
         for i in range(rank):
             # X^shift times polynomial i: what passes X^N comes back negated
@@ -285,7 +286,7 @@ def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tens
 
 def _output(out: torch.Tensor | None, num_blocks: int, degree: int, features: int) -> torch.Tensor:
     with torch.inference_mode(False):  # masks are added in place, and whoever uses them may be outside of it
-        return torch.empty(num_blocks, degree, features, dtype=torch.int32) if out is None else out
+        return torch.empty(num_blocks, degree, features, dtype=torch.int32, device="cpu") if out is None else out
 
 
 class _Inverse:
@@ -295,7 +296,7 @@ class _Inverse:
         self._shape = num_blocks, rank, half
         self._every = _CHECK_EVERY if rank * 2 * half <= _SAMPLED_DIMENSION else 1
         self._calls = 0
-        self._sums = self._rounded = torch.empty(0, dtype=torch.complex128)
+        self._sums = self._rounded = torch.empty(0, dtype=torch.complex128, device="cpu")
 
     def __call__(self, matrix_hat: torch.Tensor, secrets_hat: torch.Tensor, out: torch.Tensor) -> None:
         """Args: matrix_hat (k, c, N/2), secrets_hat (B, k, N/2), out (B, N, c), of any strides."""
@@ -303,8 +304,8 @@ class _Inverse:
         chunk = matrix_hat.shape[1]
         if self._sums.shape[1:2] != (chunk,):
             self._calls = 0  # another number of transforms at a time may be another way through the library
-            self._sums = torch.empty(num_blocks, chunk, half, dtype=torch.complex128)
-            self._rounded = torch.empty(num_blocks, chunk, half + _PADDING, dtype=torch.complex128)
+            self._sums = torch.empty(num_blocks, chunk, half, dtype=torch.complex128, device="cpu")
+            self._rounded = torch.empty(num_blocks, chunk, half + _PADDING, dtype=torch.complex128, device="cpu")
         factors = secrets_hat.unsqueeze(2)  # (B, k, 1, N/2)
         torch.mul(matrix_hat[0], factors[:, 0], out=self._sums)
         for i in range(1, rank):
@@ -340,10 +341,10 @@ def _transform_chunk(matrix: torch.Tensor, parameters: LatticeParameters) -> tor
         )
     if matrix.stride(1) == 1:
         # rows of a wide matrix collide in the cache (see _PADDING): gather the chunk first, then read it across
-        padded = torch.empty(matrix.shape[0], chunk + 4 * _PADDING, dtype=torch.int32)
+        padded = torch.empty(matrix.shape[0], chunk + 4 * _PADDING, dtype=torch.int32, device="cpu")
         matrix = padded[:, :chunk].copy_(matrix)
     halves = matrix.unflatten(0, (rank, 2, half)).transpose(2, 3)  # (k, 2, c, N/2)
-    folded = torch.empty(rank, chunk, half, 2, dtype=torch.float64)
+    folded = torch.empty(rank, chunk, half, 2, dtype=torch.float64, device="cpu")
     folded.copy_(halves.permute(0, 2, 3, 1))
     return _fft(torch.view_as_complex(folded))
 

@@ -140,7 +140,8 @@ class MaskPool:
         if len(parts) == 1:
             return parts[0]
         if not parts:
-            return torch.empty(0, request_cols, dtype=torch.int32), torch.empty(0, reply_cols, dtype=torch.int32)
+            none = torch.empty(0, 0, dtype=torch.int32, device="cpu")
+            return none.view(0, request_cols), none.view(0, reply_cols)
         masks, effects = zip(*parts, strict=True)
         return torch.cat(masks), torch.cat(effects)
 

@@ -7,10 +7,12 @@ same machine) that took 20 to 100 times as long. Pieces that never wait for each
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -38,8 +40,16 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
     if num_workers <= 1:
         run()
         return
-    pending = [_executor().submit(run) for _ in range(num_workers)]
-    failures = [exc for exc in (future.exception() for future in pending) if exc is not None]
+    pending: list[Future[None]] = []
+    try:
+        with contextlib.suppress(RuntimeError):  # no thread is left in the machine, or the process ends
+            for _ in range(num_workers):
+                pending.append(_executor().submit(run))
+        if not pending:
+            run()
+        failures = [exc for exc in (future.exception() for future in pending) if exc is not None]
+    finally:
+        deque(queue, maxlen=0)  # after an error, who begins late finds nothing to do
     if failures:
         raise failures[0]
 
@@ -78,11 +88,14 @@ def _single_threaded(num_workers: int) -> ThreadPoolExecutor:
         all_started.wait()
 
     executor = ThreadPoolExecutor(num_workers, thread_name_prefix="veilbase-masks", initializer=start)
-    for _ in range(num_workers):
-        executor.submit(int)
     try:
+        for _ in range(num_workers):
+            executor.submit(int)
         # the barrier is passed when every thread has its number; only then is the process's put back
         executor.submit(int).result()
+    except RuntimeError:
+        all_started.abort()  # those that did start would wait for the others
+        raise
     finally:
         torch.set_num_threads(before)
     return executor

@@ -264,6 +264,11 @@ int veilbase_usable(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
 
+/* Of what these functions take: one more with every change of that; also in kernels.py. */
+int veilbase_kernels_version(void) {
+    return 2;
+}
+
 /* Bytes of scratch memory that `veilbase_product` needs for rows of d numbers. */
 int64_t veilbase_scratch_bytes(int64_t d) {
     int64_t many = BLOCK_INNER * BLOCK_COLUMNS * (int64_t)sizeof(int16_t) + BLOCK_ROWS * BLOCK_INNER * 4;
@@ -275,7 +280,7 @@ int64_t veilbase_scratch_bytes(int64_t d) {
  *
  * rows, replies: of each row, where its d numbers and its reply begin, both contiguous; no two overlap.
  * weight: the first number of a d x m matrix, one of whose strides is 1.
- * scratch: see `veilbase_scratch_bytes`; aligned to 64 bytes.
+ * scratch: see `veilbase_scratch_bytes`.
  */
 void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64_t first_row, int64_t last_row,
                       const int8_t *weight, int64_t row_stride, int64_t column_stride, int64_t d,

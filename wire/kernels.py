@@ -1,8 +1,9 @@
 """What is compiled when the package is built, for x86-64 processors with AVX2: products and the coding of rows.
 
 Guarantees: products exact mod 2^32 for every number, shape and memory order, like every kernel of wire/product.py;
-coded rows with the bits that torch's operations give. Where the library was not built, or the processor lacks AVX2,
-`available()` is False and nothing else may be called: wire/product.py and wire/ring.py then do it with torch.
+coded rows as torch's operations give them; a β may differ in its last place, since squares are summed in another order.
+Where the library was not built, or the processor lacks AVX2, `available()` is False and nothing else may be called:
+wire/product.py and wire/ring.py then do it with torch.
 
 What the compiled code is given is checked here: it checks nothing itself.
 """
@@ -25,7 +26,7 @@ from wire.threads import share
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
-_BLOCK_ROWS = 48
+_REGISTER_ROWS, _BLOCK_ROWS = 3, 48
 _SHARED_ROWS = 2 * _BLOCK_ROWS
 """From so many on, threads take rows; below, columns. Each thread packs what it multiplies, so a piece of either has
 to be large beside what it packs of the other."""
@@ -35,6 +36,8 @@ _SHARED_NUMBERS = 1 << 18
 _SHARED_WORK = 1 << 24
 """Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
 
+_VERSION = 2
+"""Of what the library's functions take, as in kernels.c: an older library may lie beside newer sources."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
 
@@ -50,6 +53,8 @@ def _library() -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(LIBRARY))
+        if library.veilbase_kernels_version() != _VERSION:
+            return None
         usable = library.veilbase_usable
         product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
         encode, decode = library.veilbase_encode, library.veilbase_decode
@@ -94,9 +99,9 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     if library is None or not suits(weight) or weight.dtype != torch.int8:
         raise InvalidTensor("no compiled kernel for this weight")
     d, m = weight.shape
-    parts = [part if part.stride(1) == 1 or part.shape[1] <= 1 else part.contiguous() for part in parts]
     for part, reply in zip(parts, replies, strict=True):
         _check(part, reply, d, m)
+    parts = [part if part.stride(1) == 1 or part.shape[1] <= 1 else part.contiguous() for part in parts]
     row_stride, column_stride = weight.stride()
     if column_stride != 1:
         row_stride = 1  # of a dimension of size 1 it may be anything
@@ -109,8 +114,9 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
         )  # fmt: skip
         return
     starts, ends = _pointers(parts), _pointers(replies)
+    written = parts, weight, replies
 
-    def work(pieces: Iterator[_Piece]) -> None:
+    def work(pieces: Iterator[_Piece], _held: object = written) -> None:
         scratch = _scratch(scratch_bytes)
         for first_row, last_row, first_column, last_column in pieces:
             library.veilbase_product(
@@ -153,15 +159,17 @@ def encode(
         raise InvalidTensor("no compiled kernel for these rows")
     _check_written(encoded, num_rows, d, torch.int32)
     _check_alpha(alpha, d)
-    betas = torch.empty(num_rows, 1)
+    betas = torch.empty(num_rows, 1, dtype=torch.float32, device="cpu")  # whatever the user's defaults are
+    _check_written(betas, num_rows, 1, torch.float32)
     start, stride, to, scale = rows.data_ptr(), rows.stride(0), encoded.data_ptr(), betas.data_ptr()
     factors = None if alpha is None else alpha.data_ptr()
     if num_rows == 1:
         done = library.veilbase_encode(start, stride, factors, 1, d, budget, smallest, to, scale)
         return betas if done == 1 else None
     whole: list[bool] = []
+    written = rows, alpha, encoded, betas
 
-    def work(pieces: Iterator[tuple[int, int]]) -> None:
+    def work(pieces: Iterator[tuple[int, int]], _held: object = written) -> None:
         for first, count in pieces:
             done = library.veilbase_encode(
                 start + 4 * stride * first, stride, factors, count, d, budget, smallest, to + 4 * d * first,
@@ -202,12 +210,14 @@ def decode(
             raise InvalidTensor("no compiled kernel for this reply")
     _check_written(betas, num_rows, 1, torch.float32)
     _check_alpha(alpha, m)
-    made = torch.empty(num_rows, m)
+    made = torch.empty(num_rows, m, dtype=torch.float32, device="cpu")
+    _check_written(made, num_rows, m, torch.float32)
     start, stride, to, scale = reply.data_ptr(), reply.stride(0), made.data_ptr(), betas.data_ptr()
     factors = None if alpha is None else alpha.data_ptr()
     taken, taken_stride = (None, 0) if effect is None else (effect.data_ptr(), effect.stride(0))
+    written = reply, effect, betas, alpha, made
 
-    def work(pieces: Iterator[tuple[int, int]]) -> None:
+    def work(pieces: Iterator[tuple[int, int]], _held: object = written) -> None:
         for first, count in pieces:
             library.veilbase_decode(
                 start + 4 * stride * first, stride, None if taken is None else taken + 4 * taken_stride * first,
@@ -240,8 +250,8 @@ def _row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
-    if part.dtype != torch.int32 or part.device.type != "cpu" or part.shape[1] != d:
-        raise InvalidTensor(f"expected int32 rows of {d} columns on the CPU, got {part.dtype} of {part.shape[1]}")
+    if part.dtype != torch.int32 or part.device.type != "cpu" or part.dim() != 2 or part.shape[1] != d:
+        raise InvalidTensor(f"expected int32 rows of {d} columns on the CPU, got {part.dtype} of {tuple(part.shape)}")
     _check_written(reply, part.shape[0], m, torch.int32)
 
 
@@ -260,7 +270,7 @@ def _pieces(num_rows: int, d: int, m: int) -> list[_Piece]:
     if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK:
         return [(0, num_rows, 0, m)]
     if num_rows >= _SHARED_ROWS:
-        step = _step(num_rows, num_pieces, _BLOCK_ROWS)
+        step = _step(num_rows, num_pieces, _REGISTER_ROWS)
         return [(start, min(num_rows, start + step), 0, m) for start in range(0, num_rows, step)]
     step = _step(m, num_pieces, _SHARED_COLUMNS)
     return [(0, num_rows, start, min(m, start + step)) for start in range(0, m, step)]
@@ -272,7 +282,8 @@ def _step(length: int, num_pieces: int, block: int) -> int:
 
 def _scratch(num_bytes: int) -> int:
     """The address of this thread's, kept between calls: fresh pages cost more than what is packed into them."""
-    if getattr(_local, "num_bytes", 0) < num_bytes:
-        _local.scratch = np.empty(num_bytes, dtype=np.uint8)
-        _local.num_bytes, _local.address = num_bytes, _local.scratch.ctypes.data
-    return int(_local.address)
+    kept: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int] | None = getattr(_local, "scratch", None)
+    if kept is None or kept[0].size < num_bytes:
+        made = np.empty(num_bytes, dtype=np.uint8)
+        kept = _local.scratch = made, made.ctypes.data  # together: an address outlives no memory
+    return kept[1]

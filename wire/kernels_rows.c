@@ -1,6 +1,6 @@
 /*
  * Real rows to ring rows and back, each in one pass, on x86-64 with AVX2. What the numbers mean is in wire/ring.py,
- * whose torch form gives the same bits; wire/kernels.py is the only caller and checks every shape and pointer.
+ * whose torch form gives the same bits where beta has the same; wire/kernels.py is the only caller and checks every shape and pointer.
  */
 #include <immintrin.h>
 #include <float.h>

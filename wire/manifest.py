@@ -45,7 +45,8 @@ BUNDLE_FILE_NAMES = frozenset(
 _MOST_ERRORS = 100
 _Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
 _Features = Field(ge=1, le=MAX_FEATURES)
-_Norm = Field(gt=0, allow_inf_nan=False)
+_Norm = Field(ge=1, allow_inf_nan=False)
+"""Of a column of integers; `wire.quantise.max_norms` gives no less, and scales rely on it."""
 _Digest = Field(pattern=r"^[0-9a-f]{64}$")
 
 

@@ -37,7 +37,7 @@ def unwritten(num_bytes: int) -> memoryview:
     """
     bits = max(0, num_bytes - 1).bit_length()
     if not _LEAST_BITS <= bits <= _MOST_BITS:
-        return torch.empty(num_bytes, dtype=torch.uint8).numpy().data
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy().data
     free = _free[bits]
     try:
         memory = free.pop()
@@ -59,5 +59,5 @@ def unwritten_tensor(num_rows: int, cols: int, dtype: torch.dtype) -> torch.Tens
     """`torch.empty((num_rows, cols))` on the CPU in such memory, with the same warning."""
     size = num_rows * cols * dtype.itemsize
     if size <= 1 << (_LEAST_BITS - 1):
-        return torch.empty(num_rows, cols, dtype=dtype)
+        return torch.empty(num_rows, cols, dtype=dtype, device="cpu")
     return torch.frombuffer(unwritten(size), dtype=dtype).view(num_rows, cols)

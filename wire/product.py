@@ -197,7 +197,7 @@ def _product_by_int32(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     step = max(_LEAST_BLOCK, _SCRATCH_BYTES // (8 * max(1, d)))
     if m <= step:
         return torch.mm(rows, _widened(weight))
-    reply = torch.empty(rows.shape[0], m, dtype=torch.int32)
+    reply = torch.empty(rows.shape[0], m, dtype=torch.int32, device="cpu")
     for columns in _slices(m, step):
         torch.mm(rows, _widened(weight[:, columns]), out=reply[:, columns])
     return reply
@@ -315,7 +315,7 @@ def _buffer(least: int) -> torch.Tensor:
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.shape[0] < least:
         with torch.inference_mode(False):  # one made inside could not be written to outside, for this thread's life
-            buffer = _local.buffer = torch.empty(-(-least // 64) * 64, dtype=torch.uint8)
+            buffer = _local.buffer = torch.empty(-(-least // 64) * 64, dtype=torch.uint8, device="cpu")
     return buffer
 
 

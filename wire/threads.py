@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,6 +40,8 @@ def use_one_core() -> None:
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
     """Runs `work` in the calling thread and in helpers, on one iterator: each item goes to one of them.
 
+    `work` must hold what it writes to: where the calling thread is interrupted, a helper may end its item later.
+
     As many threads as torch uses in the calling one. A helper that is busy elsewhere is not waited for, and none spins
     when it is done: OpenMP's do, on a core that a tenant on the same machine, or the thread that encrypts, could use.
 
@@ -49,10 +53,14 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
     if num_helpers < 1:
         work(queue)
         return
-    helpers = [_executor().submit(work, queue) for _ in range(num_helpers)]
+    helpers: list[Future[None]] = []
     try:
+        with contextlib.suppress(RuntimeError):  # no thread is left in the machine, or the process ends: less help
+            for _ in range(num_helpers):
+                helpers.append(_executor().submit(work, queue))
         work(queue)
     finally:
+        deque(queue, maxlen=0)  # after an error, who begins late finds nothing to do
         failures = [helper.exception() for helper in helpers if not helper.cancel()]
     for failure in failures:
         if failure is not None:

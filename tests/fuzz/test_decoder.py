@@ -311,8 +311,8 @@ def read(data: bytes) -> None:
     assert len(set(names)) == len(names)
     for group in manifest.groups:
         assert sum(layer.out_features for layer in group.layers) == group.out_features
-        assert 0 < group.max_column_norm <= 127 * math.sqrt(group.in_features) * 1.00001
-        assert 0 < group.max_row_norm <= 127 * math.sqrt(group.out_features) * 1.00001
+        assert 1 <= group.max_column_norm <= 127 * math.sqrt(group.in_features) * 1.00001
+        assert 1 <= group.max_row_norm <= 127 * math.sqrt(group.out_features) * 1.00001
     assert not {unicodedata.category(char) for char in manifest.model_id} & {"Cc", "Cf", "Zl", "Zp"}
     assert isinstance(manifest, Manifest)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from wire import kernels
+from wire import kernels, ring
 from wire import product as plain
 from wire.errors import InvalidTensor
+from wire.memory import unwritten_tensor
 
 CPU_FLAGS = Path("/proc/cpuinfo")
 HAS_AVX2 = platform.machine() == "x86_64" and CPU_FLAGS.exists() and " avx2 " in CPU_FLAGS.read_text()
@@ -150,6 +153,22 @@ for num_rows in (1, 2, 3, 50):
             reply = guarded(torch.zeros(num_rows, m, dtype=torch.int32))
             kernels.products([rows], stored, [reply])
             assert torch.equal(reply, _plain_product(rows, weight))
+
+def coded(num_rows, d):
+    rows, alpha = guarded(torch.randn(num_rows, d)), guarded(torch.rand(d) + 0.5)
+    numbers, effect = (guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32)) for _ in range(2))
+    for scale in (alpha, None):
+        encoded = guarded(torch.zeros(num_rows, d, dtype=torch.int32))
+        betas = guarded(kernels.encode(rows, scale, 1e6, 2.0**-100, encoded))
+        scaled = rows if scale is None else rows * scale
+        assert ((encoded * betas - scaled).abs() <= 0.6 * betas).all()
+        for taken in (effect, None):
+            plain = (numbers if taken is None else numbers - taken) * (1 if scale is None else scale) * betas
+            assert torch.equal(kernels.decode(numbers, taken, betas, scale), plain)
+
+for num_rows in (1, 2, 5):
+    for d in (1, 3, 7, 8, 9, 15, 16, 17, 31, 40):
+        coded(num_rows, d)
 print("kept inside")
 """
 
@@ -159,6 +178,65 @@ def test_reads_and_writes_nothing_past_an_end() -> None:
     """In a process of its own: what it would do wrong ends it."""
     done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
+def test_the_users_default_type_is_not_that_of_the_memory(name: str) -> None:
+    """transformers sets it, for the whole process, while it loads a model."""
+    rows = torch.randn(64, 300)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        encoded, betas = ring.encode(rows, 100.0)
+        decoded = ring.decode(encoded, betas)
+    finally:
+        torch.set_default_dtype(before)
+    assert (betas.dtype, decoded.dtype) == (torch.float32, torch.float32)
+    assert torch.allclose(decoded, rows, atol=1e-4)
+
+
+@needs_kernels
+def test_nor_is_the_users_default_device_its_place() -> None:
+    rows, weight = torch.randn(64, 300), torch.randint(-127, 128, (300, 40), dtype=torch.int8)
+    with torch.device("meta"):
+        encoded, betas = ring.encode(rows, 2000.0)
+        decoded = ring.decode(ring.product(encoded, weight), betas)
+    assert torch.allclose(decoded, rows @ weight.to(torch.float32), atol=0.1)
+
+
+@needs_kernels
+def test_memory_is_held_by_who_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call is interrupted a helper ends its piece later; by then the memory must not be another reply's."""
+    given: list[Callable[[], None]] = []
+    monkeypatch.setattr(kernels, "share", lambda work, items: given.append(lambda: work(iter(items))))
+    rows, weight = draw(200, 512, 512)
+    plain.product(rows, weight)
+    with contextlib.suppress(InvalidTensor):  # nobody has looked at its rows
+        ring.encode(torch.randn(200, 512), 100.0)
+    others = [unwritten_tensor(200, 512, torch.int32).fill_(7) for _ in range(3)]
+    while given:
+        given.pop()()
+    assert all((other == 7).all() for other in others)
+
+
+@needs_kernels
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git pull` leaves the old one beside new sources."""
+    kernels._library.cache_clear()
+    try:
+        monkeypatch.setattr(kernels, "_VERSION", kernels._VERSION + 1)
+        assert not kernels.available()
+    finally:
+        kernels._library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4)])
+def test_rows_that_are_no_matrix_are_refused(shape: tuple[int, ...]) -> None:
+    weight = torch.zeros(4, 6, dtype=torch.int8)
+    with pytest.raises(InvalidTensor, match="expected int32 rows"):
+        kernels.products([torch.zeros(shape, dtype=torch.int32)], weight, [torch.zeros(2, 6, dtype=torch.int32)])
 
 
 @needs_kernels

@@ -104,6 +104,7 @@ NAN, INF = math.nan, math.inf
 REFUSED = {
     "column norm zero": put("groups.0.max_column_norm", 0),
     "column norm negative": put("groups.0.max_column_norm", -1.0),
+    "column norm that no integers have": put("groups.0.max_column_norm", 0.999),
     "column norm of a larger layer": put("groups.0.max_column_norm", 127 * math.sqrt(8) * 1.000001),
     "column norm NaN": put("groups.0.max_column_norm", NAN),
     "column norm infinite": put("groups.0.max_column_norm", INF),
@@ -175,7 +176,7 @@ def test_fields_are_needed(name: str) -> None:
 
 
 def test_norms_at_their_bound_are_accepted() -> None:
-    for value in (1e-300, 127 * math.sqrt(8)):
+    for value in (1.0, 127 * math.sqrt(8)):
         assert parse_manifest(changed(put("groups.0.max_column_norm", value))).groups[0].max_column_norm == value
 
 

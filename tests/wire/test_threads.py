@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,69 @@ def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ValueError, match="the second"):
         share(work, [0, 1])
+
+
+class Refusing:
+    """An executor of a machine that has no thread left after `allowed` more."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed, self.inner = allowed, threads._executor()
+        self.left: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[Iterator[int]], None], queue: Iterator[int]) -> Future[None]:
+        if self.allowed:
+            self.allowed -= 1
+            return self.inner.submit(work, queue)
+        self.left.append(lambda: work(queue))  # as ThreadPoolExecutor does: queued, and then the error
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    executor = Refusing(allowed)
+    monkeypatch.setattr(threads, "_executor", lambda: executor)
+    taken: list[tuple[int, str]] = []
+    share(taking(taken), list(range(50)))
+    assert sorted(item for item, _ in taken) == list(range(50))
+    assert len(executor.left) == 1
+    executor.left[0]()
+    assert len(taken) == 50, "who begins late finds nothing to do"
+
+
+def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller works: what a helper has not begun by then is not done."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    executor = Refusing(0)
+    monkeypatch.setattr(threads, "_executor", lambda: executor)
+    taken: list[int] = []
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            taken.append(item)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        share(work, [0, 1, 2])
+    executor.left[0]()
+    assert taken == [0]
+
+
+def test_a_thread_that_outlives_the_main_one_still_multiplies() -> None:
+    code = """
+import threading, time, torch
+from wire import threads
+torch.set_num_threads(2)
+def late():
+    threading.main_thread().join()
+    time.sleep(0.5)
+    taken = []
+    threads.share(lambda items: taken.extend(items), list(range(9)))
+    print(len(taken))
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "9\n", done.stderr[-500:]
 
 
 def test_a_forked_child_has_helpers_of_its_own() -> None:
