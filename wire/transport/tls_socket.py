@@ -333,28 +333,43 @@ class MessageSocket:
             pass
 
     def _read(self) -> bool:
-        """Decrypts one record. False where no whole one is there."""
-        into = self._small[self._held :] if self._body is None else self._body[self._filled :]
+        """Decrypts a record, or what there is of a large message. False where no whole record is there."""
+        body = self._body
         try:
-            with self._tls_lock:
-                count = self._read_into(into)
+            if body is None:
+                with self._tls_lock:
+                    self._held += self._read_into(self._small[self._held :])
+                self._split()
+            else:
+                self._read_body(body)
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLZeroReturnError:
-            count = 0
-        if not count:
             self._has_ended = True
-            raise EOFError
-        if self._body is None:
-            self._held += count
-            self._split()
-        else:
-            self._filled += count
-            self._end_body()
+            raise EOFError from None
         return True
 
     def _read_into(self, into: memoryview) -> int:
-        return cast(int, self._tls.read(len(into), into))  # type: ignore[call-overload]
+        count = cast(int, self._tls.read(len(into), into))  # type: ignore[call-overload]
+        if not count:
+            raise ssl.SSLZeroReturnError
+        return count
+
+    def _read_body(self, body: memoryview) -> None:
+        # Each record is a call of OpenSSL's: there are 64 in a MiB, and nothing else may be done 64 times.
+        read, incoming, filled, length = self._tls.read, self._incoming, self._filled, len(body)
+        try:
+            with self._tls_lock:
+                while filled < length and incoming.pending:
+                    count = cast(int, read(length - filled, body[filled:]))  # type: ignore[call-overload]
+                    if not count:
+                        raise ssl.SSLZeroReturnError
+                    filled += count
+        finally:
+            self._filled = filled
+        if filled == length:
+            self._messages.append(body)
+            self._body = None
 
     def _split(self) -> None:
         """Takes the messages out of the small buffer; a large one's beginning goes into memory of its own."""
@@ -375,11 +390,6 @@ class MessageSocket:
             start += len(here)
         self._held = len(held) - start
         self._small[: self._held] = held[start:]
-
-    def _end_body(self) -> None:
-        if self._body is not None and self._filled == len(self._body):
-            self._messages.append(self._body)
-            self._body = None
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
