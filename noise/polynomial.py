@@ -10,9 +10,11 @@ right while the transforms err by less than 1/2. With u = 2^-53 a transform of l
 its 2-norm (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 24.2), so a coefficient errs by at
 most about 6.7·u·log2(N/2)·‖a‖₂·(2·‖s‖₂ + max_f ‖ŝ_f‖₂): at 3×512 with the largest ‖a‖₂ = √1536·2^31, ‖s‖₂ ≤ √1536
 and the ‖ŝ_f‖₂ ≈ 80 of a uniform secret, 0.08. Measured on random input: 8e-5 at 3×512, 2e-4 at 6×2048; with every
-coefficient −2^31 and every trit 1: 2e-3 and 1.2e-2, a few units in the last place of a float64 of that size. What is not
-proven is the vendor's FFT, so every call of torch's form measures the distance to the nearest integer on some features
-(see `_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4. The compiled form measures all.
+coefficient −2^31 and every trit 1: 2e-3 and 1.2e-2, a few units in the last place of a float64 of that size.
+
+What is not proven is the vendor's FFT, so every call of torch's form measures the distance to the nearest integer on
+some features (see `_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4. The compiled form
+measures all.
 
 Two forms: compiled (noise/kernels.py, where it was built and the processor has AVX2 and FMA) and torch's. They keep
 transforms in other orders, and give the same numbers, since both are exact. The compiled one has transforms of its own,
