@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
 
+from noise import workers
 from noise.workers import share
 
 
@@ -116,3 +118,21 @@ def test_a_forked_child_has_no_workers_to_wait_for() -> None:
     if child == 0:
         os._exit(0 if workers._made is None and not workers._lock.locked() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    inner, left = workers._executor(), [allowed]
+
+    class Refusing:
+        def submit(self, run: Callable[[], None]) -> Future[None]:
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+            return inner.submit(run)
+
+    monkeypatch.setattr(workers, "_executor", Refusing)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    seen: list[int] = []
+    share(lambda queue: seen.extend(queue), range(50))
+    assert sorted(seen) == list(range(50))
