@@ -78,6 +78,9 @@ class Lattice:
         self.parameters = parameters
         self._ledger, self._hints, self._verified = ledger, hints, verified
         self._limits = limits or Limits()
+        # worst cases of the error and secret that may be drawn: no scale depends on the block that is taken
+        self._error_bound = sampling.error_bound(parameters)
+        self._slack = float(hints.rounding_bound() * parameters.dimension)
         self._rng = sampling.Csprng()
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
@@ -93,10 +96,8 @@ class Lattice:
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Adds fresh mask rows; see `MaskScheme.mask`."""
         request_cols, _ = group.widths(direction)
-        # worst cases of the error and secret that may be drawn: nothing depends on the block that is taken
-        error_norm = sampling.error_bound(self.parameters) * math.sqrt(request_cols)
-        slack = float(self._hints.rounding_bound() * self.parameters.dimension)
-        encoded, scales = encode_rows(group, direction, rows, error_norm, slack)  # raises before a row is burnt
+        error_norm = self._error_bound * math.sqrt(request_cols)
+        encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)  # raises before a row is burnt
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
         # in place: these rows of the pool are burnt, and nobody else will read them; fresh pages are not free

@@ -126,11 +126,13 @@ class MaskPool:
         key = (group.id, direction)
         request_cols, reply_cols = group.widths(direction)
         parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        with self._state:
-            self._shelf(key, group).note_call(num_rows)
-        while num_rows > 0:
+        is_noted = False
+        while num_rows > 0 or not is_noted:
             with self._state:
                 shelf = self._shelf(key, group)
+                if not is_noted:
+                    shelf.note_call(num_rows)
+                    is_noted = True
                 num_rows -= self._take_ready(shelf, num_rows, parts)
                 self._want(key, shelf)
                 beyond = self._rows_beyond(shelf)

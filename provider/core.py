@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -53,13 +52,17 @@ class ProviderCore:
         Raises:
             VeilbaseError: the request's fault, or `RemoteFault` for anything unforeseen, which the log explains.
         """
-        with _faults_as_errors(call):
+        try:
             return executor.compute(self.served, call, rows)
+        except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
+            raise _fault_as_error(call, exc) from None
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """`compute` of each, by one product of a call that was checked; each reply has memory of its own."""
-        with _faults_as_errors(call):
+        try:
             return executor.products(self.served.groups[call.group], call, parts)
+        except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
+            raise _fault_as_error(call, exc) from None
 
     def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
         """Writes a whole request and its reply, if it has one, down, where there is a recorder."""
@@ -83,13 +86,10 @@ class ProviderCore:
             self._recorder.close()
 
 
-@contextlib.contextmanager
-def _faults_as_errors(call: Call) -> Iterator[None]:
-    try:
-        yield
-    except VeilbaseError:
-        raise
-    except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
-        # The type only: the text of an exception may hold values.
-        _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
-        raise RemoteFault("the provider failed while computing") from None
+def _fault_as_error(call: Call, exc: Exception) -> VeilbaseError:
+    """The request's own fault as it is; anything else, such as a lack of memory, as one that says nothing of it."""
+    if isinstance(exc, VeilbaseError):
+        return exc
+    # The type only: the text of an exception may hold values.
+    _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
+    return RemoteFault("the provider failed while computing")

@@ -350,12 +350,11 @@ class Session:
             if isinstance(item, bytes):
                 return item
             if isinstance(item, _Request):
-                frames = self._reply_frames(item)
                 if item.reply_bytes <= CHUNK_BYTES:
-                    if (only := next(frames, None)) is not None:
+                    if (only := self._small_reply(item)) is not None:
                         return only
                     continue
-                self._replies.append((item, frames))
+                self._replies.append((item, self._reply_frames(item)))
             if item is _END or (ended and item is None and not self._replies):
                 self._over = True
             elif self._replies:
@@ -375,16 +374,27 @@ class Session:
         self._over = True
         self._replies.clear()
 
+    def _small_reply(self, request: _Request) -> bytes | memoryview | None:
+        """The one frame of a reply; None where the request was cancelled or expired before its turn."""
+        reply = request.reply
+        if reply is None:
+            return None
+        (message,) = frame.frames(self._answered(request), frame.tensor_bytes(reply))
+        return message if self._forget(request.header.request_id) else None
+
+    def _answered(self, request: _Request) -> Header:
+        """Of the reply, which from here on the caller holds."""
+        asked, size = request.header, request.reply_bytes
+        self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
+        request.reply = None
+        return Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, request.reply_cols, 0, size)
+
     def _reply_frames(self, request: _Request) -> Iterator[bytes | memoryview]:
         asked, reply = request.header, request.reply
         if reply is None:
             return  # cancelled or expired before its turn
-        size = request.reply_bytes
-        header = Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, request.reply_cols, 0, size)
-        left = size
-        self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
-        request.reply = None  # from here on this generator holds it
-        for message in frame.frames(header, frame.tensor_bytes(reply)):
+        left = request.reply_bytes
+        for message in frame.frames(self._answered(request), frame.tensor_bytes(reply)):
             left -= len(message) - frame.HEADER_BYTES
             if self._requests.get(asked.request_id) is not request:
                 return

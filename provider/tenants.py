@@ -165,7 +165,7 @@ class RevocationList:
     """
 
     def __init__(self, state: StateDir, *, clock: Callable[[], datetime] = _now) -> None:
-        self._path = state.tenants_path
+        self._path, self._name = state.tenants_path, str(state.tenants_path)
         self._clock = clock
         self._reloading = threading.Lock()
         # Stamp and records change together, as one reference, so that a reader without the lock sees a matching pair.
@@ -188,7 +188,7 @@ class RevocationList:
     def _current(self) -> dict[int, TenantRecord] | None:
         try:
             stamp, records = self._snapshot
-            if stamp == _stamp(os.stat(self._path)):
+            if stamp == _stamp(os.stat(self._name)):
                 return records
             with self._reloading:
                 return self._reload()

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from noise.scheme import GroupSpec
+from tenant_sdk.few_cores import spare_cores
 from tenant_sdk.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
@@ -130,6 +131,7 @@ def load_remote_model(
     model.name_or_path = model.config.name_or_path = manifest.model_id
     model.to(device)
     _attach(model, manifest, executor, load_alphas(folder, manifest), device)
+    spare_cores(model.base_model)
     return model.requires_grad_(False).eval()
 
 

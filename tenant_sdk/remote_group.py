@@ -17,13 +17,16 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from noise.scheme import GroupSpec, MaskScheme, Message
+from noise.scheme import GroupSpec, Masked, MaskScheme, Message
 from noise.verify import FAILED, Verifier
 from wire.errors import InvalidTensor, VerificationFailed
 from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, ITEM_BYTES, Arithmetic, Call, Direction
 from wire.limits import Limits
 from wire.transport.base import Connection, Pending
+
+_Asked = tuple[Masked, list[Pending]]
+"""A call whose messages are on their way."""
 
 
 class RemoteExecutor:
@@ -57,14 +60,13 @@ class RemoteExecutor:
         try:
             yield
         except Exception:  # whatever breaks because everything was closed
-            if self._verifier is not None and self._verifier.failed:
-                raise VerificationFailed(FAILED) from None
+            self._check_honest()
             raise
 
     def _check_honest(self) -> None:
         """The verifier alone remembers the failure."""
         if self._verifier is not None and self._verifier.failed:
-            raise VerificationFailed(FAILED)
+            raise VerificationFailed(FAILED) from None
 
     def run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         """One product.
@@ -83,22 +85,33 @@ class RemoteExecutor:
         request_cols = group.widths(direction)[0]
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
-        with self.in_session():
+        self._check_honest()
+        try:  # as `in_session`, which a decode step would enter a hundred times
             return self._run(group, direction, rows)
+        except Exception:
+            self._check_honest()
+            raise
 
     def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
         request_cols, reply_cols = group.widths(direction)
-        device = rows.device
-        if rows.shape[0] == 0:
-            return torch.empty(0, reply_cols, dtype=torch.float32, device=device)
-        most = self._rows_per_request(request_cols, reply_cols)
-        parts = rows.split(most) if rows.shape[0] > most else (rows,)
-        waiting = []
-        for part in parts:
-            masked = self.scheme.mask(group, direction, part)
-            waiting.append((masked, [self._send(message, reply_cols) for message in masked.messages]))
-        products = [masked.unmask([pending.result().to(device) for pending in replies]) for masked, replies in waiting]
+        num_rows = rows.shape[0]
+        if num_rows == 0:
+            return torch.empty(0, reply_cols, dtype=torch.float32, device=rows.device)
+        if num_rows == 1:  # a token's, which is never too large
+            return self._result(self._ask(group, direction, rows, reply_cols), rows)
+        parts = rows.split(min(num_rows, self._rows_per_request(request_cols, reply_cols)))
+        waiting = [self._ask(group, direction, part, reply_cols) for part in parts]
+        products = [self._result(each, rows) for each in waiting]
         return products[0] if len(products) == 1 else torch.cat(products)
+
+    def _ask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, reply_cols: int) -> _Asked:
+        masked = self.scheme.mask(group, direction, rows)
+        return masked, [self._send(message, reply_cols) for message in masked.messages]
+
+    def _result(self, asked: _Asked, like: torch.Tensor) -> torch.Tensor:
+        masked, waiting = asked
+        replies = [pending.result() for pending in waiting]
+        return masked.unmask(replies if like.is_cpu else [reply.to(like.device) for reply in replies])
 
     def _rows_per_request(self, request_cols: int, reply_cols: int) -> int:
         limits = self._limits
@@ -150,16 +163,19 @@ class RemoteExecutor:
         raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
 
 
-def _forward(x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
+def _forward(x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
-    out_dtype = autocast_dtype(x)
+    if product.dtype != out_dtype:
+        product = product.to(out_dtype)
     if len(group.member_features) == 1:
-        return (product.to(out_dtype),)
-    # copies, not views: model code may change an output in place, as it may a local layer's
-    return tuple(
-        part.to(out_dtype, copy=True, memory_format=torch.contiguous_format)
-        for part in product.split(group.member_features, dim=1)
-    )
+        return (product,)
+    if x.dim() != 2:
+        product = product.view(*x.shape[:-1], product.shape[1])
+    parts = product.split_with_sizes(group.member_features, dim=-1)
+    # model code may change an output in place, as it may a local layer's: to autograd none is a view of another
+    if x.numel() == x.shape[-1] and not x.requires_grad:
+        return tuple(part.detach() for part in parts)  # of one row each is contiguous, and its numbers are its own
+    return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -182,20 +198,20 @@ class _Product(torch.autograd.Function):
     """y = x·W (+ b) over a whole group; saves nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Sends the rows and keeps their shape only."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
-        return _forward(x, group)
+        return _forward(x, group, out_dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         """Sends the outputs' gradients through the transpose; members without one count as zeros."""
         group: RemoteGroup = ctx.group
         present = [grad for grad in grads if grad is not None]
         if not present:
-            return None, None
+            return None, None, None
         like, num_rows = present[0], ctx.shape[:-1].numel()
         rows = [
             # an absent gradient is zeros, masked like the rest
@@ -203,15 +219,23 @@ class _Product(torch.autograd.Function):
             for grad, features in zip(grads, group.member_features, strict=True)
         ]
         product = group.run(Direction.BACKWARD, torch.cat(rows, dim=1) if len(rows) > 1 else rows[0])
-        return product.to(ctx.dtype).view(ctx.shape), None
+        return product.to(ctx.dtype).view(ctx.shape), None, None
 
 
-def _apply(x: torch.Tensor, group: RemoteGroup) -> tuple[torch.Tensor, ...]:
-    if torch.is_grad_enabled() and x.requires_grad:
-        parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, group))  # type: ignore[no-untyped-call]
+_Context = tuple[bool, torch.dtype]
+"""Whether a gradient may be asked for, and the dtype of the outputs."""
+
+
+def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torch.Tensor, ...]:
+    has_gradient, out_dtype = context
+    if has_gradient:
+        parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, group, out_dtype))  # type: ignore[no-untyped-call]
     else:
-        parts = _forward(x, group)
-    return parts if x.dim() == 2 else tuple(part.view(*x.shape[:-1], part.shape[1]) for part in parts)
+        parts = _forward(x, group, out_dtype)
+    if x.dim() == 2 or len(parts) > 1:
+        return parts
+    whole = parts[0].view(*x.shape[:-1], parts[0].shape[1])
+    return (whole if has_gradient else whole.detach(),)  # as in `_forward`
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
@@ -226,7 +250,7 @@ class _Shared:
 
     source: Callable[[], torch.Tensor | None]
     version: int
-    context: tuple[bool, torch.dtype]
+    context: _Context
     outputs: list[torch.Tensor | None]
 
 
@@ -264,10 +288,10 @@ class RemoteGroup:
             shape (..., out_features of the member), dtype as a local layer would give; with the provider's bias or
             without, see `provider_adds_bias`.
         """
-        if len(self.member_features) == 1:
-            return _apply(x, self)[0]
-        shared: _Shared | None = getattr(self._local, "shared", None)
         context = (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x))
+        if len(self.member_features) == 1:
+            return _apply(x, self, context)[0]
+        shared: _Shared | None = getattr(self._local, "shared", None)
         tracked = not x.is_inference()  # inference tensors count no versions, so nothing says they are unchanged
         if (
             tracked
@@ -280,7 +304,7 @@ class RemoteGroup:
             if found is not None:
                 shared.outputs[index] = None
                 return found
-        outputs: list[torch.Tensor | None] = list(_apply(x, self))
+        outputs: list[torch.Tensor | None] = list(_apply(x, self, context))
         mine = cast(torch.Tensor, outputs[index])
         outputs[index] = None
         self._local.shared = _Shared(weakref.ref(x), x._version, context, outputs) if tracked else None

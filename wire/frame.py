@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -157,11 +157,14 @@ def tensor_bytes(rows: torch.Tensor) -> memoryview:
     return plain.contiguous().numpy().data.cast("B")
 
 
-def frames(header: Header, data: memoryview) -> Iterator[bytes | memoryview]:
+def frames(header: Header, data: memoryview) -> Iterable[bytes | memoryview]:
     """The frames of one tensor, in order, each with at most CHUNK_BYTES of payload; gRPC wants them as `bytes`."""
     if len(data) <= CHUNK_BYTES:
-        yield b"".join((header.pack(), data))
-        return
+        return (b"".join((header.pack(), data)),)
+    return _chunks(header, data)
+
+
+def _chunks(header: Header, data: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]
         message = unwritten(HEADER_BYTES + len(chunk))
@@ -228,11 +231,15 @@ class Assembler:
 
         Only where `payload_bytes` counts numbers: `rows` reads a request, whatever its purpose.
         """
-        first = self.header
-        dtype = DTYPES[first.call.arithmetic]
-        if first.total_bytes == 0:
-            return torch.empty(first.rows, first.cols, dtype=dtype)
-        return torch.frombuffer(self._data(), dtype=dtype).view(first.rows, first.cols)
+        return tensor(self.header, self._data())
+
+
+def tensor(header: Header, data: memoryview) -> torch.Tensor:
+    """All bytes of a tensor as its header says, shape (rows, cols); read-only, since it views them."""
+    dtype = DTYPES[header.call.arithmetic]
+    if header.total_bytes == 0:
+        return torch.empty(header.rows, header.cols, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(header.rows, header.cols)
 
 
 def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) -> None:

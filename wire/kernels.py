@@ -81,7 +81,7 @@ def available() -> bool:
 
 def suits(weight: torch.Tensor) -> bool:
     """Whether a weight can be read as it lies: on the CPU, rows or columns contiguous."""
-    return weight.device.type == "cpu" and 1 in weight.stride()
+    return weight.is_cpu and 1 in weight.stride()
 
 
 def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Sequence[torch.Tensor]) -> None:
@@ -99,13 +99,15 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     if library is None or not suits(weight) or weight.dtype != torch.int8:
         raise InvalidTensor("no compiled kernel for this weight")
     d, m = weight.shape
+    if len(parts) != len(replies):
+        raise InvalidTensor(f"expected memory for {len(parts)} replies, got {len(replies)}")
     for part, reply in zip(parts, replies, strict=True):
         _check(part, reply, d, m)
-    parts = [part if part.stride(1) == 1 or part.shape[1] <= 1 else part.contiguous() for part in parts]
+    parts = [part if part.is_contiguous() or part.stride(1) == 1 or d <= 1 else part.contiguous() for part in parts]
     row_stride, column_stride = weight.stride()
     if column_stride != 1:
         row_stride = 1  # of a dimension of size 1 it may be anything
-    address, scratch_bytes = weight.data_ptr(), library.veilbase_scratch_bytes(d)
+    address, scratch_bytes = weight.data_ptr(), _scratch_bytes(d)
     if len(parts) == 1 and parts[0].shape[0] == 1:  # a token's: an array of one pointer is cheap without numpy
         start, end = _COUNT(parts[0].data_ptr()), _COUNT(replies[0].data_ptr())
         library.veilbase_product(
@@ -127,18 +129,17 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     share(work, _pieces(starts.shape[0], d, m))
 
 
-def codes(*matrices: torch.Tensor) -> bool:
-    """Whether these can be coded as they lie: 32-bit numbers on the CPU, those of a row side by side."""
-    for each in matrices:
-        if not each.is_cpu or each.itemsize != 4 or each.dim() != 2 or (each.stride(1) != 1 and each.shape[1] != 1):
-            return False
-    return True
+def codes(matrix: torch.Tensor) -> bool:
+    """Whether it can be coded as it lies: 32-bit numbers on the CPU, those of a row side by side."""
+    if not matrix.is_cpu or matrix.itemsize != 4 or matrix.dim() != 2:
+        return False
+    return matrix.is_contiguous() or matrix.stride(1) == 1 or matrix.shape[1] == 1  # the first is cheaper to ask for
 
 
 def encode(
     rows: torch.Tensor, alpha: torch.Tensor | None, budget: float, smallest: float, encoded: torch.Tensor
 ) -> torch.Tensor | None:
-    """Rounds rows onto the ring; see `wire.ring.encode`.
+    """Rounds rows onto the ring; see `wire.ring.encode`. A decode step is a hundred calls: checks are few and cheap.
 
     Args:
         rows: float32, shape (num_rows, d), for which `codes` holds.
@@ -154,18 +155,18 @@ def encode(
         InvalidTensor: anything else.
     """
     library = _library()
-    num_rows, d = rows.shape
     if library is None or rows.dtype != torch.float32 or not codes(rows) or not 0 < budget < 1 << 31:
         raise InvalidTensor("no compiled kernel for these rows")
+    num_rows, d = rows.shape
     _check_written(encoded, num_rows, d, torch.int32)
     _check_alpha(alpha, d)
     betas = torch.empty(num_rows, 1, dtype=torch.float32, device="cpu")  # whatever the user's defaults are
-    _check_written(betas, num_rows, 1, torch.float32)
-    start, stride, to, scale = rows.data_ptr(), rows.stride(0), encoded.data_ptr(), betas.data_ptr()
+    start, to, scale = rows.data_ptr(), encoded.data_ptr(), betas.data_ptr()
     factors = None if alpha is None else alpha.data_ptr()
     if num_rows == 1:
-        done = library.veilbase_encode(start, stride, factors, 1, d, budget, smallest, to, scale)
+        done = library.veilbase_encode(start, d, factors, 1, d, budget, smallest, to, scale)
         return betas if done == 1 else None
+    stride = rows.stride(0)
     whole: list[bool] = []
     written = rows, alpha, encoded, betas
 
@@ -202,19 +203,21 @@ def decode(
         InvalidTensor: anything else.
     """
     library = _library()
-    num_rows, m = reply.shape
-    if library is None:
+    if library is None or reply.dtype != torch.int32 or not codes(reply):
         raise InvalidTensor("no compiled kernel for this reply")
-    for each in (reply,) if effect is None else (reply, effect):
-        if each.dtype != torch.int32 or each.shape != reply.shape or not codes(each):
-            raise InvalidTensor("no compiled kernel for this reply")
+    num_rows, m = reply.shape
+    if effect is not None and (effect.dtype != torch.int32 or effect.shape != reply.shape or not codes(effect)):
+        raise InvalidTensor("no compiled kernel for this effect")
     _check_written(betas, num_rows, 1, torch.float32)
     _check_alpha(alpha, m)
     made = torch.empty(num_rows, m, dtype=torch.float32, device="cpu")
-    _check_written(made, num_rows, m, torch.float32)
-    start, stride, to, scale = reply.data_ptr(), reply.stride(0), made.data_ptr(), betas.data_ptr()
+    start, to, scale = reply.data_ptr(), made.data_ptr(), betas.data_ptr()
     factors = None if alpha is None else alpha.data_ptr()
-    taken, taken_stride = (None, 0) if effect is None else (effect.data_ptr(), effect.stride(0))
+    taken = None if effect is None else effect.data_ptr()
+    if num_rows == 1:
+        library.veilbase_decode(start, m, taken, m, factors, scale, 1, m, to, m)
+        return made
+    stride, taken_stride = reply.stride(0), 0 if effect is None else effect.stride(0)
     written = reply, effect, betas, alpha, made
 
     def work(pieces: Iterator[tuple[int, int]], _held: object = written) -> None:
@@ -229,7 +232,7 @@ def decode(
 
 
 def _check_written(matrix: torch.Tensor, num_rows: int, columns: int, dtype: torch.dtype) -> None:
-    is_whole = matrix.device.type == "cpu" and matrix.is_contiguous()
+    is_whole = matrix.is_cpu and matrix.is_contiguous()
     if matrix.dtype != dtype or matrix.shape != (num_rows, columns) or not is_whole:
         raise InvalidTensor("memory for coded rows has another shape, type or order than the rows ask for")
 
@@ -237,7 +240,7 @@ def _check_written(matrix: torch.Tensor, num_rows: int, columns: int, dtype: tor
 def _check_alpha(alpha: torch.Tensor | None, columns: int) -> None:
     if alpha is None:
         return
-    is_whole = alpha.device.type == "cpu" and alpha.is_contiguous()
+    is_whole = alpha.is_cpu and alpha.is_contiguous()
     if alpha.dtype != torch.float32 or alpha.shape != (columns,) or not is_whole:
         raise InvalidTensor(f"expected {columns} float32 scales on the CPU, got {alpha.dtype} of {alpha.numel()}")
 
@@ -250,7 +253,7 @@ def _row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
 
 
 def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
-    if part.dtype != torch.int32 or part.device.type != "cpu" or part.dim() != 2 or part.shape[1] != d:
+    if part.dtype != torch.int32 or not part.is_cpu or part.dim() != 2 or part.shape[1] != d:
         raise InvalidTensor(f"expected int32 rows of {d} columns on the CPU, got {part.dtype} of {tuple(part.shape)}")
     _check_written(reply, part.shape[0], m, torch.int32)
 
@@ -278,6 +281,12 @@ def _pieces(num_rows: int, d: int, m: int) -> list[_Piece]:
 
 def _step(length: int, num_pieces: int, block: int) -> int:
     return max(1, -(-length // (num_pieces * block))) * block
+
+
+@functools.cache
+def _scratch_bytes(d: int) -> int:
+    library = _library()
+    return 0 if library is None else int(library.veilbase_scratch_bytes(d))
 
 
 def _scratch(num_bytes: int) -> int:

@@ -65,7 +65,8 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         InvalidTensor: wrong dtype or shapes that do not meet.
     """
-    return products([rows], weight)[0]
+    _check(rows, weight)
+    return _kernel(rows.shape[0], weight)([rows], weight)[0]
 
 
 def products(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
@@ -92,7 +93,7 @@ def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _kernel(num_rows: int, weight: torch.Tensor) -> _Kernel:
-    if weight.device.type != "cpu":
+    if not weight.is_cpu:
         return _plainly
     if compiled.available() and compiled.suits(weight) and not int_mm_is_fast():
         return _by_compiled

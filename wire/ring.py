@@ -87,8 +87,7 @@ def decode(
     Returns:
         float32, shape (num_rows, m).
     """
-    # for one row, three operations of torch take less than the checks before a call
-    if reply.shape[0] > 1 and kernels.available() and kernels.codes(reply, beta, *([] if effect is None else [effect])):
+    if kernels.available() and kernels.codes(reply) and (effect is None or kernels.codes(effect)):
         return kernels.decode(reply, effect, beta, alpha)
     if effect is not None:
         reply = reply - effect

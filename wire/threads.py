@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import threading
 from collections import deque
@@ -29,12 +30,25 @@ def use_one_core() -> None:
     if getattr(_local, "done", False):
         return
     _local.done = True
+    use_cores(1)
+
+
+def use_cores(count: int) -> None:
+    """The same for any number of cores, and as often as one likes: it takes a microsecond."""
     torch.get_num_threads()  # torch sets a new thread's count at first use: let that come first
+    for set_number in _setters():
+        set_number(count)
+
+
+@functools.cache
+def _setters() -> tuple[Callable[[int], object], ...]:
     folder = Path(torch.__file__).parent / "lib"
+    found: list[Callable[[int], object]] = []
     for library in folder.glob("libgomp*.so*"):
-        ctypes.CDLL(str(library)).omp_set_num_threads(1)
+        found.append(ctypes.CDLL(str(library)).omp_set_num_threads)
     for library in folder.glob("libtorch_cpu.so"):  # torch has told MKL its own count, which OpenMP's does not change
-        getattr(ctypes.CDLL(str(library)), "MKL_Set_Num_Threads_Local", int)(1)
+        found.append(getattr(ctypes.CDLL(str(library)), "MKL_Set_Num_Threads_Local", int))
+    return tuple(found)
 
 
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:

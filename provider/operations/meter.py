@@ -51,9 +51,6 @@ class GroupWait(NamedTuple):
     seconds: float
 
 
-_NO_WAIT = GroupWait(0, 0.0)
-
-
 class Meter:
     """Safe under threads."""
 
@@ -61,7 +58,8 @@ class Meter:
         """All zero."""
         self._lock = threading.Lock()
         self._inline = 0
-        self._groups: dict[int, GroupWait] = {}
+        self._waits: dict[int, list[float]] = {}
+        """By layer group, the fields of `GroupWait`: of all that is counted this is counted most often."""
         self._histograms = {
             "batch_rows": Histogram(_ROWS),
             "batch_requests": Histogram(_REQUESTS),
@@ -70,6 +68,7 @@ class Meter:
         for one in RequestClass:
             self._histograms[wait_name(one)] = Histogram(_SECONDS)
             self._histograms[latency_name(one)] = Histogram(_SECONDS)
+        self._decode_latency = self._histograms[latency_name(RequestClass.DECODE)]
 
     def batch(self, pieces: Sequence[Piece], began_s: float, seconds: float) -> None:
         """A product was made.
@@ -97,16 +96,19 @@ class Meter:
         with self._lock:
             self._inline += 1
             self._waited(group, 0.0)
-            self._histograms[latency_name(RequestClass.DECODE)].add(seconds)
+            self._decode_latency.add(seconds)
 
     def _waited(self, group: int, seconds: float) -> None:
-        before = self._groups.get(group, _NO_WAIT)
-        self._groups[group] = GroupWait(before.requests + 1, before.seconds + seconds)
+        counts = self._waits.get(group)
+        if counts is None:
+            counts = self._waits[group] = [0, 0.0]
+        counts[0] += 1
+        counts[1] += seconds
 
     def waits(self) -> dict[int, GroupWait]:
         """By layer group: Symbiosis, figure 7."""
         with self._lock:
-            return dict(self._groups)
+            return {group: GroupWait(int(requests), seconds) for group, (requests, seconds) in self._waits.items()}
 
     def snapshot(self) -> tuple[int, dict[str, Histogram]]:
         """Requests computed where they were read, and copies of the histograms by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import IntEnum
 
 from wire.call import Call, Direction, Purpose
@@ -43,9 +44,16 @@ def allowed_by(call: Call, request_class: RequestClass, num_rows: int) -> frozen
     Fine-tuning begins with forward passes, and the default mask of any work with hints: who may do the one may send
     the other; and who may decode, requests of as few rows that count as prefill beside others.
     """
-    if call.direction is Direction.BACKWARD:
+    return _allowed_by(call.direction, call.purpose, request_class, num_rows <= DECODE_ROWS)
+
+
+@functools.cache
+def _allowed_by(
+    direction: Direction, purpose: Purpose, request_class: RequestClass, is_few: bool
+) -> frozenset[RequestClass]:
+    if direction is Direction.BACKWARD:
         return frozenset({RequestClass.FINETUNE})
-    if call.purpose is Purpose.HINT:
+    if purpose is Purpose.HINT:
         return frozenset(RequestClass)
-    decode = {RequestClass.DECODE} if num_rows <= DECODE_ROWS else set()
+    decode = {RequestClass.DECODE} if is_few else set()
     return frozenset({request_class, RequestClass.FINETUNE, *decode})

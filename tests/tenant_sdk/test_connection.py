@@ -61,7 +61,8 @@ def reply_to(request: Header, **changes: Any) -> Header:
 
 
 def answer(request: Header, fill: float = 0.5) -> bytes:
-    return next(frame.frames(reply_to(request), frame.tensor_bytes(torch.full((request.rows, REPLY_COLS), fill))))
+    (reply,) = frame.frames(reply_to(request), frame.tensor_bytes(torch.full((request.rows, REPLY_COLS), fill)))
+    return reply
 
 
 class FakeProvider:

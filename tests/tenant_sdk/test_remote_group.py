@@ -168,6 +168,26 @@ def test_outputs_can_be_changed_in_place(client: TenantClient, name: str, rows: 
     assert kept is None or torch.equal(other, kept)
 
 
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_a_tokens_outputs_can_be_changed_in_place(client: TenantClient, name: str) -> None:
+    """One row, no gradient: nobody's output moves with another's, and a gradient may come in later."""
+    attention: Any = client.load_model().model.layers[0].self_attn
+    with torch.no_grad():
+        x = torch.randn(1, 1, 32)
+        y = getattr(attention, name)(x)
+        others = [attention.k_proj(x), attention.v_proj(x)] if name == "q_proj" else []
+        kept = [other.clone() for other in others]
+        want = y + 1 + 1
+        y.add_(1)
+    adapter = torch.ones_like(y, requires_grad=True)
+    y += adapter
+    y.sum().backward()
+    assert torch.equal(y.detach(), want)
+    assert adapter.grad is not None
+    assert all(torch.equal(other, before) for other, before in zip(others, kept, strict=True))
+    assert all(each.is_contiguous() and each.shape[:-1] == (1, 1) for each in (y, *others))
+
+
 def test_an_input_that_comes_to_need_a_gradient_makes_a_new_call(client: TenantClient, calls: Any) -> None:
     attention: Any = client.load_model().model.layers[0].self_attn
     x = torch.randn(3, 32)

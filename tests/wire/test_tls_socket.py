@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -24,7 +26,14 @@ from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
 from wire.transport.identity import TlsIdentity
-from wire.transport.tls_socket import ALPN, MessageSocket, client_context, handshake, server_context
+from wire.transport.tls_socket import (
+    ALPN,
+    MessageSocket,
+    _leave_pacing,
+    client_context,
+    handshake,
+    server_context,
+)
 
 TIMEOUT_S = 20.0
 HOST = "127.0.0.1"
@@ -609,3 +618,19 @@ def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[Me
     near, far = (end._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
     assert near == 30_000
     assert far == 300_000
+
+
+def test_nothing_is_paced_on_the_way_to_this_machine(ends: tuple[MessageSocket, MessageSocket]) -> None:
+    chosen = [end._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in ends]
+    assert [name.rstrip(b"\0") for name in chosen] == [b"reno", b"reno"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_near"),
+    [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.1", False), ("2001:db8::1", False)],
+)
+def test_only_a_peer_on_this_machine_changes_the_congestion_control(peer: str, is_near: bool) -> None:
+    chosen: list[object] = []
+    plain: Any = SimpleNamespace(getpeername=lambda: (peer, 1), setsockopt=lambda *given: chosen.append(given[-1]))
+    _leave_pacing(plain)
+    assert chosen == ([b"reno"] if is_near else [])

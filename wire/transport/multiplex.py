@@ -97,7 +97,8 @@ class Multiplexer:
         """
         self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
         self._requests: dict[int, Request] = {}
-        self._state = threading.Condition()
+        self._lock = threading.Lock()
+        self._state, self._num_waiting_for_room = threading.Condition(self._lock), 0
         self._reading = threading.Lock()
         self._waiting: dict[int, Request] = {}
         self._leader: Request | None = None
@@ -246,7 +247,7 @@ class Multiplexer:
             raise LimitExceeded(f"a request of {held} bytes is above {self._limits.max_in_flight_bytes} in flight")
         give_up_at = 0.0
         while True:
-            with self._state:
+            with self._lock:
                 if self.failure is not None:
                     raise self.failure
                 if self._held_bytes + held <= self._limits.max_in_flight_bytes:
@@ -273,17 +274,20 @@ class Multiplexer:
         elif self._stream.has_unsent:  # whoever reads waits for replies alone, since then
             self._stream.wait_to_send(_LOOK_S)
         else:
-            with self._state:
+            with self._lock:
+                self._num_waiting_for_room += 1
                 self._state.wait(_LOOK_S)
+                self._num_waiting_for_room -= 1
 
     # ---- what comes -------------------------------------------------------------------------------------------------
 
     def _forget(self, request_id: int) -> Request | None:
-        with self._state:
+        with self._lock:
             request = self._requests.pop(request_id, None)
             if request is not None:
                 self._held_bytes -= request.held_bytes
-                self._state.notify_all()
+                if self._num_waiting_for_room:
+                    self._state.notify_all()
         return request
 
     def _take(self, header: Header, payload: memoryview) -> None:
@@ -316,13 +320,17 @@ class Multiplexer:
             expected = (request.call, request.rows, request.cols, size)
             if (header.call, header.rows, header.cols, header.total_bytes) != expected:
                 raise MalformedFrame("a reply does not have the shape of its request")
+            if len(payload) == size:  # whole, in one frame
+                if self._forget(header.request_id) is not None:
+                    request.settle(frame.tensor(header, payload))
+                return
             request.reply = Assembler(header)
         if request.reply.add(header, payload) and self._forget(header.request_id) is not None:
             request.settle(request.reply.tensor())
 
     def fail(self, error: VeilbaseError) -> None:
         """Ends the stream; every pending request gets `error`."""
-        with self._state:
+        with self._lock:
             if self.failure is None:
                 self.failure = error
             pending = list(self._requests.values())

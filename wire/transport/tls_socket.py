@@ -15,6 +15,7 @@ while anything waits for the peer.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import select
 import socket
@@ -104,6 +105,7 @@ def handshake(
     """
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _leave_pacing(plain)
         _keep_alive(plain, UNREAD_TIMEOUT_MS if server_name is None else KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS)
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         tls = context.wrap_bio(incoming, outgoing, server_side=server_name is None, server_hostname=server_name)
@@ -144,6 +146,18 @@ def _left(give_up_at: float) -> float:
     if left <= 0:  # one that sends a byte now and then has no more time than one that is silent
         raise TimeoutError("the handshake took too long")
     return left
+
+
+def _leave_pacing(plain: socket.socket) -> None:
+    """Takes Reno where both ends are on this machine: BBR, some systems' choice, paces by timers what needs none."""
+    try:
+        peer = ipaddress.ip_address(plain.getpeername()[0])
+    except (OSError, ValueError):
+        return
+    mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
+    if (mapped or peer).is_loopback and hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError):  # every Linux has it; where it may not be chosen, all is as it was
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _keep_alive(plain: socket.socket, unread_ms: int) -> None:

@@ -1,0 +1,86 @@
+"""A decode step's own layers on one core, and everything else as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from tenant_sdk import few_cores
+from tenant_sdk.few_cores import spare_cores
+
+WIDTH = 64
+
+
+class Decoder(nn.Module):
+    """Notes how many cores its own operations may use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(hidden_size=WIDTH)
+        self.seen: list[int] = []
+        spare_cores(self)
+
+    def forward(self, input_ids: torch.Tensor | None = None, **options: object) -> int:
+        self.seen.append(torch.get_num_threads())
+        if options.get("breaks"):
+            raise RuntimeError("broken")
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def cache_of(length: int) -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, length, 2), torch.zeros(1, 1, length, 2), 0)
+    return cache
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.zeros(batch, length, dtype=torch.int64)
+
+
+def test_a_decode_step_has_one_core_and_its_thread_all_of_them_afterwards() -> None:
+    decoder = Decoder()
+    with torch.no_grad():
+        decoder(input_ids=tokens(1, 1), past_key_values=cache_of(10))
+        decoder(tokens(1, 1), past_key_values=cache_of(10))
+        decoder(inputs_embeds=torch.zeros(2, 4, WIDTH), past_key_values=cache_of(10))
+    assert decoder.seen == [1, 1, 1]
+    assert torch.get_num_threads() == 3
+
+
+def test_a_step_that_fails_gives_the_cores_back() -> None:
+    decoder = Decoder()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="broken"):
+        decoder(tokens(1, 1), past_key_values=cache_of(10), breaks=True)
+    assert decoder.seen == [1]
+    assert torch.get_num_threads() == 3
+
+
+def test_large_steps_training_and_what_cannot_be_seen_are_left_alone() -> None:
+    decoder = Decoder()
+    longest = few_cores.MOST_CACHED // WIDTH
+    with torch.no_grad():
+        decoder(tokens(1, few_cores.MOST_TOKENS + 1), past_key_values=cache_of(10))
+        decoder(tokens(few_cores.MOST_TOKENS + 1, 1), past_key_values=cache_of(10))
+        decoder(tokens(1, 1), past_key_values=cache_of(longest))
+        decoder(tokens(1, 1))  # no cache: a whole sequence, whatever its length
+        decoder(past_key_values=cache_of(10))
+        decoder(tokens(1, 1).to("meta"), past_key_values=cache_of(10))
+        decoder.config = SimpleNamespace()
+        decoder(tokens(1, 1), past_key_values=cache_of(10))
+        decoder.config = SimpleNamespace(hidden_size=WIDTH)
+        decoder(tokens(1, 1), past_key_values=cache_of(longest - 1))
+    decoder(tokens(1, 1), past_key_values=cache_of(10))  # with gradients
+    assert decoder.seen == [3] * 7 + [1, 3]
