@@ -114,6 +114,7 @@ def rows_of(traffic: adapted_traffic.Traffic, block: Block) -> tuple[list[torch.
     return given, outputs
 
 
+@pytest.mark.slow
 def test_outputs_that_no_attention_made_are_not_explained(tmp_path: Path) -> None:
     traffic = adapted_traffic.make(tmp_path, "llama", ["q_proj", "k_proj"])
     block = traffic.public.blocks[0]

@@ -16,6 +16,7 @@ from attacks.view import View
 from wire.errors import ConfigurationError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("control", controls(), ids=MODULES)
 def test_every_control_wins(control: object) -> None:
     result = control()  # type: ignore[operator]

@@ -173,6 +173,7 @@ def test_sphere_fit_of_layer_norms(tmp_path: Path) -> None:
     assert max(errors[seq] for seq in traffic.truth) < 1e-3
 
 
+@pytest.mark.slow
 def test_seed_search_misses_a_seed_out_of_its_range(tmp_path: Path) -> None:
     for ring in (False, True):
         traffic = seed_search_control.seeded_traffic(str(tmp_path / str(ring)), ring, 0x5EED0100)
@@ -247,6 +248,7 @@ def _odd_views(folder: Path) -> Iterator[tuple[str, View]]:
     yield "partly truncated", View(view.manifest, (*cut[:2], *view.messages[2:]))
 
 
+@pytest.mark.slow
 @by_name
 def test_raises_on_no_view(adversary: Adversary, tmp_path: Path) -> None:
     public = traffic_of.public_of("llama")

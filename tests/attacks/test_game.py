@@ -39,6 +39,7 @@ def test_lattice_is_at_chance(secret: str) -> None:
         assert one.half_width == pytest.approx(game.expected_half_width(game.QUICK_RUNS), rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_full_game_is_precise_enough() -> None:
     assert game.expected_half_width(game.FULL_RUNS) <= game.NEEDED_HALF_WIDTH
     generator = torch.Generator().manual_seed(0)
@@ -155,6 +156,7 @@ def test_the_quantile_is_shared_by_all_scores() -> None:
     assert 2 * 5 * tail == pytest.approx(0.001, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_weak_leak_is_seen() -> None:
     """Scores shifted by a fifth of their deviation: AUC Φ(0.2/√2) = 0.556, which a full game tells from 0.5."""
     generator = torch.Generator().manual_seed(5)

@@ -390,6 +390,7 @@ def test_any_view_gives_a_list(adversary: Adversary, tmp_path: Path) -> None:
             assert not [one for one in claims if isinstance(one, StolenRows)], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adversary", ADVERSARIES, ids=lambda adversary: adversary.name)
 @pytest.mark.parametrize("parameters", [DEFAULT, toy(64, 1, NOMINAL_SIGMA), toy(32, 1, 0.0)], ids=lambda p: p.name)
 def test_work_is_bounded(adversary: Adversary, parameters: LatticeParameters, tmp_path: Path) -> None:

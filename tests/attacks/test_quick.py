@@ -115,6 +115,7 @@ def test_prompts_of_a_gpt2_model(tmp_path: Path, no_controls: None) -> None:
     assert rates["lattice", "layer-0 lookup"].value < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

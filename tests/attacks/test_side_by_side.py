@@ -57,6 +57,7 @@ def test_processes_side_by_side_end_at_once(
     assert found == [(case, signal.SIG_DFL) for case in "ab" for _ in range(parts)]
 
 
+@pytest.mark.slow
 def test_a_signal_to_the_whole_group_ends_them_all(tmp_path: Path) -> None:
     """As `timeout` sends it: an idle process would end while it holds the lock of what there is to do."""
     child = subprocess.Popen(

@@ -130,6 +130,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[tuple[obje
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", peft_traffic.LLAMA)
 def test_facts_of_real_adapters(name: str, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]) -> None:
     right, total = peft_traffic.right_facts(peft_traffic.LLAMA[name], seen[name][1])

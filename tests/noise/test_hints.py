@@ -405,6 +405,7 @@ def test_threads_fetch_one_hint_once(tmp_path: Path) -> None:
         assert all(hint is hints[0] for hint in hints)
 
 
+@pytest.mark.slow
 def test_a_second_process_waits_and_then_maps(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import fcntl, sys

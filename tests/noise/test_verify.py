@@ -356,6 +356,7 @@ def acceptances(kappa: int, num_rows: int, by: int) -> int:
     return accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [1, 2**31], ids=["+1", "+2^31"])
 @pytest.mark.parametrize("kappa", [1, 3])
 def test_a_forgery_passes_as_often_as_the_law_says(kappa: int, by: int) -> None:
@@ -364,6 +365,7 @@ def test_a_forgery_passes_as_often_as_the_law_says(kappa: int, by: int) -> None:
     assert 0 < low <= acceptances(kappa, 1, by) <= high
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not int_mm_is_exact(), reason="rows are never folded on this machine")
 def test_folding_misses_as_often_as_the_law_says() -> None:
     """Two secrets, either of which may miss: 1 − (1 − 2^-4)², which is below 2^-3 = 2^-κ."""

@@ -170,6 +170,7 @@ def test_a_process_that_is_killed_in_a_product(core: ProviderCore) -> None:
         assert lost.began
 
 
+@pytest.mark.slow
 def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: pytest.LogCaptureFixture) -> None:
     with one_process(core) as replica:
         replica._weights = os.open(os.devnull, os.O_RDONLY)  # from now on it finds nothing to hold
@@ -185,6 +186,7 @@ def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: p
         os.close(replica._weights)
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_lost_in_time(
     core: ProviderCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -205,6 +207,7 @@ def test_one_that_hangs_is_lost_in_time(
     assert "was lost (it was ended)" in caplog.text, "its status would be that of our own kill"
 
 
+@pytest.mark.slow
 def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:
     with one_process(core) as replica:
         assert replica.pid is not None
@@ -220,6 +223,7 @@ def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:
         assert torch.equal(replica.product(call, rows), core.compute(call, rows))
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_half_way_leaves_nothing(
     core: ProviderCore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -238,6 +242,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(
     LocalShards.start(core.served, 1, 1).close()
 
 
+@pytest.mark.slow
 def test_processes_end_with_the_front_and_not_with_its_signals(core: ProviderCore) -> None:
     shards = LocalShards.start(core.served, 2, 2)
     replicas = [*shards.replicas[0], *shards.replicas[1]]

@@ -131,6 +131,7 @@ def test_the_built_in_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
         resolve("smollm2-135m")
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2")
 def test_the_real_model(tmp_path: Path) -> None:

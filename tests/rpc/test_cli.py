@@ -99,6 +99,7 @@ def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
     assert not list(state.glob("bundle*"))
 
 
+@pytest.mark.slow
 def test_without_tls_the_tenant_is_local_and_sigint_stops(model: Path, tmp_path: Path) -> None:
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--weights", "native")
     assert serving.url.startswith("grpc://127.0.0.1:")
@@ -112,6 +113,7 @@ def test_without_tls_the_tenant_is_local_and_sigint_stops(model: Path, tmp_path:
     connection.close()
 
 
+@pytest.mark.slow
 def test_base_layers_choose_what_is_served(model: Path, tmp_path: Path) -> None:
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--base-layers", "*.mlp.*,!*.down_proj")
     connection = GrpcConnection(serving.url)
@@ -121,6 +123,7 @@ def test_base_layers_choose_what_is_served(model: Path, tmp_path: Path) -> None:
     assert serving.stop()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_port_in_use_is_one_line(model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -129,6 +132,7 @@ def test_a_port_in_use_is_one_line(model: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -196,6 +200,7 @@ assert not {{'torch', 'grpc', 'transformers'}} & set(sys.modules)
     assert "revoked 1 certificate of acme" in done.stdout
 
 
+@pytest.mark.slow
 def test_stopping_while_it_loads(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "provider", "serve", "--tls", "--model", str(model), "--port", "0"]
     env = {**os.environ, "VEILBASE_PROVIDER_STATE": str(tmp_path)}

@@ -331,6 +331,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # n
     assert run("status", "--check", "--state", state).returncode == 1
 
 
+@pytest.mark.slow
 def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
     serving = Serving(
         "--model", model, "--port", 0, "--state", tmp_path, "--metrics-port", 0, "--health-port", 0,
@@ -374,6 +375,7 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
         serving.process.communicate()
 
 
+@pytest.mark.slow
 def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: Path) -> None:  # noqa: F811
     state = tmp_path / "state"
     assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0

@@ -216,6 +216,7 @@ def tenant(*arguments: Any, text: str | None = None) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_finetune_and_generate_from_a_shell(enrolled: Path, chat_folder: Path, tmp_path: Path) -> None:
     data, out = tmp_path / "data.jsonl", tmp_path / "adapter"
     data.write_text('{"text": "hello"}\n{"text": "good day"}\n')
@@ -236,6 +237,7 @@ def test_finetune_and_generate_from_a_shell(enrolled: Path, chat_folder: Path, t
         assert answer.stdout[:-1] == client.generate(PROMPT, out, 8)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_shell_is_one_line(enrolled: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "hello"}\nnonsense\n')

@@ -493,6 +493,7 @@ print(pool._worker.is_alive(), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_while_the_worker_works_ends_well(folders: dict[str, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-c", LEAVES_WITHOUT_CLOSING, str(folders["llama"]), str(tmp_path / "cache")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)

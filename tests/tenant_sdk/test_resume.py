@@ -111,6 +111,7 @@ def test_goes_on_from_the_last_checkpoint(
     assert not out.with_name("out.checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_goes_on_in_the_middle_of_an_epoch_with_accumulation(
     chat_client: Any, breaking: Breaking, tmp_path: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_goes_on_in_the_middle_of_an_epoch_with_accumulation(
     assert_same_adapter(out, want.adapter_dir)
 
 
+@pytest.mark.slow
 def test_breaks_twice(chat_client: Any, breaking: Breaking, whole: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     break_in_step(chat_client, breaking, out, 3)
@@ -281,6 +283,7 @@ class FullDisk:
         monkeypatch.setattr(torch, "save", save_torch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [

@@ -193,6 +193,7 @@ def test_a_forked_child_takes_nothing_from_its_parent() -> None:
     assert bytes(unwritten(SIZE)) != bytes([2]) * SIZE
 
 
+@pytest.mark.slow
 def test_nothing_goes_back_because_the_process_ends() -> None:
     """Other threads may still write. `weakref.finalize` calls what is left, so nothing may be left to it."""
     code = """

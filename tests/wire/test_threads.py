@@ -173,6 +173,7 @@ def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [0]
 
 
+@pytest.mark.slow
 def test_a_thread_that_outlives_the_main_one_still_multiplies() -> None:
     code = """
 import threading, time, torch

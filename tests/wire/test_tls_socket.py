@@ -194,6 +194,7 @@ def test_a_record_cut_at_every_byte(ends: tuple[MessageSocket, MessageSocket]) -
         assert receive(far) == b"whole"
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     messages=st.lists(st.one_of(st.binary(max_size=64), st.integers(0, 70_000).map(os.urandom)), max_size=12),

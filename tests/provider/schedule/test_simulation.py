@@ -16,6 +16,8 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
+pytestmark = pytest.mark.slow  # a minute of plain computing
+
 DECODE, PREFILL, FINETUNE = RequestClass
 GROUPS = range(16)
 SECONDS = 5.0
