@@ -28,7 +28,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
-# whole attacks, tenants beside killed shards, the soak, the README's commands
+# whole attacks, simulations, tenants beside killed shards, the soak, commands as processes, the README's commands
 test-slow: $(READY)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 

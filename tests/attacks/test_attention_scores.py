@@ -35,6 +35,7 @@ def known(traffic: adapted_traffic.Traffic) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "wanted"),
     [

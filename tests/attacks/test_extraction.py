@@ -59,6 +59,7 @@ def test_gpt2_with_biases_and_layer_norm(targets: list[str], tmp_path: Path) -> 
     assert judged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [

@@ -47,6 +47,7 @@ def test_adversaries_import_wire_and_parameters_only() -> None:
                 assert top != "attacks" or rest.partition(".")[0] in HOLD_NO_TRUTH, file.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "line"),
     [

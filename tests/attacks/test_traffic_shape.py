@@ -149,6 +149,7 @@ def test_a_claim_names_the_kinds_whose_traffic_is_the_same(
     assert set(named) <= set(claims[KIND])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", peft_traffic.GPT2)
 def test_a_model_whose_groups_have_one_layer(name: str, tmp_path: Path) -> None:
     site = peft_traffic.Site(tmp_path, "tiny-gpt2")
@@ -159,6 +160,7 @@ def test_a_model_whose_groups_have_one_layer(name: str, tmp_path: Path) -> None:
     assert not {"OFT", "BOFT"} & set(claims[KIND]), "PEFT has none for a Conv1D"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LoRA of o", "OFT of k", "BOFT of q and v"])
 def test_gradient_checkpointing_hides_nothing(
     name: str, tmp_path: Path, seen: dict[str, tuple[tuple[object, ...], dict[str, object]]]

@@ -125,6 +125,7 @@ def test_what_a_large_request_needed_is_given_back() -> None:
         other.close()
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_started_again(core: ProviderCore) -> None:
     with one_process(core) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)

@@ -275,6 +275,7 @@ def speak(site: Site, words: list[bytes]) -> grpc.StatusCode:
         return code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["shape", "number", "kind", "bytes"])
 def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
     """What it was to compute, another host does."""

@@ -355,6 +355,7 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
         assert serving.stop()[0] == 0
 
 
+@pytest.mark.slow
 def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
     """Hints of many rows: little to send, so that all are there, and long to compute."""
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)

@@ -388,6 +388,7 @@ with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ProviderCore) -> None:
     """Behind a proxy that nobody answers at: loopback does not use one."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}

@@ -280,6 +280,7 @@ def test_what_is_no_data_set_is_refused(data: Any) -> None:
 # Labels with the real tokenizer
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_smollm_labels_the_answer_and_its_end_marker(smollm: Any) -> None:
     row = {"messages": [user("What is the code name?"), assistant(f"It is {SECRET}.")]}

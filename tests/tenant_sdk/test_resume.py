@@ -237,6 +237,7 @@ def test_resume_demanded_or_refused(chat_client: Any, breaking: Breaking, whole:
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["run.json", "trainer_state.json", "optimizer.pt"])
 def test_a_damaged_checkpoint_is_one_error(chat_client: Any, breaking: Breaking, tmp_path: Path, damage: str) -> None:
     out = tmp_path / "out"

@@ -83,6 +83,7 @@ def as_bytes_of_a_tensor(view: memoryview) -> object:
     return torch.frombuffer(view, dtype=torch.int32).view(-1, 100)[2:].numpy().data.cast("B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [as_slice, as_cast, as_array, as_tensor, as_bytes_of_a_tensor])
 def test_what_somebody_looks_at_is_not(keep: Callable[[memoryview], object]) -> None:
     view = unwritten(SIZE)
@@ -144,6 +145,7 @@ def test_a_large_tensor_goes_back() -> None:
     assert where in {array.ctypes.data for array in memory._free[21]}
 
 
+@pytest.mark.slow
 def test_threads_never_share_it() -> None:
     faults: list[int] = []
 
