@@ -62,7 +62,8 @@ def _is_small(decoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, A
     cached: Any = options.get("past_key_values")
     if not hasattr(cached, "get_seq_length") or batch * length > MOST_TOKENS:
         return False
-    width = getattr(getattr(decoder, "config", None), "hidden_size", None)
-    if not isinstance(width, int):
+    try:
+        width, seen = int(decoder.config.hidden_size), int(cached.get_seq_length())  # type: ignore[union-attr, arg-type]
+    except Exception:  # noqa: BLE001 - another kind of config, or of cache
         return False
-    return batch * (int(cached.get_seq_length()) + length) * width <= MOST_CACHED
+    return batch * (seen + length) * width <= MOST_CACHED

@@ -46,6 +46,13 @@ def cache_of(length: int) -> DynamicCache:
     return cache
 
 
+class Strange:
+    """A cache that counts something else."""
+
+    def get_seq_length(self) -> int:
+        raise NotImplementedError
+
+
 def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.zeros(batch, length, dtype=torch.int64)
 
@@ -77,10 +84,11 @@ def test_large_steps_training_and_what_cannot_be_seen_are_left_alone() -> None:
         decoder(tokens(1, 1), past_key_values=cache_of(longest))
         decoder(tokens(1, 1))  # no cache: a whole sequence, whatever its length
         decoder(past_key_values=cache_of(10))
+        decoder(tokens(1, 1), past_key_values=Strange())
         decoder(tokens(1, 1).to("meta"), past_key_values=cache_of(10))
         decoder.config = SimpleNamespace()
         decoder(tokens(1, 1), past_key_values=cache_of(10))
         decoder.config = SimpleNamespace(hidden_size=WIDTH)
         decoder(tokens(1, 1), past_key_values=cache_of(longest - 1))
     decoder(tokens(1, 1), past_key_values=cache_of(10))  # with gradients
-    assert decoder.seen == [3] * 7 + [1, 3]
+    assert decoder.seen == [3] * 8 + [1, 3]

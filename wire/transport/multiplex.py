@@ -97,7 +97,8 @@ class Multiplexer:
         """
         self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
         self._requests: dict[int, Request] = {}
-        self._lock = threading.Lock()
+        # not a plain one: a signal's handler that closes may find its own thread in here
+        self._lock = threading.RLock()
         self._state, self._num_waiting_for_room = threading.Condition(self._lock), 0
         self._reading = threading.Lock()
         self._waiting: dict[int, Request] = {}
