@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: setup demo test test-slow check bench attacks examples clean
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt setup.py wire/kernels.c wire/kernels_rows.c noise/kernels.c
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/*.[ch] noise/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (PYTHON=... names one)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch

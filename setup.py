@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 FLAGS = ["-O3", "-s", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
 TARGET = ["-target", "x86_64-linux-gnu.2.17", "-mcpu=x86_64"]
-"""Any x86-64: what needs AVX2 says so in the source, and is called only where it is found."""
+"""Any x86-64: what needs AVX2 or more says so in the source, and is called only where it is found."""
 
 
 class BuildKernels(build_ext):
@@ -47,7 +47,7 @@ class BuildKernels(build_ext):
 
 
 LIBRARIES = {
-    "wire._kernels": ["wire/kernels.c", "wire/kernels_rows.c"],
+    "wire._kernels": ["wire/kernels.c", "wire/kernels_vnni.c", "wire/kernels_rows.c"],
     "noise._kernels": ["noise/kernels.c"],  # the provider has no use for it
 }
 HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64"

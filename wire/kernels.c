@@ -1,6 +1,6 @@
 /*
- * Products mod 2^32 of int32 rows and int8 weights on x86-64 with AVX2. wire/kernels.py is the only caller and checks
- * every shape and pointer; what these numbers mean is in wire/product.py.
+ * Products mod 2^32 of int32 rows and int8 weights on x86-64 with AVX2; kernels_vnni.c has what AVX-512 does better.
+ * wire/kernels.py is the only caller and checks every shape and pointer; what these numbers mean is in wire/product.py.
  *
  * A number is split into two 16-bit halves, x = low + 2^16 * high mod 2^32, with low taken as signed. Two neighbouring
  * products of a half with an int8 weight are one lane of `pmaddwd`, which cannot saturate: |sum| <= 2 * 2^15 * 2^7. All
@@ -13,24 +13,16 @@
  *
  * Constant time in the numbers: no branch and no address depends on one.
  */
+#include "kernels.h"
+
 #include <cpuid.h>
 #include <immintrin.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <string.h>
 
 #define AVX2 __attribute__((target("avx2")))
 #define ROWS 3              /* of a product in registers */
 #define COLUMNS 16
-#define BLOCK_ROWS 48       /* a multiple of ROWS */
-#define BLOCK_COLUMNS 512   /* a multiple of COLUMNS */
-#define BLOCK_INNER 1024    /* even */
 #define FEW_ROWS 2          /* measured: from three rows on, packing the weight costs less than reading it again */
-
-typedef struct {
-    const int8_t *data;
-    int64_t row_stride, column_stride;  /* one of them is 1 */
-} weight_t;
 
 /* The halves of two neighbouring numbers, as `pmaddwd` takes them. */
 static inline uint32_t low_pair(uint32_t first, uint32_t second) {
@@ -106,7 +98,7 @@ AVX2 static void pack_columns_of_weight(int16_t *out, const int8_t *w, int64_t s
 }
 
 /* Numbers in groups of ROWS rows: for each two inner numbers, the low halves of every row, then the high ones. */
-static void pack_numbers(uint32_t *out, const int32_t *const *rows, int64_t first, int64_t count, int64_t start, int64_t inner) {
+static void pack_numbers(uint32_t *out, const int32_t *const *rows, int64_t count, int64_t start, int64_t inner) {
     int64_t pairs = (inner + 1) / 2;
     for (int64_t i = 0; i < count; i += ROWS, out += pairs * 2 * ROWS)
         for (int64_t r = 0; r < ROWS; r++) {
@@ -115,7 +107,7 @@ static void pack_numbers(uint32_t *out, const int32_t *const *rows, int64_t firs
                 for (int64_t p = 0; p < pairs; p++) to[p * 2 * ROWS] = to[p * 2 * ROWS + ROWS] = 0;
                 continue;
             }
-            const int32_t *row = rows[first + i + r] + start;
+            const int32_t *row = rows[i + r] + start;
             for (int64_t p = 0; p < pairs; p++, to += 2 * ROWS) {
                 uint32_t a = (uint32_t)row[2 * p], b = 2 * p + 1 < inner ? (uint32_t)row[2 * p + 1] : 0;
                 to[0] = low_pair(a, b);
@@ -146,35 +138,25 @@ AVX2 static void multiply_in_registers(uint32_t sums[ROWS][COLUMNS], const uint3
     JOIN(0, 3) JOIN(1, 4) JOIN(2, 5)
 }
 
-static void write_sums(int32_t *const *replies, uint32_t sums[ROWS][COLUMNS], int64_t count, int64_t column, int64_t width, int is_first) {
-    for (int64_t r = 0; r < count; r++) {
-        uint32_t *to = (uint32_t *)replies[r] + column;
-        if (is_first) memcpy(to, sums[r], (size_t)width * 4);
-        else for (int64_t j = 0; j < width; j++) to[j] += sums[r][j];
-    }
-}
-
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-
-static void multiply_many(const int32_t *const *rows, int32_t *const *replies, int64_t first_row, int64_t last_row,
-                          weight_t w, int64_t d, int64_t first_column, int64_t last_column, char *scratch) {
+static void multiply_many(product_t p, char *scratch) {
     int16_t *panels = (int16_t *)scratch;
     uint32_t *numbers = (uint32_t *)(scratch + BLOCK_INNER * BLOCK_COLUMNS * sizeof(int16_t));
-    for (int64_t k = 0; k < d; k += BLOCK_INNER) {
-        int64_t inner = MIN(BLOCK_INNER, d - k), pairs = (inner + 1) / 2;
-        for (int64_t j = first_column; j < last_column; j += BLOCK_COLUMNS) {
-            int64_t columns = MIN(BLOCK_COLUMNS, last_column - j);
-            const int8_t *part = w.data + k * w.row_stride + j * w.column_stride;
-            if (w.column_stride == 1) pack_rows_of_weight(panels, part, w.row_stride, inner, columns);
-            else pack_columns_of_weight(panels, part, w.column_stride, inner, columns);
-            for (int64_t i = first_row; i < last_row; i += BLOCK_ROWS) {
-                int64_t count = MIN(BLOCK_ROWS, last_row - i);
-                pack_numbers(numbers, rows, i, count, k, inner);
+    for (int64_t k = 0; k < p.d; k += BLOCK_INNER) {
+        int64_t inner = MIN(BLOCK_INNER, p.d - k), pairs = (inner + 1) / 2;
+        for (int64_t j = p.first_column; j < p.last_column; j += BLOCK_COLUMNS) {
+            int64_t columns = MIN(BLOCK_COLUMNS, p.last_column - j);
+            const int8_t *part = p.w.data + k * p.w.row_stride + j * p.w.column_stride;
+            if (p.w.column_stride == 1) pack_rows_of_weight(panels, part, p.w.row_stride, inner, columns);
+            else pack_columns_of_weight(panels, part, p.w.column_stride, inner, columns);
+            for (int64_t i = p.first_row; i < p.last_row; i += BLOCK_ROWS) {
+                int64_t count = MIN(BLOCK_ROWS, p.last_row - i);
+                pack_numbers(numbers, p.rows + i, count, k, inner);
                 for (int64_t c = 0; c < columns; c += COLUMNS)
                     for (int64_t r = 0; r < count; r += ROWS) {
                         uint32_t sums[ROWS][COLUMNS];
                         multiply_in_registers(sums, numbers + r * pairs * 2, panels + c * pairs * 2, pairs);
-                        write_sums(replies + i + r, sums, MIN(ROWS, count - r), j + c, MIN(COLUMNS, columns - c), k == 0);
+                        for (int64_t n = 0; n < MIN(ROWS, count - r); n++)
+                            write_sums(p.replies[i + r + n] + j + c, sums[n], MIN(COLUMNS, columns - c), k == 0);
                     }
             }
         }
@@ -230,27 +212,45 @@ AVX2 static void multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, 
     }
 }
 
+/* `count` columns, TOGETHER or fewer, which read the halves of the row once. */
+AVX2 static inline void multiply_columns(const int32_t *x, const int16_t *low, const int16_t *high, int32_t *y,
+                                         const int8_t *columns, int64_t stride, int64_t d, const int count) {
+    __m256i lows[TOGETHER], highs[TOGETHER];
+    #pragma GCC unroll 4
+    for (int c = 0; c < count; c++) lows[c] = highs[c] = _mm256_setzero_si256();
+    int64_t k = 0;
+    for (; k + 16 <= d; k += 16) {
+        __m256i low_numbers = _mm256_loadu_si256((const __m256i *)(low + k));
+        __m256i high_numbers = _mm256_loadu_si256((const __m256i *)(high + k));
+        #pragma GCC unroll 4
+        for (int c = 0; c < count; c++) {
+            const int8_t *from = columns + c * stride + k;
+            if (k % 64 == 0) _mm_prefetch((const char *)(from + AHEAD), _MM_HINT_T0);
+            __m256i weights = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+            lows[c] = _mm256_add_epi32(lows[c], _mm256_madd_epi16(weights, low_numbers));
+            highs[c] = _mm256_add_epi32(highs[c], _mm256_madd_epi16(weights, high_numbers));
+        }
+    }
+    #pragma GCC unroll 4
+    for (int c = 0; c < count; c++) {
+        uint32_t lanes[8], sum = 0;
+        _mm256_storeu_si256((__m256i *)lanes, _mm256_add_epi32(lows[c], _mm256_slli_epi32(highs[c], 16)));
+        for (int i = 0; i < 8; i++) sum += lanes[i];
+        for (int64_t i = k; i < d; i++) sum += (uint32_t)x[i] * (uint32_t)(int32_t)columns[c * stride + i];
+        y[c] = (int32_t)sum;
+    }
+}
+
 AVX2 static void multiply_one_by_columns(const int32_t *x, int32_t *y, weight_t w, int64_t d, int64_t first, int64_t last, char *scratch) {
     int16_t *low = (int16_t *)scratch, *high = low + d;
     for (int64_t k = 0; k < d; k++) {
         low[k] = (int16_t)(uint16_t)x[k];
         high[k] = (int16_t)(uint16_t)(((uint32_t)x[k] + 0x8000) >> 16);
     }
-    for (int64_t j = first; j < last; j++) {
-        const int8_t *column = w.data + j * w.column_stride;
-        __m256i lows = _mm256_setzero_si256(), highs = lows;
-        int64_t k = 0;
-        for (; k + 16 <= d; k += 16) {
-            __m256i weights = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(column + k)));
-            lows = _mm256_add_epi32(lows, _mm256_madd_epi16(weights, _mm256_loadu_si256((const __m256i *)(low + k))));
-            highs = _mm256_add_epi32(highs, _mm256_madd_epi16(weights, _mm256_loadu_si256((const __m256i *)(high + k))));
-        }
-        uint32_t lanes[8], sum = 0;
-        _mm256_storeu_si256((__m256i *)lanes, _mm256_add_epi32(lows, _mm256_slli_epi32(highs, 16)));
-        for (int i = 0; i < 8; i++) sum += lanes[i];
-        for (; k < d; k++) sum += (uint32_t)x[k] * (uint32_t)(int32_t)column[k];
-        y[j] = (int32_t)sum;
-    }
+    int64_t j = first;
+    for (; j + TOGETHER <= last; j += TOGETHER)
+        multiply_columns(x, low, high, y + j, w.data + j * w.column_stride, w.column_stride, d, TOGETHER);
+    for (; j < last; j++) multiply_columns(x, low, high, y + j, w.data + j * w.column_stride, w.column_stride, d, 1);
 }
 
 /* ---- what wire/kernels.py calls --------------------------------------------------------------------------------- */
@@ -264,15 +264,22 @@ int veilbase_usable(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
 
+/* Whether kernels_vnni.c can be used too. */
+int veilbase_has_vnni(void) {
+    return veilbase_usable() && vnni_usable();
+}
+
 /* Of what these functions take: one more with every change of that; also in kernels.py. */
 int veilbase_kernels_version(void) {
-    return 2;
+    return 3;
 }
 
 /* Bytes of scratch memory that `veilbase_product` needs for rows of d numbers. */
 int64_t veilbase_scratch_bytes(int64_t d) {
     int64_t many = BLOCK_INNER * BLOCK_COLUMNS * (int64_t)sizeof(int16_t) + BLOCK_ROWS * BLOCK_INNER * 4;
-    return many > 4 * d ? many : 4 * d;
+    int64_t one = 4 * d, wide = vnni_scratch_bytes(d);
+    int64_t least = many > one ? many : one;
+    return least > wide ? least : wide;
 }
 
 /*
@@ -280,11 +287,11 @@ int64_t veilbase_scratch_bytes(int64_t d) {
  *
  * rows, replies: of each row, where its d numbers and its reply begin, both contiguous; no two overlap.
  * weight: the first number of a d x m matrix, one of whose strides is 1.
- * scratch: see `veilbase_scratch_bytes`.
+ * scratch: see `veilbase_scratch_bytes`. with_vnni: whether to take kernels_vnni.c, where `veilbase_has_vnni`.
  */
 void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64_t first_row, int64_t last_row,
                       const int8_t *weight, int64_t row_stride, int64_t column_stride, int64_t d,
-                      int64_t first_column, int64_t last_column, void *scratch) {
+                      int64_t first_column, int64_t last_column, void *scratch, int with_vnni) {
     weight_t w = {weight, row_stride, column_stride};
     if (d == 0) {
         for (int64_t i = first_row; i < last_row; i++)
@@ -292,11 +299,14 @@ void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64
         return;
     }
     if (last_row - first_row > FEW_ROWS) {
-        multiply_many(rows, replies, first_row, last_row, w, d, first_column, last_column, scratch);
+        product_t p = {rows, replies, w, d, first_row, last_row, first_column, last_column};
+        if (with_vnni) vnni_multiply_many(p, scratch);
+        else multiply_many(p, scratch);
         return;
     }
     for (int64_t i = first_row; i < last_row; i++) {
         if (column_stride == 1) multiply_one_by_rows(rows[i], replies[i], w, d, first_column, last_column);
+        else if (with_vnni) vnni_multiply_one_by_columns(rows[i], replies[i], w, d, first_column, last_column, scratch);
         else multiply_one_by_columns(rows[i], replies[i], w, d, first_column, last_column, scratch);
     }
 }

@@ -1,4 +1,5 @@
-"""What is compiled when the package is built, for x86-64 processors with AVX2: products and the coding of rows.
+"""What is compiled when the package is built, for x86-64 processors with AVX2, some with VNNI too: products and the
+coding of rows.
 
 Guarantees: products exact mod 2^32 for every number, shape and memory order, like every kernel of wire/product.py;
 coded rows as torch's operations give them; a β may differ in its last place, since squares are summed in another order.
@@ -36,7 +37,7 @@ _SHARED_NUMBERS = 1 << 18
 _SHARED_WORK = 1 << 24
 """Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
 
-_VERSION = 2
+_VERSION = 3
 """Of what the library's functions take, as in kernels.c: an older library may lie beside newer sources."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
@@ -57,13 +58,14 @@ def _library() -> ctypes.CDLL | None:
             return None
         usable = library.veilbase_usable
         product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
-        encode, decode = library.veilbase_encode, library.veilbase_decode
+        encode, decode, has_vnni = library.veilbase_encode, library.veilbase_decode, library.veilbase_has_vnni
     except (OSError, AttributeError):
         return None
     usable.restype = ctypes.c_int
     scratch_bytes.argtypes, scratch_bytes.restype = [_COUNT], _COUNT
-    # rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch
-    product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER]
+    has_vnni.restype = ctypes.c_int
+    # rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch, whether by VNNI
+    product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER, ctypes.c_int]
     product.restype = None
     # rows, stride, alpha, how many, d, budget, smallest, out, betas
     encode.argtypes = [_POINTER, _COUNT, _POINTER, *[_COUNT] * 2, *[ctypes.c_double] * 2, *[_POINTER] * 2]
@@ -77,6 +79,13 @@ def _library() -> ctypes.CDLL | None:
 def available() -> bool:
     """Whether this machine has the compiled kernels; VEILBASE_KERNELS=none says no."""
     return _library() is not None
+
+
+@functools.cache
+def has_vnni() -> bool:
+    """Whether products use AVX-512 with VNNI here, which is twice as fast as AVX2; VEILBASE_KERNELS=avx2 says no."""
+    library = _library()
+    return library is not None and os.environ.get("VEILBASE_KERNELS", "") != "avx2" and bool(library.veilbase_has_vnni())
 
 
 def suits(weight: torch.Tensor) -> bool:
@@ -112,7 +121,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
         start, end = _COUNT(parts[0].data_ptr()), _COUNT(replies[0].data_ptr())
         library.veilbase_product(
             ctypes.byref(start), ctypes.byref(end), 0, 1, address, row_stride, column_stride, d, 0, m,
-            _scratch(scratch_bytes),
+            _scratch(scratch_bytes), has_vnni(),
         )  # fmt: skip
         return
     starts, ends = _pointers(parts), _pointers(replies)
@@ -123,7 +132,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
         for first_row, last_row, first_column, last_column in pieces:
             library.veilbase_product(
                 starts.ctypes.data, ends.ctypes.data, first_row, last_row, address, row_stride, column_stride, d,
-                first_column, last_column, scratch,
+                first_column, last_column, scratch, has_vnni(),
             )  # fmt: skip
 
     share(work, _pieces(starts.shape[0], d, m))

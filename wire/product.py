@@ -1,10 +1,10 @@
 """The product mod 2^32 of int32 rows and int8 weights, by the kernel that suits the machine and the number of rows.
 
 Guarantees: every kernel is exact mod 2^32 for all numbers, shapes and memory orders, so which one runs shows in
-nothing but the time. On a CPU there are: byte limbs by the private `torch._int_mm`, where that is exact and fast
-(processors with VNNI); else the compiled kernels of wire/kernels.py, where they were built and the processor has AVX2;
-else an integer loop for few rows and float64 in blocks for many. Other devices take the plain form, which is also what
-tests compare the others with.
+nothing but the time. On a CPU there are: the compiled kernels of wire/kernels.py, where they were built and the
+processor has AVX2; byte limbs by the private `torch._int_mm`, where that is exact and fast (processors with VNNI) and
+the compiled kernels know no VNNI; else an integer loop for few rows and float64 in blocks for many. Other devices take
+the plain form, which is also what tests compare the others with.
 
 Memory: a thread keeps `_SCRATCH_BYTES` of scratch between calls, and a call takes nothing else but its reply. Fresh
 pages are what costs: converting a 2048 × 2048 weight into a new float64 tensor takes 20 ms, into a warm one 1 ms.
@@ -95,7 +95,7 @@ def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:
 def _kernel(num_rows: int, weight: torch.Tensor) -> _Kernel:
     if not weight.is_cpu:
         return _plainly
-    if compiled.available() and compiled.suits(weight) and not int_mm_is_fast():
+    if compiled.available() and compiled.suits(weight) and (compiled.has_vnni() or not int_mm_is_fast()):
         return _by_compiled
     if min(weight.shape) > 1 and num_rows and int_mm_is_fast():
         return _few_by_limbs if num_rows <= _FEW_ROWS else _many_by_limbs

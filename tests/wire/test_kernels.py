@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 import sys
@@ -21,6 +22,12 @@ from wire.memory import unwritten_tensor
 CPU_FLAGS = Path("/proc/cpuinfo")
 HAS_AVX2 = platform.machine() == "x86_64" and CPU_FLAGS.exists() and " avx2 " in CPU_FLAGS.read_text()
 needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+needs_vnni = pytest.mark.skipif(not kernels.has_vnni(), reason="this processor has no AVX-512 with VNNI")
+
+
+@pytest.fixture(params=["avx2", pytest.param("vnni", marks=needs_vnni)])
+def _each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_vnni", lambda: request.param == "vnni")
 
 
 def draw(num_rows: int, d: int, m: int, is_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +47,14 @@ def product(parts: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
 def test_setting_up_has_built_them() -> None:
     assert kernels.LIBRARY.is_file()
     assert kernels.available()
+    flags = CPU_FLAGS.read_text()
+    assert kernels.has_vnni() is all(f" {name} " in flags for name in ("avx512bw", "avx512vl", "avx512_vnni"))
+
+
+@needs_kernels
+def test_vnni_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_KERNELS", "avx2")
+    assert kernels.has_vnni.__wrapped__() is False
 
 
 def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +70,10 @@ def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: py
 
 
 @needs_kernels
+@pytest.mark.usefixtures("_each_form")
 @pytest.mark.parametrize("is_transposed", [False, True])
-@pytest.mark.parametrize("m", [1, 8, 9, 15, 16, 17, 25, 511, 513])
-@pytest.mark.parametrize("d", [1, 2, 7, 8, 17, 33, 1023, 1025])
+@pytest.mark.parametrize("m", [1, 8, 9, 15, 16, 17, 25, 31, 511, 513])
+@pytest.mark.parametrize("d", [1, 2, 7, 8, 17, 33, 63, 64, 1023, 1025])
 def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
     for num_rows in (1, 2, 3, 4, 47, 49):
         rows, weight = draw(num_rows, d, m, is_transposed)
@@ -65,6 +81,7 @@ def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
 
 
 @needs_kernels
+@pytest.mark.usefixtures("_each_form")
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("sizes", [[512], [1, 511], [200, 0, 300, 1], [40], [5, 30]])
 def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +108,7 @@ def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_kernels
+@pytest.mark.usefixtures("_each_form")
 @pytest.mark.parametrize("num_rows", [1, 50])
 def test_rows_and_weights_that_are_parts_of_larger_ones(num_rows: int) -> None:
     rows, weight = draw(num_rows, 100, 90)
@@ -146,7 +164,7 @@ def guarded(tensor):
     return copy.view(tensor.shape).copy_(tensor)
 
 for num_rows in (1, 2, 3, 50):
-    for d, m in [(1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (1030, 520)]:
+    for d, m in [(1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (80, 35), (1030, 520)]:
         rows = guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32))
         weight = torch.randint(-128, 128, (d, m)).to(torch.int8)
         for stored in (guarded(weight), guarded(weight.t().contiguous()).t()):
@@ -174,9 +192,11 @@ print("kept inside")
 
 
 @needs_kernels
-def test_reads_and_writes_nothing_past_an_end() -> None:
+@pytest.mark.parametrize("form", ["avx2", pytest.param("", marks=needs_vnni)])
+def test_reads_and_writes_nothing_past_an_end(form: str) -> None:
     """In a process of its own: what it would do wrong ends it."""
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    environment = os.environ | {"VEILBASE_KERNELS": form}
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -39,12 +40,18 @@ def by_compiled(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return kernels._by_compiled([rows], weight)[0]
 
 
+def by_avx2(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with mock.patch.object(compiled, "has_vnni", lambda: False):
+        return kernels._by_compiled([rows], weight)[0]
+
+
 LIMBS = [kernels._product_by_limbs, by_many_limbs]
 ANYWHERE = [kernels._plain_product, kernels._product_by_int32, by_float64]
 KERNELS = [
     ring.product,
     *ANYWHERE,
     pytest.param(by_compiled, marks=needs_compiled),
+    pytest.param(by_avx2, marks=needs_compiled),
     *(pytest.param(kernel, marks=needs_int_mm) for kernel in LIMBS),
 ]
 
@@ -320,6 +327,9 @@ def test_nothing_times_nothing_is_zero() -> None:
     [
         ("compiled", 1, 1, 8, "_by_compiled"),
         ("compiled", 2, 512, 1, "_by_compiled"),
+        ("compiled and int_mm", 2, 5, 8, "_many_by_limbs"),
+        ("vnni and int_mm", 2, 5, 8, "_by_compiled"),
+        ("vnni and int_mm", 1, 1, 8, "_by_compiled"),
         (True, 1, 1, 8, "_few_by_limbs"),
         (True, 2, 4, 8, "_few_by_limbs"),
         (True, 2, 5, 8, "_many_by_limbs"),
@@ -335,8 +345,9 @@ def test_nothing_times_nothing_is_zero() -> None:
 def test_the_choice(
     is_fast: bool | str, num_threads: int, num_rows: int, m: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "int_mm_is_fast", lambda: is_fast is True)
-    monkeypatch.setattr(compiled, "available", lambda: is_fast == "compiled")
+    monkeypatch.setattr(kernels, "int_mm_is_fast", lambda: is_fast is True or "int_mm" in str(is_fast))
+    monkeypatch.setattr(compiled, "available", lambda: isinstance(is_fast, str))
+    monkeypatch.setattr(compiled, "has_vnni", lambda: str(is_fast).startswith("vnni"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     weight = torch.zeros(8, m, dtype=torch.int8)
     assert kernels._kernel(num_rows, weight) is getattr(kernels, chosen)
