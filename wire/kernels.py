@@ -84,8 +84,10 @@ def available() -> bool:
 @functools.cache
 def has_vnni() -> bool:
     """Whether products use AVX-512 with VNNI here, which is twice as fast as AVX2; VEILBASE_KERNELS=avx2 says no."""
+    if os.environ.get("VEILBASE_KERNELS", "") == "avx2":
+        return False
     library = _library()
-    return library is not None and os.environ.get("VEILBASE_KERNELS", "") != "avx2" and bool(library.veilbase_has_vnni())
+    return library is not None and bool(library.veilbase_has_vnni())
 
 
 def suits(weight: torch.Tensor) -> bool:

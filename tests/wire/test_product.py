@@ -41,7 +41,7 @@ def by_compiled(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def by_avx2(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    with mock.patch.object(compiled, "has_vnni", lambda: False):
+    with mock.patch.object(compiled, "has_vnni", return_value=False):
         return kernels._by_compiled([rows], weight)[0]
 
 
