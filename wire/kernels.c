@@ -305,7 +305,8 @@ void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64
         return;
     }
     for (int64_t i = first_row; i < last_row; i++) {
-        if (column_stride == 1) multiply_one_by_rows(rows[i], replies[i], w, d, first_column, last_column);
+        if (column_stride == 1 && with_vnni) vnni_multiply_one_by_rows(rows[i], replies[i], w, d, first_column, last_column, scratch);
+        else if (column_stride == 1) multiply_one_by_rows(rows[i], replies[i], w, d, first_column, last_column);
         else if (with_vnni) vnni_multiply_one_by_columns(rows[i], replies[i], w, d, first_column, last_column, scratch);
         else multiply_one_by_columns(rows[i], replies[i], w, d, first_column, last_column, scratch);
     }

@@ -33,4 +33,5 @@ static inline void write_sums(int32_t *reply, const uint32_t *sums, int64_t widt
 int vnni_usable(void);
 int64_t vnni_scratch_bytes(int64_t d);
 void vnni_multiply_many(product_t p, void *scratch);
+void vnni_multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, int64_t d, int64_t first, int64_t last, void *scratch);
 void vnni_multiply_one_by_columns(const int32_t *x, int32_t *y, weight_t w, int64_t d, int64_t first, int64_t last, void *scratch);

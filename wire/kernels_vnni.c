@@ -22,6 +22,8 @@
 #define COLUMNS (2 * LANES)
 #define QUAD 4                      /* inner numbers that one lane takes at a time */
 #define PANEL (QUAD * COLUMNS)      /* bytes of a panel for each of them */
+#define STRIP 64                    /* columns that one row is multiplied with at a time, where weights lie in rows, */
+#define INNER 16                    /* and inner numbers: 32 take as long, 8 and 64 a quarter more */
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
 
@@ -188,6 +190,65 @@ VNNI void vnni_multiply_one_by_columns(const int32_t *x, int32_t *y, weight_t w,
     for (; j + TOGETHER <= last; j += TOGETHER)
         multiply_columns(bytes, step, y + j, w.data + j * w.column_stride, w.column_stride, d, TOGETHER);
     for (; j < last; j++) multiply_columns(bytes, step, y + j, w.data + j * w.column_stride, w.column_stride, d, 1);
+}
+
+/* Adds, or writes, INNER inner numbers or fewer by a strip; `bytes` has each byte of four numbers side by side. */
+VNNI static inline void multiply_strip(const uint32_t *bytes, int32_t *y, const int8_t *w, int64_t stride, int64_t inner, __mmask64 kept, int is_first) {
+    __m512i sums[4][4];     /* of each byte and quarter of the strip */
+    #pragma GCC unroll 4
+    for (int l = 0; l < 4; l++)
+        #pragma GCC unroll 4
+        for (int p = 0; p < 4; p++) sums[l][p] = _mm512_setzero_si512();
+    for (int64_t q = 0; q < inner; q += QUAD, bytes += 4) {
+        __m512i rows[QUAD], quads[4];
+        #pragma GCC unroll 4
+        for (int64_t i = 0; i < QUAD; i++) {
+            const int8_t *row = w + MIN(q + i, inner - 1) * stride;     /* past the last number, bytes are zeros */
+            _mm_prefetch((const char *)(row + INNER * stride), _MM_HINT_T1);
+            rows[i] = _mm512_maskz_loadu_epi8(kept, row);
+        }
+        __m512i ab = _mm512_unpacklo_epi8(rows[0], rows[1]), cd = _mm512_unpacklo_epi8(rows[2], rows[3]);
+        quads[0] = _mm512_unpacklo_epi16(ab, cd), quads[1] = _mm512_unpackhi_epi16(ab, cd);
+        ab = _mm512_unpackhi_epi8(rows[0], rows[1]), cd = _mm512_unpackhi_epi8(rows[2], rows[3]);
+        quads[2] = _mm512_unpacklo_epi16(ab, cd), quads[3] = _mm512_unpackhi_epi16(ab, cd);
+        #pragma GCC unroll 4
+        for (int l = 0; l < 4; l++) {
+            __m512i numbers = _mm512_set1_epi32((int32_t)bytes[l]);
+            #pragma GCC unroll 4
+            for (int p = 0; p < 4; p++) sums[l][p] = _mm512_dpbusd_epi32(sums[l][p], numbers, quads[p]);
+        }
+    }
+    __m512i found[4];
+    #pragma GCC unroll 4
+    for (int p = 0; p < 4; p++) {
+        __m512i low = _mm512_add_epi32(sums[0][p], _mm512_slli_epi32(sums[1][p], 8));
+        __m512i high = _mm512_add_epi32(_mm512_slli_epi32(sums[2][p], 16), _mm512_slli_epi32(sums[3][p], 24));
+        found[p] = _mm512_add_epi32(low, high);
+    }
+    /* found[p] has columns 4p to 4p + 3 of each sixteen */
+    __m512i left = _mm512_shuffle_i32x4(found[0], found[1], 0x44), right = _mm512_shuffle_i32x4(found[2], found[3], 0x44);
+    __m512i ordered[4] = {_mm512_shuffle_i32x4(left, right, 0x88), _mm512_shuffle_i32x4(left, right, 0xdd)};
+    left = _mm512_shuffle_i32x4(found[0], found[1], 0xee), right = _mm512_shuffle_i32x4(found[2], found[3], 0xee);
+    ordered[2] = _mm512_shuffle_i32x4(left, right, 0x88), ordered[3] = _mm512_shuffle_i32x4(left, right, 0xdd);
+    #pragma GCC unroll 4
+    for (int g = 0; g < 4; g++) {
+        __mmask16 mask = (__mmask16)(kept >> (LANES * g));
+        if (!is_first) ordered[g] = _mm512_add_epi32(ordered[g], _mm512_maskz_loadu_epi32(mask, y + LANES * g));
+        _mm512_mask_storeu_epi32(y + LANES * g, mask, ordered[g]);
+    }
+}
+
+VNNI void vnni_multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, int64_t d, int64_t first, int64_t last, void *scratch) {
+    uint32_t *bytes = scratch;
+    for (int64_t k = 0; k < d; k += QUAD) {
+        __m128i numbers = _mm_maskz_loadu_epi32((__mmask8)((1 << MIN(QUAD, d - k)) - 1), x + k);
+        _mm_storeu_si128((__m128i *)(bytes + k), bytes_of_four(numbers));
+    }
+    for (int64_t k = 0; k < d; k += INNER)
+        for (int64_t j = first; j < last; j += STRIP) {
+            __mmask64 kept = last - j < STRIP ? ((__mmask64)1 << (last - j)) - 1 : ~(__mmask64)0;
+            multiply_strip(bytes + k, y + j, w.data + k * w.row_stride + j, w.row_stride, MIN(INNER, d - k), kept, k == 0);
+        }
 }
 
 /* ---- what kernels.c asks ---------------------------------------------------------------------------------------- */
