@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ from wire.expand import Rows
 from wire.frame import DTYPES, Call
 from wire.threads import use_one_core
 
+_Made = TypeVar("_Made")
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 RETRY_S = 1.0
@@ -154,6 +156,30 @@ class Executor:
         target one such request at a time need not wait for the end of a large product, where the replica can make it
         beside: the operating system gives each its part of the core.
         """
+        outcome = self._make_here(tenant, call, lambda replica: replica.product(call, rows))
+        if outcome is not None:
+            self._replies.tell(tenant, call, rows, outcome if isinstance(outcome, torch.Tensor) else None)
+        return outcome
+
+    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
+        """`compute_here` for a call that was checked, from the bytes of one row and into those of its reply.
+
+        Returns:
+            The request's error; or whether the reply is written. False: it should go the longer way.
+        """
+        lane = self._idle() or self._beside()
+        multiply = None if lane is None or self._replies.are_told else lane.replica.row_product(call)
+        if multiply is None:
+            return False
+
+        def make(_replica: Replica) -> bool:  # whoever's turn it is: all have the same weights
+            multiply(row, reply)
+            return True
+
+        return self._make_here(tenant, call, make) or False
+
+    def _make_here(self, tenant: str, call: Call, make: Callable[[Replica], _Made]) -> _Made | VeilbaseError | None:
+        """Makes something small in the calling thread; None where it may not be, or the replica is lost."""
         if not self._idle() and not self._beside():
             return None  # looked at without the lock first: what is chosen wrongly is queued, and answered all the same
         with self._changed:
@@ -172,22 +198,18 @@ class Executor:
         is_lost = False
         try:
             use_one_core()
-            reply = lane.replica.product(call, rows)
+            return make(lane.replica)
         except VeilbaseError as exc:
-            self._replies.tell(tenant, call, rows, None)
             return exc
         except ReplicaLost:
             is_lost = True
             return None
         except Exception as exc:  # noqa: BLE001 - the caller is a stream's reader, and goes on
             _LOGGER.error("a product failed: %s", type(exc).__name__)
-            self._replies.tell(tenant, call, rows, None)
             return FAILED
         finally:
             beside_s = None if idle else time.thread_time() - began_cpu_s
             self._done_here(lane, beside_s, tenant, call, began_s, is_lost)
-        self._replies.tell(tenant, call, rows, reply)
-        return reply
 
     def _idle(self) -> _Lane | None:
         lanes = self._lanes

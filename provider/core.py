@@ -14,11 +14,12 @@ from provider import executor
 from provider.weights import ServedModel, return_freed_memory
 from wire.errors import RemoteFault, VeilbaseError
 from wire.expand import Rows
-from wire.frame import Call
+from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.manifest import Manifest
 
 if TYPE_CHECKING:
     from provider.record import Recorder
+    from provider.replica import RowProduct
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -63,6 +64,20 @@ class ProviderCore:
             return executor.products(self.served.groups[call.group], call, parts)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
             raise _fault_as_error(call, exc) from None
+
+    def row_product(self, call: Call) -> RowProduct | None:
+        """What makes the product of one row for a call that was checked, in any thread; None: `compute` does."""
+        if call.arithmetic is not Arithmetic.RING or call.direction is not Direction.FORWARD:
+            return None
+        if call.purpose is Purpose.HINT or call.group >= len(self.served.groups):
+            return None
+        weight = self.served.groups[call.group].for_one_row
+        return None if weight is None else weight.multiply
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether `record` does anything."""
+        return self._recorder is not None
 
     def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
         """Writes a whole request and its reply, if it has one, down, where there is a recorder."""

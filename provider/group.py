@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass
 
 import torch
 
+from wire import kernels
 from wire.manifest import GroupInfo
 
 
@@ -27,6 +29,12 @@ class ServedGroup:
     alpha: torch.Tensor
     bias: torch.Tensor | None
     native: torch.Tensor | None
+
+    @functools.cached_property
+    def for_one_row(self) -> kernels.OneRow | None:
+        """W̃ for ring products of one row; None where the compiled kernels are not to be had, or not for it."""
+        is_suited = kernels.available() and kernels.suits(self.quantised) and self.quantised.numel() > 0
+        return kernels.OneRow(self.quantised) if is_suited else None
 
     def fingerprint(self) -> str:
         """SHA-256 in hex of everything that its products depend on; the manifest's digest is of W̃ and α alone."""

@@ -21,6 +21,8 @@ Product = Callable[[Call, Rows], torch.Tensor]
 """Raises nothing but `wire.errors` and `ReplicaLost`."""
 Products = Callable[[Call, Sequence[torch.Tensor]], list[torch.Tensor]]
 """The same of several matrices."""
+RowProduct = Callable[[memoryview, memoryview], None]
+"""The product of one row, from the bytes of a request into those of its reply; see `wire.kernels.OneRow`."""
 
 
 _LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
@@ -57,6 +59,10 @@ class Replica(Protocol):
         """`product` of several matrices at once; each reply has memory of its own."""
         ...
 
+    def row_product(self, call: Call) -> RowProduct | None:
+        """What makes `product` of one row for a call that was checked, in any thread; None where only that does."""
+        ...
+
     @property
     def can_share(self) -> bool:
         """Whether a small product may be made in another thread beside a large one."""
@@ -90,14 +96,21 @@ class Here:
 
     is_alive, can_return = True, False
 
-    def __init__(self, product: Product, products: Products | None = None, can_share: bool = True) -> None:
+    def __init__(
+        self,
+        product: Product,
+        products: Products | None = None,
+        can_share: bool = True,
+        row_product: Callable[[Call], RowProduct | None] = lambda call: None,
+    ) -> None:
         """Args.
 
         product: makes one, in the calling thread.
         products: makes several at once; None: by `product`.
         can_share: whether several threads may, at a time.
+        row_product: makes one of a row, where it can.
         """
-        self.product, self.can_share = product, can_share
+        self.product, self.can_share, self.row_product = product, can_share, row_product
         self.products: Products = products or partial(together, product)
 
     def revive(self, is_over: threading.Event) -> bool:

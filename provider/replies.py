@@ -34,6 +34,11 @@ class Replies:
         """
         self._completed, self._unqueue = completed, unqueue
 
+    @property
+    def are_told(self) -> bool:
+        """Whether somebody wants to know of every request."""
+        return self._completed is not None
+
     def tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
         """A request that has no job was answered; None: with an error."""
         if self._completed is not None:

@@ -159,9 +159,8 @@ class Server:
 
 def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
     """All groups, computed in this process."""
-    return Shard(
-        range(len(core.manifest().groups)), [Here(core.compute, core.compute_together, core.can_share)], scheduler
-    )
+    here = Here(core.compute, core.compute_together, core.can_share, core.row_product)
+    return Shard(range(len(core.manifest().groups)), [here], scheduler)
 
 
 class _Certificates:

@@ -86,7 +86,7 @@ class ProviderService:
         self._gate = Gate(revocations)
         self._executor = ShardedExecutor(
             shards,
-            core.record,
+            core.record if core.is_recording else None,
             self.meter,
             lambda tenant, seconds: usage.of(tenant).computed(seconds),
         )

@@ -67,6 +67,8 @@ class Computes(Protocol):
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None: ...
 
+    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool: ...
+
     def cancel(self, job: Job) -> None: ...
 
 
@@ -89,6 +91,17 @@ class _Request:
         self.assembler: Assembler | None = Assembler(header)
         self.job: Job | None = None
         self.reply: torch.Tensor | None = None
+
+
+def _is_whole_row(header: Header, payload: memoryview, request_class: RequestClass, reply_cols: int) -> bool:
+    """Whether a request is one token's, all of it is here, and its product is small."""
+    return (
+        header.rows == 1
+        and request_class is RequestClass.DECODE
+        and len(payload) == header.total_bytes
+        and not payload.readonly
+        and header.cols * reply_cols <= INLINE_PRODUCTS
+    )
 
 
 class Session:
@@ -131,7 +144,7 @@ class Session:
         self._replies: deque[tuple[_Request, Iterator[bytes | memoryview]]] = deque()
         """Large replies that are being sent; only who takes frames looks at them."""
         self._greeted = self._input_ended = self._closed = self._over = False
-        self._draining = False
+        self._draining = self._is_answering = False
         now = time.monotonic()
         self._greet_by, self._sweep_at = now + HANDSHAKE_S, now + SWEEP_S
 
@@ -177,7 +190,7 @@ class Session:
             if header.offset:
                 self._check_leftover(header)
                 return
-            request = self._admit_or_answer(header)
+            request = self._admit_or_answer(header, payload)
             if request is None:
                 return
         elif header.offset == 0:
@@ -194,7 +207,8 @@ class Session:
         if header.request_id > self._highest_id:
             raise MalformedFrame("a request must begin with its first chunk")
 
-    def _admit_or_answer(self, header: Header) -> _Request | None:
+    def _admit_or_answer(self, header: Header, payload: memoryview) -> _Request | None:
+        """Args: payload: of its first frame. None: it has been answered."""
         if header.request_id == 0:
             raise MalformedFrame("request id 0 is the stream itself")
         self._highest_id = max(self._highest_id, header.request_id)
@@ -207,13 +221,13 @@ class Session:
         try:
             if self._draining:
                 raise Unavailable("the provider is shutting down")
-            return self._admit(header, now)
+            return self._admit(header, payload, now)
         except VeilbaseError as exc:
             self._fail(header.request_id, exc, is_admitted=False)
             return None
 
-    def _admit(self, header: Header, now: float) -> _Request:
-        """Every check that needs the header alone, then a place in the table."""
+    def _admit(self, header: Header, payload: memoryview, now: float) -> _Request | None:
+        """Every check that needs the header alone, then a place in the table, unless it can be answered at once."""
         if header.deadline_ms == 0:
             raise DeadlineExceeded("a request without time to be answered in")
         reply_cols = self._check_shape(header)
@@ -221,7 +235,9 @@ class Session:
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         admission = self._admission
         request_class = class_of(header.call, header.rows, admission.num_decode, admission.is_training(now))
-        request = _Request(header, reply_cols, held, request_class, expires_at)
+        # where nothing waits to be sent: else replies to who does not read would be held and not counted
+        is_row = _is_whole_row(header, payload, request_class, reply_cols) and self._has_sent_all()
+        request = None if is_row else _Request(header, reply_cols, held, request_class, expires_at)
         with self._lock:
             if self._closed:  # a message that was taken just before: what it asked for would be held for ever
                 raise Unavailable("the stream has ended")
@@ -229,11 +245,55 @@ class Session:
                 raise QuotaExceeded("too much in flight", FULL_RETRY_S)
             allowed = allowed_by(header.call, request_class, header.rows)
             admission.admit(request_class, allowed, header.rows, held, now)
-            self._requests[header.request_id] = request
-            self._held_bytes += held
+            if request is not None:
+                self._keep(request)
+            else:
+                self._is_answering = True
+        if request is None:
+            return self._answer_row(header, payload, reply_cols, held, expires_at)
         if header.call.direction is Direction.BACKWARD:
             admission.trained(now)
         return request
+
+    def _keep(self, request: _Request) -> None:
+        """Under the lock."""
+        self._requests[request.header.request_id] = request
+        self._held_bytes += request.held_bytes
+
+    def _has_sent_all(self) -> bool:
+        return self._output.empty() and not self._replies
+
+    def _answer_row(
+        self, header: Header, row: memoryview, reply_cols: int, held: int, expires_at: float
+    ) -> _Request | None:
+        """Answers a token's row, which was admitted, without a place in the table: nobody can ask for it meanwhile.
+
+        Returns:
+            None; or the request, with its place, where it cannot be answered here.
+        """
+        size, is_kept = reply_cols * frame.ITEM_BYTES, False
+        message = memoryview(bytearray(frame.HEADER_BYTES + size))
+        try:
+            outcome = self._executor.compute_row(self.tenant, header.call, row, message[frame.HEADER_BYTES :])
+            if outcome is True:
+                reply = Header(FrameType.REPLY, header.request_id, header.call, 1, reply_cols, 0, size)
+                message[: frame.HEADER_BYTES] = reply.pack()
+                self._usage.answered(RequestClass.DECODE, 1, header.total_bytes, size)
+                self._put(message)
+            elif isinstance(outcome, VeilbaseError):
+                self._fail(header.request_id, outcome, is_admitted=False)
+            else:
+                request = _Request(header, reply_cols, held, RequestClass.DECODE, expires_at)
+                with self._lock:
+                    if not self._closed:
+                        self._keep(request)
+                        is_kept = True
+                return request if is_kept else None
+        finally:
+            self._is_answering = False
+            if not is_kept:
+                self._admission.release(RequestClass.DECODE, 1, held)
+        return None
 
     def _check_shape(self, header: Header) -> int:
         """Numbers in a row of the reply to what the header announces."""
@@ -347,7 +407,7 @@ class Session:
         while not self._over:
             ended = self._input_ended and self.is_idle  # before the queue is seen to be empty
             item = None if self._output.empty() else self._output.get()
-            if isinstance(item, bytes):
+            if isinstance(item, bytes | memoryview):
                 return item
             if isinstance(item, _Request):
                 if item.reply_bytes <= CHUNK_BYTES:
@@ -433,7 +493,7 @@ class Session:
     def is_idle(self) -> bool:
         """Whether every request has been answered, and what was said of it is there to be sent."""
         with self._lock:
-            return not self._requests
+            return not self._requests and not self._is_answering
 
     def drain(self) -> None:
         """From now on new requests are refused; those that are here are answered."""

@@ -41,6 +41,7 @@ _VERSION = 3
 """Of what the library's functions take, as in kernels.c: an older library may lie beside newer sources."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
+_BYTE: Any = ctypes.c_char
 
 _local = threading.local()
 
@@ -138,6 +139,60 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
             )  # fmt: skip
 
     share(work, _pieces(starts.shape[0], d, m))
+
+
+class OneRow:
+    """A weight that is multiplied with one row after the other: what `products` checks each time is looked at once.
+
+    A decode step is a hundred products of a few dozen microseconds, and a tensor around their bytes costs some of it.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Args: weight: int8, shape (d, m), not empty, for which `suits` holds.
+
+        Raises:
+            InvalidTensor: anything else, or there are no kernels here.
+        """
+        library = _library()
+        if (
+            library is None
+            or weight.dtype != torch.int8
+            or weight.dim() != 2
+            or not suits(weight)
+            or not weight.numel()
+        ):
+            raise InvalidTensor("no compiled kernel for this weight")
+        row_stride, column_stride = weight.stride()
+        if column_stride != 1:
+            row_stride = 1
+        d, m = weight.shape
+        self._product, self._weight = library.veilbase_product, weight  # whose memory is read
+        self._row_bytes, self._reply_bytes, self._scratch_bytes = 4 * d, 4 * m, _scratch_bytes(d)
+        self._described = tuple(map(_COUNT, (row_stride, column_stride, d, 0, m)))
+        self._address, self._has_vnni = _POINTER(weight.data_ptr()), has_vnni()
+
+    def multiply(self, row: memoryview, reply: memoryview) -> None:
+        """Writes the product of one row.
+
+        Args:
+            row: d int32 numbers in this machine's order, at an address that is a multiple of 4, as bytes. Writable,
+                as ctypes asks; it is not written to.
+            reply: the same for m numbers; written.
+
+        Raises:
+            InvalidTensor: of another size, or read-only.
+        """
+        if row.nbytes != self._row_bytes or reply.nbytes != self._reply_bytes or row.readonly or reply.readonly:
+            raise InvalidTensor("bytes that are no row of this weight")
+        # what `from_buffer` gives holds the memory
+        start, end = _BYTE.from_buffer(row), _BYTE.from_buffer(reply)
+        numbers, written = ctypes.addressof(start), ctypes.addressof(end)
+        if (numbers | written) % 4:
+            raise InvalidTensor("bytes that do not lie as numbers do")
+        self._product(
+            ctypes.byref(_POINTER(numbers)), ctypes.byref(_POINTER(written)), 0, 1, self._address, *self._described,
+            _scratch(self._scratch_bytes), self._has_vnni,
+        )  # fmt: skip
 
 
 def codes(matrix: torch.Tensor) -> bool:

@@ -42,6 +42,9 @@ class ParallelCore(ProviderCore):
         """One product; see `Dispatcher`."""
         return self._dispatcher(call, rows)
 
+    def row_product(self, call: Call) -> None:
+        """No rank makes a product alone."""
+
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One product of all rows, by all ranks."""
         return together(self._dispatcher, call, parts)

@@ -54,6 +54,9 @@ class JoinedShard:
 
     # ---- a product ------------------------------------------------------------------------------------------------
 
+    def row_product(self, call: Call) -> None:
+        """See `Replica.row_product`: no product is made here."""
+
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `Replica.products`."""
         return together(self.product, call, parts)

@@ -121,6 +121,9 @@ class ShardProcess:
             self._num_faults = 0
             return reply
 
+    def row_product(self, call: Call) -> None:
+        """See `Replica.row_product`: no product is made here."""
+
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """See `Replica.products`."""
         return together(self.product, call, parts)

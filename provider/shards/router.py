@@ -10,6 +10,7 @@ from provider.job import Completed, Job, Outcome
 from provider.operations.meter import Meter
 from provider.replica import Replica
 from provider.schedule.scheduler import Scheduler
+from wire.errors import VeilbaseError
 from wire.expand import Rows
 from wire.frame import Call
 
@@ -52,6 +53,10 @@ class ShardedExecutor:
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """See `Executor.compute_here`."""
         return self._of_group[call.group].compute_here(tenant, call, rows)
+
+    def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
+        """See `Executor.compute_row`."""
+        return self._of_group[call.group].compute_row(tenant, call, row, reply)
 
     def cancel(self, job: Job) -> None:
         """See `Executor.cancel`."""

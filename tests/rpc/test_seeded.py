@@ -135,10 +135,10 @@ def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch
     monkeypatch.setattr("provider.core.executor.compute", spy)
     raw.send(raw.hint(1, SeededRows(SEED, 0, 17)))
     raw.reply()
-    raw.send(*raw.request(2, ring_rows(1)))
+    raw.send(*raw.request(2, ring_rows(2)))
     raw.reply()
     assert threads[0] == "veilbase-compute"
-    assert threads[1] != "veilbase-compute"  # a product of one row is made where it is read
+    assert threads[1] != "veilbase-compute"  # a product of two rows is made where it is read
 
 
 # ---- bad requests: the request fails, the stream goes on ------------------------------------------------------------

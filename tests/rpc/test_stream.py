@@ -306,9 +306,10 @@ def test_an_inner_failure_is_a_number(
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("secret 123.456")
 
-    for num_rows in (1, 50):
+    for num_rows in (1, 2, 50):
         with monkeypatch.context() as patched:
             patched.setattr("provider.core.executor.compute", broken)
+            patched.setattr("wire.kernels.OneRow.multiply", broken)
             with pytest.raises(RemoteFault):
                 ask(connection, ring_rows(num_rows))
         assert_served(connection, provider.core)

@@ -1,0 +1,212 @@
+"""A token's row is answered where it is read, by the short way: what it counts, holds, and leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from provider.admission import Admission
+from provider.batch import Executor
+from provider.core import ProviderCore
+from provider.operations.usage import TenantUsage
+from provider.profile import make_scheduler
+from provider.replica import Here, RowProduct
+from provider.schedule.policy import Policy
+from provider.schedule.quota import TenantLimits
+from provider.session import Session
+from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, ring_rows
+from wire import frame, kernels
+from wire.errors import WireCode
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
+from wire.limits import Limits
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+
+
+class Way:
+    """One session and its executor; `before` is called before each product of the short way."""
+
+    def __init__(self, core: ProviderCore, told: bool = False) -> None:
+        self.core, self.before = core, lambda: None  # type: tuple[ProviderCore, Callable[[], None]]
+        self.num_short = self.num_long = 0
+        self.told: list[tuple[object, ...]] = []
+        here = Here(self._product, row_product=self._row_product)
+        scheduler = make_scheduler(core.served, Policy(max_wait_s=0.0), profiled=False)
+        self.executor = Executor([here], scheduler, (lambda *what: self.told.append(what)) if told else None)
+        self.admission, self.usage = Admission({"acme": TenantLimits(max_rows_in_flight=50)}), TenantUsage()
+        self.session = Session(
+            "acme", Limits(), self.admission.of("acme"), self.usage, core.check, self.executor, lambda: None
+        )
+        self.session.receive(frame.hello(FrameType.HELLO))
+        assert self.session.next_frame()
+        self._numbers = iter(range(1, 1000))
+
+    def _product(self, call: Call, rows: frame.Rows) -> torch.Tensor:
+        self.num_long += 1
+        return self.core.compute(call, rows)
+
+    def _row_product(self, call: Call) -> RowProduct | None:
+        multiply = self.core.row_product(call)
+
+        def work(row: memoryview, reply: memoryview) -> None:
+            assert multiply is not None
+            self.num_short += 1
+            self.before()
+            multiply(row, reply)
+
+        return None if multiply is None else work
+
+    def send(self, rows: torch.Tensor, call: Call = CALL) -> int:
+        number = next(self._numbers)
+        header = Header(FrameType.REQUEST, number, call, *rows.shape, 0, 4 * rows.numel(), 30_000)
+        (message,) = frame.frames(header, frame.tensor_bytes(rows))
+        self.session.receive(memoryview(bytearray(message)))  # as it comes from the tensor port
+        return number
+
+    def answer(self) -> tuple[Header, memoryview]:
+        message = self.session.next_frame()
+        assert message is not None
+        return frame.parse(message)
+
+    @property
+    def rows_in_flight(self) -> int:
+        quota = self.admission.of("acme")._quota
+        return 0 if quota is None else quota._rows_in_flight
+
+    @property
+    def holds_nothing(self) -> bool:
+        admission = self.admission.of("acme")
+        return self.rows_in_flight == admission.num_decode == self.session._held_bytes == 0 and self.session.is_idle
+
+
+@pytest.fixture
+def way(tiny_core: ProviderCore) -> Iterator[Way]:
+    made = Way(tiny_core)
+    yield made
+    made.executor.close()
+
+
+def test_the_reply_and_what_is_counted(way: Way) -> None:
+    for count in range(1, 6):
+        rows = ring_rows(1)
+        number = way.send(rows)
+        header, payload = way.answer()
+        assert (header.kind, header.request_id, header.call) == (FrameType.REPLY, number, CALL)
+        assert (header.rows, header.cols, header.offset) == (1, REPLY_COLS, 0)
+        assert torch.equal(frame.tensor(header, payload), way.core.compute(CALL, rows))
+        assert (way.num_short, way.num_long) == (count, 0)
+        assert way.holds_nothing
+    total = way.usage.total()
+    assert (total.requests["decode"], total.rows["decode"]) == (5, 5)
+    assert (total.bytes_up, total.bytes_down) == (5 * 4 * COLS, 5 * 4 * REPLY_COLS)
+    assert way.executor._meter.snapshot()[0] == 5
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(0, Direction.FORWARD, Arithmetic.FLOAT),
+        Call(0, Direction.BACKWARD, Arithmetic.RING),
+    ],
+)
+def test_what_has_no_short_way_goes_the_long_one(way: Way, call: Call) -> None:
+    cols = COLS if call.direction is Direction.FORWARD else REPLY_COLS
+    rows = torch.zeros(1, cols, dtype=frame.DTYPES[call.arithmetic])
+    way.send(rows, call)
+    while (message := way.session.next_frame()) is None:
+        pass
+    assert torch.equal(frame.tensor(*frame.parse(message)), way.core.compute(call, rows))
+    assert (way.num_short, way.num_long) == (0, 1)
+    assert way.holds_nothing
+
+
+def test_the_bias_free_path_of_a_row(way: Way) -> None:
+    rows, call = ring_rows(1), Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.EFFECT)
+    way.send(rows, call)
+    assert torch.equal(frame.tensor(*way.answer()), way.core.compute(call, rows))
+    assert way.num_short == 1
+
+
+def test_it_is_in_flight_while_it_is_made(way: Way) -> None:
+    seen: list[tuple[int, bool]] = []
+    way.before = lambda: seen.append((way.rows_in_flight, way.session.is_idle))
+    way.send(ring_rows(1))
+    assert seen == [(1, False)]  # so that a drain waits for it
+    assert way.holds_nothing
+
+
+def test_a_reply_that_is_not_taken_is_counted(way: Way) -> None:
+    """A tenant that asks and does not read holds one row that is not counted, and no more."""
+    way.send(ring_rows(1))
+    assert way.holds_nothing
+    for count in range(1, 4):
+        way.send(ring_rows(1))
+        assert (way.num_short, way.rows_in_flight, len(way.session._requests)) == (1, count, count)
+    for _ in range(4):
+        way.answer()
+    assert way.holds_nothing
+
+
+def test_a_failure_is_that_requests_alone(way: Way, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("secret 123.456")
+
+    way.before = fail
+    number = way.send(ring_rows(1))
+    header, _ = way.answer()
+    assert (header.kind, header.request_id, header.code) == (FrameType.ERROR, number, WireCode.INTERNAL)
+    assert way.holds_nothing
+    assert "123.456" not in caplog.text
+    way.before = lambda: None
+    way.send(ring_rows(1))
+    assert way.answer()[0].kind is FrameType.REPLY
+
+
+@pytest.mark.parametrize("then", ["is made", "fails"])
+def test_a_stream_that_ends_meanwhile_holds_nothing(way: Way, then: str) -> None:
+    def end() -> None:
+        way.session.close()
+        if then == "fails":
+            raise RuntimeError
+
+    way.before = end
+    way.send(ring_rows(1))
+    assert way.num_short == 1
+    assert way.holds_nothing
+
+
+def test_a_replica_that_is_busy_goes_the_long_way(way: Way) -> None:
+    (lane,) = way.executor._lanes
+    lane.is_busy = True
+    way.send(ring_rows(1))
+    assert (way.num_short, way.rows_in_flight) == (0, 1)
+    way.session.close()
+    assert way.holds_nothing
+
+
+def test_a_stream_that_ends_before_the_long_way_holds_nothing(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_row(*_: object) -> bool:
+        way.session.close()
+        return False
+
+    monkeypatch.setattr(way.executor, "compute_row", compute_row)
+    way.send(ring_rows(1))
+    assert way.holds_nothing
+
+
+def test_whoever_is_to_be_told_of_every_request_is(tiny_core: ProviderCore) -> None:
+    way = Way(tiny_core, told=True)
+    way.send(ring_rows(1))
+    assert way.answer()[0].kind is FrameType.REPLY
+    assert (way.num_short, len(way.told)) == (0, 1)
+    way.executor.close()
+
+
+@pytest.mark.parametrize(("cols", "rows"), [(COLS - 1, 1), (COLS, 0)])
+def test_other_shapes_are_refused_or_go_the_long_way(way: Way, cols: int, rows: int) -> None:
+    way.send(torch.zeros(rows, cols, dtype=torch.int32))
+    way.session.next_frame()
+    assert way.num_short == 0
+    assert way.holds_nothing
