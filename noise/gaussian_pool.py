@@ -103,6 +103,9 @@ class GaussianPool:
         effect = self._effect_path(call, noise, reply_cols).result()
         return _Pool(noise.to(device), effect.to(device))
 
+    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
+        """See `MaskScheme.mask_row`: there is none here."""
+
     def describe(self) -> Mapping[str, str]:
         """What holds: nothing."""
         return {

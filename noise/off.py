@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
+from noise.scheme import EffectPath, GroupSpec, Masked, MaskedRow, Message, RowCodecs, decode_rows, encode_rows
 from wire.errors import InvalidTensor
-from wire.frame import Arithmetic, Call, Direction
+from wire.frame import HEADER_BYTES, ITEM_BYTES, Arithmetic, Call, Direction
 
 
 class Off:
@@ -19,6 +19,7 @@ class Off:
     def __init__(self, arithmetic: Arithmetic) -> None:
         """Args: arithmetic: RING (int32 rows, int8 weights, exact) or FLOAT."""
         self.arithmetic = arithmetic
+        self._codecs = RowCodecs()
 
     def bind(self, effect_path: EffectPath) -> None:
         """Needs no effects."""
@@ -35,6 +36,15 @@ class Off:
             return decode_rows(group, direction, replies[0], scales)
 
         return Masked((Message(call, encoded),), unmask)
+
+    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
+        """One row by a shorter way; see `MaskScheme.mask_row`."""
+        call, codec = self._codecs.of(group, direction)
+        if codec is None or self.arithmetic is not Arithmetic.RING:
+            return None
+        message = bytearray(HEADER_BYTES + ITEM_BYTES * row.shape[1])
+        beta = codec.encode(row, memoryview(message)[HEADER_BYTES:])
+        return MaskedRow(call, message, lambda reply: codec.decode(reply, beta))
 
     def describe(self) -> Mapping[str, str]:
         """One warning."""

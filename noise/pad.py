@@ -81,6 +81,9 @@ class Pad:
         """Makes rows before they are needed, as far as the pool's budget goes."""
         self.pool.prepare(group, direction, num_rows)
 
+    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
+        """See `MaskScheme.mask_row`: there is none here."""
+
     def describe(self) -> Mapping[str, str]:
         """Scheme and assumption."""
         return {

@@ -8,13 +8,14 @@ unmasked at most once; nothing in it is printed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from wire import ring
+from wire import kernels, ring
 from wire.expand import Rows
 from wire.frame import Arithmetic, Call, Direction
 
@@ -73,6 +74,18 @@ class Reply(Protocol):
         ...
 
 
+class MaskedRow(NamedTuple):
+    """One row as `Masked`, in the bytes of a message: `message` has room for its header before it (`wire.frame`)."""
+
+    call: Call
+    message: bytearray
+    unmask: Callable[[torch.Tensor], torch.Tensor]
+
+    def __repr__(self) -> str:
+        """No numbers."""
+        return "MaskedRow()"
+
+
 EffectPath = Callable[[Call, Rows, int], Reply]
 """A provider's bias-free path: (call with purpose EFFECT or HINT, noise rows or their seed, reply columns) → effect."""
 
@@ -108,6 +121,10 @@ class MaskScheme(Protocol):
         """
         ...
 
+    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
+        """`mask` of one row on the CPU, for one provider, by a shorter way; None where there is none."""
+        ...
+
     def describe(self) -> Mapping[str, str]:
         """What a user should know: scheme, assumption, parameters, what it does not hide."""
         ...
@@ -115,6 +132,31 @@ class MaskScheme(Protocol):
     def close(self) -> None:
         """Drops everything secret."""
         ...
+
+
+class RowCodecs:
+    """How one row is coded, for each group and direction; a decode step codes a hundred."""
+
+    def __init__(self, error_bound: float = 0.0, slack: float = 0.0) -> None:
+        """Args: error_bound: of each number of a mask's error; slack: see `wire.ring.encode`."""
+        self._error_bound, self._slack = error_bound, slack
+        self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, ring.RowCodec | None]] = {}
+
+    def of(self, group: GroupSpec, direction: Direction) -> tuple[Call, ring.RowCodec | None]:
+        """The call, and what codes its row; None where that takes the longer way."""
+        known = self._known.get((group.id, direction))
+        if known is None or known[0] is not group:
+            known = self._known[group.id, direction] = group, *self._make(group, direction)
+        return known[1:]
+
+    def _make(self, group: GroupSpec, direction: Direction) -> tuple[Call, ring.RowCodec | None]:
+        call, widths = Call(group.id, direction, Arithmetic.RING), group.widths(direction)
+        if not kernels.available() or not group.alpha.is_cpu or 0 in widths:
+            return call, None
+        error_norm, alpha = self._error_bound * math.sqrt(widths[0]), group.alpha.contiguous()
+        if direction is Direction.FORWARD:
+            return call, ring.RowCodec(widths, group.column_norm, error_norm, self._slack, None, alpha)
+        return call, ring.RowCodec(widths, group.row_norm, error_norm, self._slack, alpha, None)
 
 
 def encode_rows(

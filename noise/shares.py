@@ -54,6 +54,9 @@ class Shares:
             unmask,
         )
 
+    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
+        """See `MaskScheme.mask_row`: there is none here."""
+
     def describe(self) -> Mapping[str, str]:
         """Scheme and assumption."""
         return {

@@ -164,6 +164,17 @@ def frames(header: Header, data: memoryview) -> Iterable[bytes | memoryview]:
     return _chunks(header, data)
 
 
+def whole(header: Header, message: bytearray) -> Iterable[memoryview]:
+    """The one frame of a tensor that lies in it, at most CHUNK_BYTES of it: the header is written before it."""
+    message[:HEADER_BYTES] = header.pack()
+    return (memoryview(message),)
+
+
+def row_of(call: Call, message: bytearray) -> torch.Tensor:
+    """The row that lies in such a message, shape (1, cols); no copy."""
+    return torch.frombuffer(memoryview(message)[HEADER_BYTES:], dtype=DTYPES[call.arithmetic]).view(1, -1)
+
+
 def _chunks(header: Header, data: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]

@@ -37,11 +37,12 @@ _SHARED_NUMBERS = 1 << 18
 _SHARED_WORK = 1 << 24
 """Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
 
-_VERSION = 3
+_VERSION = 4
 """Of what the library's functions take, as in kernels.c: an older library may lie beside newer sources."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
 _BYTE: Any = ctypes.c_char
+_FLOAT: Any = ctypes.c_float
 
 _local = threading.local()
 
@@ -60,6 +61,7 @@ def _library() -> ctypes.CDLL | None:
         usable = library.veilbase_usable
         product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
         encode, decode, has_vnni = library.veilbase_encode, library.veilbase_decode, library.veilbase_has_vnni
+        add = library.veilbase_add
     except (OSError, AttributeError):
         return None
     usable.restype = ctypes.c_int
@@ -71,6 +73,8 @@ def _library() -> ctypes.CDLL | None:
     # rows, stride, alpha, how many, d, budget, smallest, out, betas
     encode.argtypes = [_POINTER, _COUNT, _POINTER, *[_COUNT] * 2, *[ctypes.c_double] * 2, *[_POINTER] * 2]
     encode.restype = _COUNT
+    # to, from, how many
+    add.argtypes, add.restype = [_POINTER, _POINTER, _COUNT], None
     # reply, stride, effect, stride, alpha, betas, how many, m, out, stride
     decode.argtypes = [*[_POINTER, _COUNT] * 2, *[_POINTER] * 2, *[_COUNT] * 2, _POINTER, _COUNT]
     decode.restype = None
@@ -295,6 +299,111 @@ def decode(
 
     share(work, _row_pieces(num_rows, m))
     return made
+
+
+class RowCodec:
+    """`encode` and `decode` for one row at a time, with what can be checked before checked once; see `OneRow`."""
+
+    def __init__(
+        self,
+        request_alpha: torch.Tensor | None,
+        reply_alpha: torch.Tensor | None,
+        d: int,
+        m: int,
+        budget: float,
+        smallest: float,
+    ) -> None:
+        """Args.
+
+        request_alpha: of `encode`; None for ones.
+        reply_alpha: of `decode`.
+        d, m: numbers in a request and in its reply.
+        budget, smallest: of `encode`.
+
+        Raises:
+            InvalidTensor: scales of another size or type, no such budget, or there are no kernels here.
+        """
+        library = _library()
+        if library is None or not 0 < budget < 1 << 31 or d <= 0 or m <= 0:
+            raise InvalidTensor("no compiled kernel for these rows")
+        _check_alpha(request_alpha, d)
+        _check_alpha(reply_alpha, m)
+        self._alphas = request_alpha, reply_alpha  # whose memory is read
+        self._factors, self._reply_factors = (None if a is None else _POINTER(a.data_ptr()) for a in self._alphas)
+        self._encode, self._add, self._decode = library.veilbase_encode, library.veilbase_add, library.veilbase_decode
+        self._d, self._m, self._one = _COUNT(d), _COUNT(m), _COUNT(1)
+        self._budget, self._smallest = ctypes.c_double(budget), ctypes.c_double(smallest)
+        self._shape, self._reply_shape = (1, d), (1, m)
+
+    def encode(self, row: torch.Tensor, out: memoryview) -> Any:
+        """Rounds a row onto the ring.
+
+        Args:
+            row: float32, shape (1, d), contiguous, CPU.
+            out: 4·d bytes, writable; written.
+
+        Returns:
+            β, for `decode`; None when the row holds NaN or infinity.
+
+        Raises:
+            InvalidTensor: anything else.
+        """
+        if row.dtype != torch.float32 or row.shape != self._shape or not row.is_contiguous() or not row.is_cpu:
+            raise InvalidTensor("no compiled kernel for this row")
+        beta, written = _FLOAT(), self._numbers(out)
+        done = self._encode(
+            row.data_ptr(), self._d, self._factors, self._one, self._d, self._budget, self._smallest,
+            ctypes.byref(written), ctypes.byref(beta),
+        )  # fmt: skip
+        return beta if done == 1 else None
+
+    def add(self, mask: torch.Tensor, out: memoryview) -> None:
+        """Adds a row of a mask to one that was encoded, mod 2^32.
+
+        Args:
+            mask: int32, shape (1, d), contiguous, CPU.
+            out: from `encode`.
+
+        Raises:
+            InvalidTensor: anything else.
+        """
+        if mask.dtype != torch.int32 or mask.shape != self._shape or not mask.is_contiguous() or not mask.is_cpu:
+            raise InvalidTensor("no compiled kernel for this mask")
+        self._add(ctypes.byref(self._numbers(out)), mask.data_ptr(), self._d)
+
+    def decode(self, reply: torch.Tensor, beta: Any, effect: torch.Tensor | None = None) -> torch.Tensor:
+        """Unmasks and scales a reply.
+
+        Args:
+            reply, effect: int32, shape (1, m), contiguous, CPU; effect None for none.
+            beta: from `encode`.
+
+        Returns:
+            float32, shape (1, m).
+
+        Raises:
+            InvalidTensor: anything else.
+        """
+        for each in (reply,) if effect is None else (reply, effect):
+            if (
+                each.dtype != torch.int32
+                or each.shape != self._reply_shape
+                or not each.is_contiguous()
+                or not each.is_cpu
+            ):
+                raise InvalidTensor("no compiled kernel for this reply")
+        made = torch.empty(self._reply_shape, dtype=torch.float32, device="cpu")
+        self._decode(
+            reply.data_ptr(), self._m, None if effect is None else effect.data_ptr(), self._m, self._reply_factors,
+            ctypes.byref(beta), self._one, self._m, made.data_ptr(), self._m,
+        )  # fmt: skip
+        return made
+
+    def _numbers(self, out: memoryview) -> Any:
+        """Holds the memory, and stands for its address."""
+        if out.nbytes != 4 * self._shape[1] or out.readonly:
+            raise InvalidTensor("memory for a coded row has another size than the row asks for")
+        return _BYTE.from_buffer(out)
 
 
 def _check_written(matrix: torch.Tensor, num_rows: int, columns: int, dtype: torch.dtype) -> None:

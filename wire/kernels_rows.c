@@ -68,6 +68,12 @@ AVX2 int64_t veilbase_encode(const float *rows, int64_t stride, const float *alp
     return num_rows;
 }
 
+/* Adds a row of d numbers to another, mod 2^32. */
+AVX2 void veilbase_add(int32_t *to, const int32_t *from, int64_t d) {
+    uint32_t *sums = (uint32_t *)to;
+    for (int64_t j = 0; j < d; j++) sums[j] += (uint32_t)from[j];
+}
+
 /*
  * Unmasks and scales replies: out = float(reply - effect mod 2^32) * alpha * beta, in float32 and that order.
  *

@@ -8,6 +8,7 @@ Source: DESIGN.md, section 3.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from wire.errors import InvalidTensor, MaskOverflow
 from wire.memory import unwritten_tensor
 from wire.product import product, products, to_int32
 
-__all__ = ["HALF_MODULUS", "decode", "encode", "product", "products", "to_int32"]
+__all__ = ["HALF_MODULUS", "RowCodec", "decode", "encode", "product", "products", "to_int32"]
 
 HALF_MODULUS = 2.0**31
 _ROUND_OFF = 1.0 - 2.0**-20
@@ -53,9 +54,7 @@ def encode(
         MaskOverflow: the layer is too wide for any scale.
     """
     d = rows.shape[1]
-    budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
-    if budget < 1.0:
-        raise MaskOverflow(f"a layer with {d} inputs leaves no room for data in 32 bits")
+    budget = _budget(d, weight_norm, error_norm, slack)
     if rows.dtype == torch.float32 and kernels.available() and kernels.codes(rows):
         encoded = unwritten_tensor(rows.shape[0], d, torch.int32)
         scales = kernels.encode(rows, alpha, budget, _SMALLEST_SCALE, encoded)
@@ -71,6 +70,48 @@ def encode(
     beta = (norms / budget).clamp_min_(_SMALLEST_SCALE)
     encoded = torch.mul(rows, beta.reciprocal().to(torch.float32)).round_().to(torch.int32)
     return encoded, beta.to(torch.float32)
+
+
+def _budget(d: int, weight_norm: float, error_norm: float, slack: float) -> float:
+    """Largest 2-norm of an encoded row; see `encode`."""
+    budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
+    if budget < 1.0:
+        raise MaskOverflow(f"a layer with {d} inputs leaves no room for data in 32 bits")
+    return budget
+
+
+class RowCodec:
+    """`encode` and `decode` of one row after the other, into and from messages, by the compiled kernels."""
+
+    def __init__(
+        self,
+        widths: tuple[int, int],
+        weight_norm: float,
+        error_norm: float,
+        slack: float,
+        alpha: torch.Tensor | None,
+        reply_alpha: torch.Tensor | None,
+    ) -> None:
+        """Args.
+
+        widths: numbers in a request and in its reply.
+        weight_norm, error_norm, slack, alpha: of `encode`.
+        reply_alpha: the α of `decode`.
+
+        Raises:
+            MaskOverflow: the layer is too wide for any scale.
+            InvalidTensor: no kernels here, or scales that are not on the CPU.
+        """
+        budget = _budget(widths[0], weight_norm, error_norm, slack)
+        self._coded = kernels.RowCodec(alpha, reply_alpha, *widths, budget, _SMALLEST_SCALE)
+        self.add, self.decode = self._coded.add, self._coded.decode
+
+    def encode(self, row: torch.Tensor, out: memoryview) -> Any:
+        """See `kernels.RowCodec.encode`; a value that is not finite is `InvalidTensor`."""
+        beta = self._coded.encode(row, out)
+        if beta is None:
+            raise InvalidTensor(_NOT_FINITE)
+        return beta
 
 
 def decode(

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from noise.ledger import Ledger
 from noise.off import Off
 from noise.params import PARAMETERS, LatticeParameters
 from noise.pool import DEFAULT_BYTES
-from noise.scheme import GroupSpec, Masked, encode_rows
-from wire import ring
+from noise.scheme import GroupSpec, Masked, RowCodecs, decode_rows, encode_rows
+from wire import kernels, ring
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, MaskReused, Unavailable, VerificationFailed
 from wire.expand import Rows, SeededRows
-from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, Purpose, row_of
 from wire.limits import Limits
 from wire.quantise import max_norms
 
@@ -307,6 +307,73 @@ def test_rows_are_scaled_alone(make: Any, provider: Provider) -> None:
     assert torch.equal(bound[[0, 2]], calm_bound[[0, 2]])
     got = wide(provider.answer(make().mask(spec, FORWARD, rows)))
     assert bool(((got - exact).abs() <= bound).all())
+
+
+# ---- one row, by the short way --------------------------------------------------------------------------------------
+
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+
+
+@needs_kernels
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Provider, direction: Direction) -> None:
+    scheme, spec = make(), provider.groups[1]
+    taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+    take = scheme.pool.take
+
+    def spy(*arguments: Any) -> Any:
+        mask, effect = take(*arguments)
+        taken.append((mask.clone(), effect.clone()))
+        return mask, effect
+
+    scheme.pool.take = spy
+    for number in range(5):
+        rows = rows_of(1, spec.widths(direction)[0], number)
+        call, message, unmask = masked = scheme.mask_row(spec, direction, rows)
+        assert call == Call(1, direction, Arithmetic.RING)
+        assert len(message) == HEADER_BYTES + 4 * rows.shape[1]
+        error_norm = scheme._error_bound * math.sqrt(rows.shape[1])
+        encoded, scales = encode_rows(spec, direction, rows, error_norm, scheme._slack)
+        ((mask, effect),) = taken
+        assert torch.equal(row_of(call, message), encoded + mask)
+        reply = ring.product(row_of(call, message), provider.matrix(call))
+        assert torch.equal(unmask(reply), decode_rows(spec, direction, reply, scales, effect))
+        assert repr(masked) == "MaskedRow()"
+        taken.clear()
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_costs_nothing_by_the_short_way_either(
+    make: Any, provider: Provider, bad: float
+) -> None:
+    scheme, spec = make(), provider.groups[0]
+    rows = rows_of(1, spec.in_features)
+    rows[0, 2] = bad
+    with pytest.raises(InvalidTensor, match="nothing was sent"):
+        scheme.mask_row(spec, FORWARD, rows)
+    assert (provider.hints, scheme._ledger.audit()) == ([], [])
+
+
+@needs_kernels
+def test_the_two_ways_share_no_slot(make: Any, provider: Provider) -> None:
+    scheme, spec = make(TOY), provider.groups[0]
+    rows, seen = torch.zeros(1, spec.in_features), []
+    for number in range(3 * TOY.ring_degree):
+        if number % 3:
+            call, message, _ = scheme.mask_row(spec, FORWARD, rows)
+            seen.append(row_of(call, message).numpy().tobytes())
+        else:
+            seen.append(sent(scheme.mask(spec, FORWARD, rows)).numpy().tobytes())
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_group_of_another_session_has_a_codec_of_its_own(make: Any, provider: Provider) -> None:
+    codecs, spec = RowCodecs(), provider.groups[0]
+    twin = replace(spec, alpha=2 * spec.alpha)
+    first = codecs.of(spec, FORWARD)
+    assert codecs.of(spec, FORWARD)[1] is first[1]
+    assert codecs.of(twin, FORWARD)[1] is not first[1] or first[1] is None
 
 
 # ---- nothing twice --------------------------------------------------------------------------------------------------

@@ -375,6 +375,18 @@ def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock)
     assert 2.0 <= clock.slept[1] <= 2.5
 
 
+def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_core: ProviderCore) -> None:
+    provider = start_with(start, tiny_core, rows_per_s=10)
+    connection, rows = provider.connect(), ring_rows(1)
+    message = bytearray(frame.HEADER_BYTES) + rows.numpy().tobytes()
+    expected = tiny_core.compute(CALL, rows)
+    began = time.monotonic()
+    for _ in range(15):  # 10 pass at once
+        assert torch.equal(connection.submit(CALL, message, REPLY_COLS).result(), expected)
+        assert message[frame.HEADER_BYTES :] == rows.numpy().tobytes()
+    assert time.monotonic() - began >= 0.4
+
+
 @pytest.mark.parametrize("retry_s", [0.0, MAX_RETRY_S + 0.001, 3600.0])
 def test_a_refusal_without_a_time_or_with_a_long_one_is_final(clock: Clock, retry_s: float) -> None:
     stream = Refusing(QuotaExceeded("no", retry_s))

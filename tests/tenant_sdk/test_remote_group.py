@@ -15,6 +15,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.remote_linear import RemoteLinear, RemoteWeightError
 from tests.conftest import make_tiny
 from tests.reference.test_parity import batch, relative
+from wire import kernels
 from wire.errors import InvalidTensor
 from wire.frame import Call, Direction
 from wire.limits import Limits
@@ -194,6 +195,26 @@ def test_an_input_that_comes_to_need_a_gradient_makes_a_new_call(client: TenantC
     attention.q_proj(x)
     assert attention.k_proj(x.requires_grad_()).requires_grad
     assert len(calls) == 2
+
+
+def test_a_token_of_a_wide_layer_goes_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny("llama", tmp_path)
+    with TenantClient(f"inproc:{tmp_path}", mask="off") as client, torch.no_grad():
+        model, connection = client.load_model(), client._open().connections[0]
+        kinds: list[type] = []
+        submit = connection.submit
+
+        def spy(call: Call, rows: Any, cols: int) -> Any:
+            kinds.append(type(rows))
+            return submit(call, rows, cols)
+
+        monkeypatch.setattr(connection, "submit", spy)
+        short = model(batch()[:1, :1]).logits
+        assert set(kinds) == {bytearray if kernels.available() else torch.Tensor}
+        kinds.clear()
+        monkeypatch.setattr("tenant_sdk.remote_group.CHUNK_BYTES", 4)
+        assert torch.equal(model(batch()[:1, :1]).logits, short)
+        assert set(kinds) == {torch.Tensor}
 
 
 def test_zero_rows_make_no_call(client: TenantClient, calls: Any) -> None:

@@ -205,6 +205,56 @@ def test_one_row_in_bytes(d: int, m: int, is_transposed: bool) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("width", [1, 7, 8, 33, 40])
+def test_one_row_is_coded_as_many_are(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    rows, alpha = torch.randn(1, width, generator=generator), torch.rand(width, generator=generator) + 0.5
+    mask, effect = (draw(1, width, 1)[0] for _ in range(2))
+    for scale in (None, alpha):
+        codec = kernels.RowCodec(scale, scale, width, width, 1e6, 2.0**-100)
+        out, encoded = bytearray(b"\xff" * (4 * width + 8)), torch.empty(1, width, dtype=torch.int32)
+        beta = codec.encode(rows, memoryview(out)[4:-4])
+        betas = kernels.encode(rows, scale, 1e6, 2.0**-100, encoded)
+        assert betas is not None
+        assert (beta.value, out[4:-4]) == (float(betas), encoded.numpy().tobytes())
+        codec.add(mask, memoryview(out)[4:-4])
+        assert out[4:-4] == (encoded + mask).numpy().tobytes()
+        assert out[:4] + out[-4:] == b"\xff" * 8
+        for taken in (None, effect):
+            assert torch.equal(codec.decode(mask, beta, taken), kernels.decode(mask, taken, betas, scale))
+    rows[0, -1] = float("nan")
+    assert codec.encode(rows, memoryview(out)[4:-4]) is None
+
+
+@needs_kernels
+def test_one_row_is_coded_within_its_memory_only() -> None:
+    codec, out = kernels.RowCodec(None, None, 4, 6, 1e6, 1.0), memoryview(bytearray(16))
+    beta = codec.encode(torch.ones(1, 4), out)
+    for row in (torch.ones(1, 5), torch.ones(2, 4), torch.ones(1, 8)[:, ::2], zeros(1, 4)):
+        with pytest.raises(InvalidTensor):
+            codec.encode(row, out)
+    for bad in (memoryview(bytearray(12)), memoryview(bytearray(20)), out.toreadonly()):
+        with pytest.raises(InvalidTensor):
+            codec.encode(torch.ones(1, 4), bad)
+        with pytest.raises(InvalidTensor):
+            codec.add(zeros(1, 4), bad)
+    for mask in (zeros(1, 3), zeros(1, 4, dtype=torch.float32), zeros(1, 8)[:, ::2]):
+        with pytest.raises(InvalidTensor):
+            codec.add(mask, out)
+    for reply, effect in [(zeros(1, 4), None), (zeros(1, 6), zeros(1, 4)), (zeros(1, 12)[:, ::2], None)]:
+        with pytest.raises(InvalidTensor):
+            codec.decode(reply, beta, effect)
+    for arguments in [
+        (torch.ones(3), None, 4, 6, 1e6, 1.0),
+        (None, torch.ones(4), 4, 6, 1e6, 1.0),
+        (None, None, 0, 6, 1e6, 1.0),
+        (None, None, 4, 6, 2.0**31, 1.0),
+    ]:
+        with pytest.raises(InvalidTensor):
+            kernels.RowCodec(*arguments)  # type: ignore[arg-type]
+
+
+@needs_kernels
 def test_one_row_refuses_what_the_compiled_code_would_not_notice() -> None:
     one = kernels.OneRow(zeros(3, 2, dtype=torch.int8))
     row, reply = memoryview(bytearray(16)), memoryview(bytearray(16))

@@ -71,13 +71,14 @@ class Connection(Protocol):
         """The chunks of one bundle file."""
         ...
 
-    def submit(self, call: Call, rows: Rows, reply_cols: int) -> Pending:
+    def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
         """Sends one request; splitting is the caller's part.
 
         Args:
             call: which product.
-            rows: shape (num_rows, features), the call's dtype, CPU; `SeededRows` where the purpose is HINT. They must
-                not change until `result` has returned: what is sent again after a refusal is the same bytes.
+            rows: shape (num_rows, features), the call's dtype, CPU; `SeededRows` where the purpose is HINT; or one
+                row's message, whose first `HEADER_BYTES` are written here. They must not change until `result` has
+                returned: what is sent again after a refusal is the same bytes.
             reply_cols: features of the reply.
 
         Raises:

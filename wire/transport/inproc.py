@@ -10,7 +10,7 @@ import torch
 
 from wire.errors import InvalidTensor
 from wire.expand import PACKED_BYTES, Rows, SeededRows, count_rows
-from wire.frame import ITEM_BYTES, Call, check_rows
+from wire.frame import ITEM_BYTES, Call, check_rows, row_of
 from wire.manifest import Manifest
 from wire.transport.base import Pending, Traffic
 
@@ -56,8 +56,10 @@ class InprocConnection:
         """The chunks of one bundle file."""
         return self._handler.read_file(file_name)
 
-    def submit(self, call: Call, rows: Rows, reply_cols: int) -> Pending:
+    def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
         """Computes at once; raises what the provider raises."""
+        if isinstance(rows, bytearray):
+            rows = row_of(call, rows)
         check_rows(call, rows)
         reply = self._handler.compute(call, rows)
         num_rows = count_rows(rows)

@@ -225,16 +225,21 @@ class Multiplexer:
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
-    def submit(self, call: Call, rows: Rows, request_cols: int, reply_cols: int) -> Request:
-        """Sends one request; waits while too many bytes are in flight, and until its last chunk is on its way."""
-        payload = frame.rows_bytes(rows)
-        num_rows = count_rows(rows)
+    def submit(self, call: Call, rows: Rows | bytearray, request_cols: int, reply_cols: int) -> Request:
+        """Sends one request; waits while too many bytes are in flight, and until its last chunk is on its way.
+
+        Args: rows: see `Connection.submit`.
+        """
+        if isinstance(rows, bytearray):
+            payload, num_rows = memoryview(rows)[frame.HEADER_BYTES :], 1
+        else:
+            payload, num_rows = frame.rows_bytes(rows), count_rows(rows)
         size = len(payload)
         request = self._admit(call, num_rows, reply_cols, size)
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
         header = Header(FrameType.REQUEST, request.request_id, call, num_rows, request_cols, 0, size, deadline_ms)
         sent = 0
-        for message in frame.frames(header, payload):
+        for message in frame.frames(header, payload) if not isinstance(rows, bytearray) else frame.whole(header, rows):
             self._stream.send(message)
             sent += len(message)
         self._traffic.add(up=sent, calls=1)

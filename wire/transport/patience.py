@@ -35,7 +35,7 @@ class PatientRequest:
 
     __slots__ = ("_call", "_cols", "_reply_cols", "_request", "_rows", "_stream")
 
-    def __init__(self, stream: Multiplexer, call: Call, rows: Rows, cols: int, reply_cols: int) -> None:
+    def __init__(self, stream: Multiplexer, call: Call, rows: Rows | bytearray, cols: int, reply_cols: int) -> None:
         """Sends the request a first time; see `Multiplexer.submit` for arguments and errors."""
         self._stream, self._call, self._rows, self._cols, self._reply_cols = stream, call, rows, cols, reply_cols
         self._request = stream.submit(call, rows, cols, reply_cols)
