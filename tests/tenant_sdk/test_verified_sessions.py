@@ -48,6 +48,9 @@ class Forger:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
+    def row_product(self, call: Call) -> None:
+        """Every product is `compute`'s."""
+
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.asked.append(call)
         reply = self._core.compute(call, rows, *others)
@@ -238,6 +241,21 @@ def test_a_lie_ends_the_session(site: Site, forger: Forger, transport: str, name
         step(model)
     assert str(failure.value) == FAILED
     assert forger.num_forged >= 1
+    assert_over(client, model, forger)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "mtls"])
+def test_a_lie_about_a_single_token_ends_the_session(site: Site, forger: Forger, transport: str) -> None:
+    client = getattr(site, transport)(forger)
+    model = adapted(client.load_model(), lora())
+    token = torch.tensor([[3]])
+    with torch.no_grad():
+        model(token)
+        forger.forge = lie(Purpose.PRODUCT, FORWARD, after=2)
+        with pytest.raises(VerificationFailed) as failure:
+            model(token)
+    assert str(failure.value) == FAILED
+    assert forger.num_forged == 1
     assert_over(client, model, forger)
 
 
