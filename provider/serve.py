@@ -34,7 +34,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of mallopt's parameters, from glibc's malloc.h."""
 _FREE_BYTES_KEPT = 64 << 20
 """Of the heap's free end, as malloc's own rule would have it. 32 MiB cost 1.4 times the processor time (product left
-out) for pages given back and taken again (docs/benchmarks.md, memory)."""
+out) for pages given back and taken again (docs/benchmarks_history.md, memory)."""
 _MAPPED_BYTES = 1 << 20
 """A chunk of the wire: a block of this size that fits nowhere in the heap is mapped, and goes back when it is freed."""
 _LOGGER = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from wire.transport.engine import prefer_waiting_in_place
 
 if "torch" not in sys.modules:
     # OpenMP's workers spin for milliseconds after each operation by default, on the cores that TLS and a provider on
-    # the same machine need: with short spinning a step took 1.5 times the local one instead of 2 (docs/benchmarks.md).
-    # libgomp reads this once, when torch is loaded: import tenant_sdk before torch, or set it in the environment.
+    # the same machine need: with short spinning a step took 1.5 times the local one instead of 2
+    # (docs/benchmarks_history.md). libgomp reads this once, when torch is loaded: import tenant_sdk before torch, or
+    # set it in the environment.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 prefer_waiting_in_place()

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 MIB = 1 << 20
 
 CHUNK_BYTES = 1 * MIB
-"""Payload bytes in one frame. 256 KiB was no faster on loopback mTLS (docs/benchmarks.md)."""
+"""Payload bytes in one frame. 256 KiB was no faster on loopback mTLS (docs/benchmarks_history.md)."""
 
 MAX_FRAME_BYTES = CHUNK_BYTES + 4096
 """gRPC's own message limit on both ends: a chunk, its header and room to spare."""

@@ -1,8 +1,8 @@
 """Messages over one TLS connection: a length before each, and nothing else (SPEC.md, section 1, tensor port).
 
 gRPC's Python moves a small message there and back in 250 to 310 µs on loopback; this does it in 50 to 60, and large
-ones at less than half of gRPC's processor time (docs/benchmarks.md, transport). TLS is the standard library's, flow
-control and keepalive are TCP's.
+ones at less than half of gRPC's processor time (docs/benchmarks_history.md, transport). TLS is the standard library's,
+flow control and keepalive are TCP's.
 
 Guarantees: TLS 1.3, certificates on both sides; a message's length is checked before memory is taken for it; `send`,
 `receive` and `close` are safe beside each other, each for any thread, `receive` for one at a time. Does not know what
