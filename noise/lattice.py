@@ -24,7 +24,7 @@ from noise.hints import HintKey, HintStore
 from noise.ledger import Ledger, Reservation, SeedExhausted
 from noise.ledger_file import Seed
 from noise.params import LatticeParameters
-from noise.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.pool import DEFAULT_BYTES, Block, Key, MaskPool
 from noise.scheme import EffectPath, GroupSpec, Masked, MaskedRow, Message, RowCodecs, decode_rows, encode_rows
 from noise.slots import Slots, SlotsExhausted
 from wire.errors import ConfigurationError, MaskError
@@ -35,7 +35,10 @@ from wire.limits import Limits
 BLOCKS_RESERVED_AT_ONCE = 64
 """One fsync serves so many blocks; what a process leaves unused stays counted."""
 MOST_BLOCKS_AT_ONCE = 8
-"""Blocks that share the transforms of A and H; more gained nothing (docs/benchmarks.md)."""
+"""Blocks that share the transforms of A and H; more gained nothing (docs/benchmarks_history.md)."""
+
+MOST_PIECES = 8
+"""Of a block: each is a whole block's work."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,15 @@ class _Epoch:
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     matrices: list[polynomial.Transforms] = field(default_factory=list, repr=False)
     reservations: list[Reservation] = field(default_factory=list, repr=False)
+
+
+@dataclass(eq=False)
+class _Cut:
+    """A block that is made in pieces: its secret, kept until every row is in a piece."""
+
+    epoch: _Epoch = field(repr=False)
+    secrets_hat: torch.Tensor = field(repr=False)
+    slots: Slots = field(repr=False)
 
 
 class Lattice:
@@ -63,6 +75,7 @@ class Lattice:
         pool_bytes: int = DEFAULT_BYTES,
         background: bool = True,
         limits: Limits | None = None,
+        features: int = 0,
     ) -> None:
         """Prepares; the first hint is fetched when it is first needed.
 
@@ -74,6 +87,7 @@ class Lattice:
             pool_bytes: masks and effects made ahead.
             background: whether a thread makes them.
             limits: the provider's; None for those of wire/limits.py.
+            features: see `MaskPool`.
         """
         self.parameters = parameters
         self._ledger, self._hints, self._verified = ledger, hints, verified
@@ -86,7 +100,11 @@ class Lattice:
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
         self._effect_path: EffectPath | None = None
-        self.pool = MaskPool(self._make, parameters.ring_degree, pool_bytes, background)
+        self._cuts: dict[Key, _Cut] = {}
+        degree = parameters.ring_degree
+        self.pool = MaskPool(
+            self._make, degree, pool_bytes, background, degree // MOST_PIECES, features, self._cuts.clear
+        )
 
     def bind(self, effect_path: EffectPath) -> None:
         """Keeps the way to the provider's bias-free path, which gives hints."""
@@ -125,12 +143,18 @@ class Lattice:
 
     def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
         blocks: list[Block] = []
-        missing = -(-num_rows // self.parameters.ring_degree)
+        missing = self.pool.rounded(num_rows) // self.parameters.ring_degree
+        rest = num_rows - missing * self.parameters.ring_degree
         while missing > 0:
             self.pool.check_open()
             most = min(MOST_BLOCKS_AT_ONCE, self.parameters.max_secrets)
             made = self._make_blocks(group, direction, min(missing, most))
             missing -= len(made)
+            blocks += made
+        while rest > 0:
+            self.pool.check_open()
+            made = self._make_pieces(group, direction, self.pool.rounded(rest))
+            rest -= sum(each.slots.remaining for each in made)
             blocks += made
         return blocks
 
@@ -145,6 +169,37 @@ class Lattice:
         masks = polynomial.combine(self._matrix(epoch, request_cols), secrets_hat, error)
         effects = polynomial.product(hint, secrets_hat, self.parameters)
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
+
+    def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
+        """At most so many rows of one block, in pieces. Every row of it is computed, and the others are dropped.
+
+        A block is one secret, however often it is computed; each of its rows is in one piece, with an error of its own.
+        """
+        cut = self._cut(group, direction)
+        hint = self._hint(cut.epoch, group, direction)
+        request_cols, _ = group.widths(direction)
+        rows = cut.slots.take_up_to(num_rows)
+        kept = slice(rows.start, rows.stop)
+        if cut.slots.remaining == 0:
+            self._cuts.pop((group.id, direction), None)
+        with torch.inference_mode(False):  # see `polynomial.combine`: masks are added to in place
+            masks = polynomial.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
+            masks += sampling.error(self._rng, masks.shape, self.parameters)
+            effects = polynomial.product(hint, cut.secrets_hat, self.parameters)[0, kept]
+            piece = self.pool.piece_rows
+            # copies, so that a piece's memory is free when its own rows are used
+            pairs = zip(masks.split(piece), effects.split(piece), strict=True)
+            return [Block(mask.clone(), effect.clone(), Slots(len(mask))) for mask, effect in pairs]
+
+    def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
+        """The block that pieces of a group and direction come from; one thread at a time asks for them."""
+        cut = self._cuts.get((group.id, direction))
+        if cut is None or cut.epoch is not self._current():  # rows under an old seed are abandoned
+            epoch, (slots,) = self._open_blocks(1)
+            shape = (1, self.parameters.rank, self.parameters.ring_degree)
+            cut = _Cut(epoch, polynomial.secret_transform(sampling.ternary(self._rng, shape)), slots)
+            self._cuts[group.id, direction] = cut
+        return cut
 
     def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:
         """Blocks on record under one seed; a new seed is drawn when the old one has served its budget."""
@@ -247,10 +302,11 @@ class Lattice:
             "parameters": f"{chosen.name}: q=2^32, {chosen.rank}x{chosen.ring_degree}, sigma={chosen.sigma}",
             "bits": f"{chosen.bits} estimated ({chosen.source})",
             "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of masks and effects ready, in memory only",
-            "hints": f"{self._hints.stored_bytes() / 1e6:.0f} MB on disk at {rounded} bits a number"
-            if self._hints.folder
-            else "streamed, not stored",
+            "hints": "streamed, not stored",
         }
+        if self.keeps_hints:
+            stored = f"{self._hints.stored_bytes() / 1e6:.0f} MB on disk, of all models and seeds"
+            described["hints"] = f"{stored}, at {rounded} bits a number"
         try:
             seed = self._current().seed
             used = next(each.used for each in self._ledger.audit() if each.seed_id == seed.seed_id)

@@ -21,6 +21,8 @@ from wire.frame import Arithmetic, Call, Direction
 
 BLOCK_ROWS = 256
 """Rows under one key: large enough for an efficient product, small enough for a short answer."""
+LEAST_ROWS = 16
+"""On a model so wide that the pool does not hold two blocks for every layer."""
 WeightOf = Callable[[int], torch.Tensor]
 """Group number → W̃, int8, shape (in_features, out_features)."""
 
@@ -38,6 +40,7 @@ class Pad:
         pool_bytes: int = DEFAULT_BYTES,
         background: bool = True,
         on_close: Callable[[], None] = lambda: None,
+        features: int = 0,
     ) -> None:
         """Args.
 
@@ -46,9 +49,10 @@ class Pad:
         pool_bytes: pads and effects made ahead.
         background: whether a thread makes them.
         on_close: closes the ledger.
+        features: see `MaskPool`.
         """
         self._weight_of, self._fresh_seed, self._on_close = weight_of, fresh_seed, on_close
-        self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background)
+        self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background, LEAST_ROWS, features)
 
     def bind(self, effect_path: EffectPath) -> None:
         """Needs no effects of the provider's."""
@@ -69,10 +73,12 @@ class Pad:
         if weight.shape != (group.in_features, group.out_features):
             raise ConfigurationError(f"the tenant's own weight of group {group.id} does not fit the provider's")
         matrix = weight if direction is Direction.FORWARD else weight.t()
-        blocks = []
-        for start in range(0, num_rows, BLOCK_ROWS):
+        blocks: list[Block] = []
+        piece, left = self.pool.piece_rows, num_rows
+        while left > 0:
             self.pool.check_open()
-            count = BLOCK_ROWS if num_rows - start > BLOCK_ROWS // 2 else num_rows - start
+            count = piece if left > piece // 2 else left
+            left -= count
             pad = SeededRows(self._fresh_seed(), 0, count).expand(matrix.shape[0])
             blocks.append(Block(pad, ring.product(pad, matrix), Slots(count)))
         return blocks

@@ -2,7 +2,8 @@
 
 Guarantees: a row is handed out once, ever (`noise.slots.Slots`); nothing is written to disk, pickled or carried into a
 forked child; when no row is ready the caller makes one itself, so that an empty pool costs time and never privacy.
-Does not guarantee that a long run never waits: that needs a core that has time to refill.
+Does not guarantee that a long run never waits: that needs a core that has time to refill. Where the budget does not
+hold two blocks for every layer, blocks are made a piece at a time (`piece_rows`), for more arithmetic.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from noise.scheme import GroupSpec
 from noise.slots import Origin, Slots
 from wire.errors import MaskError
 from wire.frame import ITEM_BYTES, Direction
+from wire.threads import all_cores
 
 DEFAULT_BYTES = 2 << 30
 _LEAVE_S = 10.0
 """At exit, for a worker in the middle of some blocks: a second or two for eight of the widest layer."""
 _MOST_CALLS_BEYOND = 3
-"""Four blocks together take about half the time of four alone, eight not much less (docs/benchmarks.md)."""
+"""Four blocks together take about half the time of four alone, eight not much less (docs/benchmarks_history.md)."""
 Key = tuple[int, Direction]
 
 
 @dataclass(eq=False)
 class Block:
-    """Rows of mask and effect.
+    """Rows of mask and effect: a block, or a piece of one that shares its rows with no other.
 
     Attributes:
         mask: int32, shape (num_rows, request columns).
@@ -53,7 +55,7 @@ class Block:
 
 
 Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
-"""(group, direction, rows wanted) → fresh blocks with at least so many rows."""
+"""(group, direction, rows wanted) → fresh blocks, or pieces of some, with at least so many rows."""
 
 
 class _Shelf:
@@ -83,7 +85,14 @@ class MaskPool:
     """Hands out mask rows; a worker refills what was used in the order in which it was used."""
 
     def __init__(
-        self, make: Maker, block_rows: int, budget_bytes: int = DEFAULT_BYTES, background: bool = True
+        self,
+        make: Maker,
+        block_rows: int,
+        budget_bytes: int = DEFAULT_BYTES,
+        background: bool = True,
+        least_rows: int | None = None,
+        features: int = 0,
+        on_drop: Callable[[], object] = lambda: None,
     ) -> None:
         """Args.
 
@@ -91,12 +100,18 @@ class MaskPool:
         block_rows: rows in a block; a shelf with fewer than half of them is refilled.
         budget_bytes: what may be ready ahead of use; callers that find nothing make their own beyond it.
         background: False makes everything on use.
+        least_rows: of a part of a block that is worth making; None for whole blocks only.
+        features: numbers in a row of mask and effect of all groups in one direction, where that is known: until the
+            last of them was used the pool would give the first ones too much of the budget.
+        on_drop: called when all masks are dropped, also in a forked child.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
+        self._least_rows, self._expected_features, self._on_drop = least_rows or block_rows, features, on_drop
         self._shelves: dict[Key, _Shelf] = {}
         self._state = threading.Condition()
         self._wanted: deque[Key] = deque()
-        self._ready_bytes = self._features = 0
+        self._ready_bytes = self._seen_features = 0
+        self._measure()
         self._closed = False
         self._origin = Origin()
         self._background = background
@@ -163,7 +178,8 @@ class MaskPool:
         shelf = self._shelves.get(key)
         if shelf is None:
             shelf = self._shelves[key] = _Shelf(group)
-            self._features += shelf.features
+            self._seen_features += shelf.features
+            self._measure()
         return shelf
 
     def _take_ready(self, shelf: _Shelf, num_rows: int, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
@@ -189,7 +205,8 @@ class MaskPool:
     def _fill(self, key: Key, shelf: _Shelf, num_rows: int) -> None:
         """Makes blocks for a shelf that the calling thread has claimed."""
         try:
-            blocks = self._make(shelf.group, key[1], num_rows)
+            with all_cores():
+                blocks = self._make(shelf.group, key[1], num_rows)
         except BaseException:
             with self._state:
                 shelf.is_being_made = False
@@ -204,15 +221,41 @@ class MaskPool:
 
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
+    def _measure(self) -> None:
+        """Numbers in a row of every shelf, also of those still to come, and how many rows of them are made at a time.
+
+        A piece is half of what the budget holds for every shelf, so that all can be refilled before one has run out.
+        """
+        num_directions = max(1, len({direction for _, direction in self._shelves}))
+        self._features = max(self._seen_features, self._expected_features * num_directions)
+        fitting = self._budget_bytes // (2 * max(1, self._features) * ITEM_BYTES)
+        num_pieces = -(-self._block_rows // max(self._least_rows, min(fitting, self._block_rows)))
+        self._piece_rows = -(-self._block_rows // num_pieces)
+
+    @property
+    def piece_rows(self) -> int:
+        """Rows made at a time for single tokens: a block, or an even part of one on a model that is too wide for it."""
+        return self._piece_rows
+
+    def rounded(self, num_rows: int) -> int:
+        """Rows that are made where so many are wanted: whole blocks, and pieces of the last where that is enough."""
+        whole, rest = divmod(num_rows, self._block_rows)
+        pieces = -(-rest // self._piece_rows) * self._piece_rows
+        return whole * self._block_rows + min(pieces, self._block_rows)
+
     def fitting_rows(self, features: int) -> int:
-        """Rows, in whole blocks and at least one, that the budget holds if each has so many numbers."""
-        rows = self._budget_bytes // (features * ITEM_BYTES)
-        return max(1, rows // self._block_rows) * self._block_rows
+        """Rows, in whole blocks or pieces and at least one, that the budget holds if each has so many numbers."""
+        return self._fitting(features, self._piece_rows)
+
+    def _fitting(self, features: int, unit: int) -> int:
+        return max(1, self._budget_bytes // (features * ITEM_BYTES) // unit) * unit
 
     def _target(self, shelf: _Shelf) -> int:
         """Rows for a few calls, but not so many that the first layers keep the budget from the last."""
+        if self._piece_rows < self._block_rows and 2 * shelf.rows_a_call < self._block_rows:
+            return self._piece_rows
         calls = (1 + _MOST_CALLS_BEYOND) * shelf.rows_a_call
-        return max(self._block_rows, min(calls, self.fitting_rows(self._features)))
+        return max(self._block_rows, min(calls, self._fitting(self._features, self._block_rows)))
 
     def _want(self, key: Key, shelf: _Shelf) -> None:
         if self._background and not shelf.is_wanted and shelf.num_rows <= self._target(shelf) // 2:
@@ -226,7 +269,7 @@ class MaskPool:
                 work.start()
 
     def _cost(self, shelf: _Shelf, num_rows: int) -> int:
-        return -(-num_rows // self._block_rows) * self._block_rows * shelf.features * ITEM_BYTES
+        return self.rounded(num_rows) * shelf.features * ITEM_BYTES
 
     def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
         """The first shelf, in the order of use, that fits into the budget, claimed, and the rows to make for it.
@@ -287,7 +330,8 @@ class MaskPool:
     def _drop(self) -> None:
         self._shelves.clear()
         self._wanted.clear()
-        self._ready_bytes = self._features = 0
+        self._ready_bytes = self._seen_features = 0
+        self._on_drop()
 
     def __reduce__(self) -> NoReturn:
         """Refuses to be pickled."""

@@ -40,6 +40,7 @@ class Setting:
         limits: the smallest of the providers'.
         verified: whether replies are checked before a scheme sees them.
         weight_of: the tenant's own quantised weights, or None.
+        features: of all groups' requests and replies, forward: numbers in a token's masks and effects.
     """
 
     weights: str
@@ -50,6 +51,7 @@ class Setting:
     limits: Limits | None = None
     verified: bool = False
     weight_of: WeightOf | None = None
+    features: int = 0
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
@@ -115,7 +117,9 @@ def _pad(setting: Setting, pool_bytes: int = DEFAULT_BYTES, background: bool = T
     if setting.weight_of is None:
         raise ConfigurationError("mask='pad' needs the tenant's own weights: verify='path or hub id' names them")
     ledger = setting.open_ledger()
-    return Pad(setting.weight_of, lambda: ledger.fresh_seed("pad"), pool_bytes, background, ledger.close)
+    return Pad(
+        setting.weight_of, lambda: ledger.fresh_seed("pad"), pool_bytes, background, ledger.close, setting.features
+    )
 
 
 def _lattice(
@@ -134,5 +138,5 @@ def _lattice(
     folder = setting.hints_folder if hints == "disk" else None
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
     return Lattice(
-        chosen, setting.open_ledger(), store, setting.verified, pool_bytes, background, setting.limits
-    )  # fmt: skip
+        chosen, setting.open_ledger(), store, setting.verified, pool_bytes, background, setting.limits, setting.features
+    )

@@ -101,7 +101,14 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         for connection in connections:
             undo.callback(connection.close)
         manifest = _common_manifest([connection.manifest() for connection in connections])
-        setting = replace(known, weights=manifest.weights, offered=manifest.arithmetic, limits=manifest.limits)
+        features = sum(each.in_features + each.out_features for each in manifest.groups)
+        setting = replace(
+            known,
+            weights=manifest.weights,
+            offered=manifest.arithmetic,
+            limits=manifest.limits,
+            features=features,
+        )
         own_weights: dict[int, torch.Tensor] = {}
         if plan.mask == "pad" and plan.verify is not None:
             setting = replace(setting, weight_of=own_weights.__getitem__)

@@ -40,6 +40,35 @@ def use_cores(count: int) -> None:
         set_number(count)
 
 
+def spare_cores() -> None:
+    """Until `return_cores`, this thread's operations use one core, but for those in `all_cores`."""
+    count = torch.get_num_threads()
+    if count > 1:
+        _local.spared = count
+        use_cores(1)
+
+
+def return_cores() -> None:
+    """Ends `spare_cores`; nothing where it was not called, or the thread had one core."""
+    count, _local.spared = getattr(_local, "spared", 0), 0
+    if count:
+        use_cores(count)
+
+
+@contextlib.contextmanager
+def all_cores() -> Iterator[None]:
+    """For work that is worth sharing, in the middle of what is not."""
+    count = getattr(_local, "spared", 0)
+    if not count:
+        yield
+        return
+    use_cores(count)
+    try:
+        yield
+    finally:
+        use_cores(1)
+
+
 @functools.cache
 def _setters() -> tuple[Callable[[int], object], ...]:
     folder = Path(torch.__file__).parent / "lib"

@@ -400,6 +400,87 @@ def test_a_value_that_is_not_finite_costs_nothing(make: Any, provider: Provider,
     assert (0, BACKWARD) not in scheme.pool._shelves
 
 
+WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
+"""A pool of 200 rows of the first group, of which half are one piece: 86 of a block's 512, the last one 82."""
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("bits", [32, 24])
+def test_pieces_of_a_block_are_rows_of_one_sample(
+    make: Any, provider: Provider, drawn: Any, direction: Direction, bits: int
+) -> None:
+    """By the schoolbook product: row t of piece p is row t of A·s, with an error of its own; one secret is counted."""
+    scheme, spec = make(bits=bits, **WIDE), provider.groups[0]
+    parts = [scheme.pool.take(spec, direction, 1) for _ in range(DEFAULT.ring_degree)]
+    mask, effect = (torch.cat(each) for each in zip(*parts, strict=True))
+    (secret,) = drawn["secret"]
+    error = torch.cat([each.to(torch.int32) for each in drawn["error"]])
+    assert [len(each) for each in drawn["error"]] == [86, 86, 86, 86, 86, 82]
+    matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
+    public = SeededRows(provider.hints[0][1].seed, 0, DEFAULT.dimension).expand(matrix.shape[0])
+    assert torch.equal(mask - error, polynomial.reference_product(public, secret)[0])
+    off = effect - polynomial.reference_product(ring.product(public, matrix), secret)[0]
+    assert int(off.abs().max()) <= (0 if bits == 32 else 2**7 * int(secret.abs().sum()))
+    assert scheme._cuts == {}, "a secret is dropped with its last row"
+    scheme.pool.take(spec, direction, 1)
+    assert len(drawn["secret"]) == 2
+
+
+def test_results_of_pieces_and_whole_blocks(make: Any, provider: Provider) -> None:
+    """A prompt longer than a block, then tokens; each call is right, and no mask is seen twice."""
+    scheme, spec = make(**WIDE), provider.groups[0]
+    seen: set[bytes] = set()
+    for num_rows in (DEFAULT.ring_degree + 100, *[1] * 90, 120):
+        rows = rows_of(num_rows, spec.in_features)
+        masked = scheme.mask(spec, FORWARD, rows)
+        seen.update(bytes(row.numpy().tobytes()) for row in sent(masked))
+        exact, bound, _ = bounds(spec, FORWARD, provider.weights[0], rows, DEFAULT, 128)
+        assert bool(((wide(provider.answer(masked)) - exact).abs() <= bound).all())
+    assert len(seen) == DEFAULT.ring_degree + 100 + 90 + 120
+
+
+def test_pieces_under_an_old_seed_are_abandoned(make: Any, provider: Provider, drawn: Any) -> None:
+    """Each secret meets the matrix and hint of one seed only."""
+    scheme = make(replace(DEFAULT, bits=129), **WIDE)  # two secrets a seed
+    scheme.pool.take(provider.groups[0], FORWARD, 1)
+    old = scheme._current()
+    scheme._renew(old)
+    scheme.pool.take(provider.groups[0], FORWARD, 86)
+    cut = scheme._cuts[0, FORWARD]
+    assert cut.epoch is scheme._current() is not old
+    assert len(drawn["secret"]) == 2
+    assert provider.answer(scheme.mask(provider.groups[0], FORWARD, rows_of(1, 40))).shape == (1, 24)
+
+
+def test_secrets_of_pieces_go_with_the_pool(make: Any, provider: Provider) -> None:
+    closed, forked = make(**WIDE), make(**WIDE)
+    for scheme in (closed, forked):
+        scheme.pool.take(provider.groups[0], FORWARD, 1)
+        assert len(scheme._cuts) == 1
+    closed.close()
+    assert closed._cuts == {}
+    pid = os.fork()
+    if pid == 0:
+        os._exit(len(forked._cuts))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(forked._cuts) == 1
+
+
+@pytest.mark.parametrize("is_cutting", [False, True])
+def test_a_hint_that_fails_costs_no_rows(make: Any, provider: Provider, is_cutting: bool) -> None:
+    scheme = make(folder=None, **(WIDE if is_cutting else {}))
+
+    def fail() -> None:
+        raise Unavailable("gone")
+
+    provider.fail = fail
+    with pytest.raises(Unavailable, match="gone"):
+        scheme.pool.take(provider.groups[0], FORWARD, 1)
+    provider.fail = lambda: None
+    mask, _ = scheme.pool.take(provider.groups[0], FORWARD, 1)
+    assert mask.shape == (1, 40)
+
+
 def test_every_group_direction_and_block_has_a_secret_of_its_own(make: Any, provider: Provider, drawn: Any) -> None:
     """One secret in two layers would show the difference of their activations under the shared A."""
     scheme = make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -321,6 +322,74 @@ def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill) -> No
     assert mill.by_worker() == []
     pool.take(first, FORWARD, 1)
     wait_until(pool, lambda: ready_rows(pool, 0) == BLOCK_ROWS)
+
+
+class CuttingMill(Mill):
+    """Makes what is asked for in pieces, as a mask does that can."""
+
+    pool: MaskPool
+
+    def __call__(self, spec: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
+        self.made.append((spec.id, direction, num_rows, threading.current_thread().name))
+        left, blocks = self.pool.rounded(num_rows), list[Block]()
+        while left > 0:
+            rows = min(left, self.pool.piece_rows)
+            whole = self.block(spec, direction)
+            blocks.append(Block(whole.mask[:rows].clone(), whole.effect[:rows].clone(), Slots(rows)))
+            left -= rows
+        return blocks
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 3, 2 * BLOCK_ROWS + 1])
+def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int) -> None:
+    """A block of every layer is more than the budget. Pieces of blocks are made, and a caller finds one each time."""
+    mill, layers = CuttingMill(), [group(number, 3 + number, 5) for number in range(5)]
+    features = sum(spec.in_features + spec.out_features for spec in layers)
+    budget = 4 * features * (BLOCK_ROWS - 1)
+    pool = mill.pool = MaskPool(mill, BLOCK_ROWS, budget, least_rows=1, features=features)
+    with contextlib.closing(pool):
+        assert pool.piece_rows < BLOCK_ROWS
+        for spec in layers:
+            numbers(pool.take(spec, FORWARD, prompt_rows))
+        caller = threading.current_thread().name
+        for _ in range(5 * BLOCK_ROWS):
+            enough = pool.piece_rows // 2
+            wait_until(pool, lambda: all(ready_rows(pool, spec.id) > enough for spec in layers))  # noqa: B023
+            assert pool.ready_bytes <= budget
+            mill.made.clear()
+            for spec in layers:
+                numbers(pool.take(spec, FORWARD, 1))
+            assert caller not in {thread for *_, thread in mill.made}
+
+
+@pytest.mark.parametrize(
+    ("fitting", "expected"),
+    [(2 * BLOCK_ROWS, 8), (2 * BLOCK_ROWS - 1, 4), (8, 4), (7, 3), (6, 3), (5, 2), (4, 2), (3, 2), (0, 2)],
+)
+def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
+    """Half of what the budget holds, in even parts of a block, and not below what is worth making."""
+    pool = MaskPool(mill, BLOCK_ROWS, fitting * row_bytes(group()), background=False, least_rows=2, features=8)
+    assert pool.piece_rows == expected
+    assert [pool.rounded(rows) for rows in (0, 1, BLOCK_ROWS, BLOCK_ROWS + 1)] == [
+        0, expected, BLOCK_ROWS, BLOCK_ROWS + expected,
+    ]  # fmt: skip
+    whole = MaskPool(mill, BLOCK_ROWS, 0, background=False, features=8)
+    assert (whole.piece_rows, whole.rounded(1)) == (BLOCK_ROWS, BLOCK_ROWS)
+
+
+def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
+    """What one call uses up gains nothing from pieces, each of which is a whole block's work."""
+    spec = group()
+    pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, least_rows=1, features=8)
+    with contextlib.closing(pool):
+        assert pool.piece_rows < BLOCK_ROWS
+        numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
+        wait_until(pool, lambda: ready_rows(pool) > 0)  # a piece: nobody knows yet what will follow
+        mill.made.clear()
+        for _ in range(4):
+            numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
+            wait_until(pool, lambda: ready_rows(pool) >= BLOCK_ROWS)
+        assert {rows for _, _, rows, thread in mill.made if thread == WORKER} == {BLOCK_ROWS}
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
