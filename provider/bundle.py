@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -100,18 +101,22 @@ def build_bundle(
     Raises:
         ConfigurationError: the disk is full or cannot be written.
     """
-    folder = Path(tempfile.mkdtemp(prefix="bundle-", dir=parent))
+    folder: Path | None = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix="bundle-", dir=parent))
         config = _write_config(model, folder)
         save_file(client_tensors(model), folder / "model.safetensors", {"format": "pt"})
         save_file(scales, folder / "scales.safetensors")
         if tokenizer is not None:
             _write_tokenizer(tokenizer, folder)
         return Bundle(folder), config
-    except OSError as exc:
-        raise ConfigurationError(f"cannot write the client bundle under {folder.parent}: {exc.strerror}") from None
+    except (OSError, SafetensorError) as exc:
+        why = getattr(exc, "strerror", None) or "the disk is full, or a limit on file sizes was met"
+        place = parent or tempfile.gettempdir()
+        raise ConfigurationError(f"cannot write the client bundle under {place}: {why}") from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def client_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

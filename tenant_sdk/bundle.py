@@ -1,26 +1,32 @@
 """The client bundle: config, tokenizer and every tensor that is not a base layer, cached by digest.
 
 Guarantees: every byte is checked against the manifest's digests before any of it is parsed; only known file names; no
-pickle and no code: config keys through which transformers would fetch or run something are removed. It does not
-guarantee that the bundle is the right model: that is what verification is for.
+pickle and no code: config keys through which transformers would fetch or run something are removed. A bundle that is
+found in the cache is checked again, but for the few files that were changed so, and downloaded again where it was
+damaged. It does not guarantee that the bundle is the right model: that is what verification is for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wire.errors import MalformedFrame
+from wire.errors import ConfigurationError, MalformedFrame
 from wire.manifest import BundleFile, Manifest
 from wire.transport.base import Connection
 
 _UNSAFE_KEYS = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "compile_config"})
 _UNSAFE_WORDS = ("attn_implementation", "experts_implementation", "kernel", "trust_remote_code")
 """Config keys that make transformers import a file, fetch a hub kernel or load another weight format."""
+_REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Files that such keys are removed from."""
 
 
 def default_cache() -> Path:
@@ -41,26 +47,58 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
 
     Raises:
         MalformedFrame: a file that does not have the announced size or digest.
+        ConfigurationError: the cache folder cannot be written.
     """
     if bundle_digest(manifest.bundle) != manifest.bundle_digest:
         raise MalformedFrame("the manifest's bundle digest does not fit its list of files")
     parent = (cache or default_cache()) / "bundles"
     folder = parent / manifest.bundle_digest
-    if folder.is_dir():
-        return folder
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".partial-") as scratch:
-        filling = Path(scratch) / "bundle"
-        filling.mkdir()
-        for file in manifest.bundle:
-            _download(connection, file, filling / file.name)
-        _remove_unsafe_settings(filling)
-        try:
-            filling.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process was faster: theirs has the same digest
-                raise
+    with _disk_errors(parent):
+        if folder.is_dir() and not _is_whole(folder, manifest):
+            shutil.rmtree(folder)  # who has its files open keeps them
+        if not folder.is_dir():
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=parent, prefix=".partial-") as scratch:
+                _fill(connection, manifest, Path(scratch) / "bundle", folder)
     return folder
+
+
+@contextlib.contextmanager
+def _disk_errors(parent: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigurationError(
+            f"cannot keep the provider's bundle in {parent}: {exc.strerror}; free some space, or name another folder "
+            "with cache= or VEILBASE_CACHE"
+        ) from None
+
+
+def _fill(connection: Connection, manifest: Manifest, filling: Path, folder: Path) -> None:
+    filling.mkdir()
+    for file in manifest.bundle:
+        _download(connection, file, filling / file.name)
+    _remove_unsafe_settings(filling)
+    try:
+        filling.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # another process was faster: theirs has the same digest
+            raise
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether a cached bundle still is what was downloaded: a disk may lose bytes, and a crash the end of a file."""
+    try:
+        for file in manifest.bundle:
+            if file.name not in _REWRITTEN:
+                with (folder / file.name).open("rb") as stored:
+                    if hashlib.file_digest(stored, "sha256").hexdigest() != file.sha256:
+                        return False
+            elif not isinstance(json.loads((folder / file.name).read_text(encoding="utf-8")), dict):
+                return False
+    except (OSError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def bundle_digest(files: tuple[BundleFile, ...]) -> str:
@@ -83,7 +121,7 @@ def _download(connection: Connection, file: BundleFile, path: Path) -> None:
 
 
 def _remove_unsafe_settings(folder: Path) -> None:
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+    for name in _REWRITTEN:
         path = folder / name
         if path.exists():
             try:

@@ -30,6 +30,7 @@ Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: defau
 def _client(
     url: list[str] | None, identity: list[Path] | None, mask: str, verify: str | None, parameters: str | None
 ) -> Any:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines come in pairs, before the one that says it all
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
     from tenant_sdk.identity import read_endpoint
     from wire.errors import ConfigurationError

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from wire.errors import ConfigurationError
 from wire.transport.identity import TlsIdentity
@@ -14,8 +16,22 @@ def read_endpoint(folder: str | Path) -> str:
     """The URL that the operator wrote next to the certificate."""
     try:
         return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from None
+
+
+def issuer_of(identity: TlsIdentity) -> bytes:
+    """SHA-256 of the public key of the provider's certificate authority: the same for all identities of a provider.
+
+    Raises:
+        ConfigurationError: ca.pem holds no certificate.
+    """
+    try:
+        key = x509.load_pem_x509_certificate(identity.ca_pem).public_key()
+    except ValueError:
+        raise ConfigurationError("the identity's ca.pem is not a certificate: enrol again") from None
+    spki = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(spki).digest()
 
 
 def tenant_name(identity: TlsIdentity) -> str:

@@ -606,7 +606,7 @@ def test_each_identity_has_its_own_ledger_and_the_key_stays_private(site: Site, 
     assert not (tmp_path / "cache" / "ledger").exists()
     inproc, _ = site.inproc("llama")
     inproc.connect()
-    assert not (tmp_path / "cache" / "ledger").exists() or inproc._open().scheme._ledger._path != ledger  # type: ignore[attr-defined]
+    assert inproc._open().scheme._ledger._path == tmp_path / "cache" / "ledger"  # type: ignore[attr-defined]
 
 
 # ---- pad and shares -------------------------------------------------------------------------------------------------
@@ -676,11 +676,25 @@ def test_each_provider_of_shares_has_its_own_identity(site: Site) -> None:
     client.close()
     for given, error in (
         (identities[::-1], Unauthenticated),
-        ([identities[0]] * 2, Unauthenticated),
+        ([identities[0]] * 2, ConfigurationError),
         (identities[:1], ConfigurationError),
     ):
         with pytest.raises(error), TenantClient(list(urls), identity=list(given), mask="shares", progress=False):
             pass
+
+
+def test_one_provider_is_not_two_providers_of_shares(site: Site, tmp_path: Path) -> None:
+    """It would have x̃ − p and p. By its address or by its authority, also in another folder and under another name."""
+    client, (first, second) = site.mtls("llama", "llama", mask="shares")
+    (a, b), (acme, other) = client._plan.urls, client._plan.identities
+    client.close()
+    assert acme is not None
+    copied = Path(shutil.copytree(acme, tmp_path / "copied"))
+    (copied / "ca.pem").write_bytes(b"a comment, as some tools write it\n" + (acme / "ca.pem").read_bytes())
+    for urls, given in (([a, a], [acme, acme]), ([a, f"{a.upper()}/"], [acme, other]), ([a, b], [acme, copied])):
+        with pytest.raises(ConfigurationError, match="one twice"):
+            TenantClient(urls, identity=given, mask="shares", progress=False)
+    assert first.seen == second.seen == []
 
 
 def test_one_broken_provider_of_shares_is_one_error(site: Site) -> None:
@@ -787,7 +801,7 @@ def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders
     assert f"forward {up / 1e3:.1f} kB up, {down / 1e3:.1f} kB down" in said["bytes per token"]
     assert f"backward {down / 1e3:.1f} kB up, {up / 1e3:.1f} kB down" in said["bytes per token"]
     stored = client._open().scheme._hints.stored_bytes()  # type: ignore[attr-defined]
-    assert said["hints"].strip().startswith(f"{stored / 1e6:.0f} MB on disk at 24 bits")
+    assert said["hints"].strip().startswith(f"{stored / 1e6:.0f} MB on disk, of all models and seeds, at 24 bits")
     assert "in memory only" in said["pool"]
     assert "not verified" in said["verification"]
     assert "honest-but-curious" in said["verification"]

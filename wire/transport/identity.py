@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
 
 from wire.errors import ConfigurationError, Unauthenticated
 
@@ -43,7 +45,7 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
         kind: the option of `provider enroll` that makes one of this kind.
 
     Raises:
-        ConfigurationError: a file is missing or unreadable, or the key is open to other users.
+        ConfigurationError: a file is missing, unreadable or not what its name says, or the key is open to other users.
         Unauthenticated: the certificate has expired.
     """
     folder = Path(folder)
@@ -55,10 +57,23 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
         raise ConfigurationError(f"{folder} is not an identity ({exc.strerror}): make one with `{command}`") from None
     if mode & 0o077:
         raise ConfigurationError(f"{folder / 'key.pem'} can be read by other users: chmod 600 it")
-    try:
-        expires_at = x509.load_pem_x509_certificate(identity.cert_pem).not_valid_after_utc
-    except ValueError:
-        raise ConfigurationError(f"{folder / 'cert.pem'} is not a certificate: enrol again") from None
+    expires_at = _check_files(folder, identity).not_valid_after_utc
     if expires_at < datetime.now(UTC):
         raise Unauthenticated(f"the certificate in {folder} expired on {expires_at:%Y-%m-%d}: enrol again")
     return identity
+
+
+def _check_files(folder: Path, identity: TlsIdentity) -> x509.Certificate:
+    """The certificate, after a look at all three files: TLS libraries say of none which one it was."""
+    for name, pem in (("ca.pem", identity.ca_pem), ("cert.pem", identity.cert_pem)):
+        try:
+            certificate = x509.load_pem_x509_certificate(pem)
+        except ValueError:
+            raise ConfigurationError(f"{folder / name} is not a certificate: enrol again") from None
+    try:
+        key = serialization.load_pem_private_key(identity.key_pem, None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise ConfigurationError(f"{folder / 'key.pem'} is not a private key: enrol again") from None
+    if key.public_key() != certificate.public_key():
+        raise ConfigurationError(f"{folder / 'key.pem'} does not belong to cert.pem beside it: enrol again")
+    return certificate

@@ -1,0 +1,109 @@
+"""The bundle on the tenant's disk: checked when it is found there, mended where damaged, one line without room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provider import bundle as providers
+from provider.core import ProviderCore
+from tenant_sdk.bundle import fetch_bundle
+from tests.tenant_sdk import tiny
+from wire.errors import ConfigurationError
+from wire.transport.inproc import InprocConnection
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.chat_model(folder)
+    return tiny.make_core(folder, "int8")
+
+
+class Counting(InprocConnection):
+    def __init__(self, core: ProviderCore) -> None:
+        super().__init__(core)
+        self.fetched: list[str] = []
+
+    def fetch(self, file_name: str) -> Any:
+        self.fetched.append(file_name)
+        return super().fetch(file_name)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *[(name, how) for name in ("model.safetensors", "tokenizer.json") for how in (flip, cut, Path.unlink)],
+        *[("config.json", how) for how in (cut, Path.unlink)],  # rewritten by us, so without a digest
+    ],
+)
+def test_a_damaged_bundle_is_downloaded_again(core: ProviderCore, tmp_path: Path, name: str, damage: Any) -> None:
+    connection = Counting(core)
+    manifest = core.manifest()
+    folder = fetch_bundle(connection, manifest, tmp_path)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    connection.fetched.clear()
+    assert fetch_bundle(connection, manifest, tmp_path) == folder
+    assert connection.fetched == []
+    damage(folder / name)
+    assert fetch_bundle(connection, manifest, tmp_path) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+    assert sorted(connection.fetched) == sorted(file.name for file in manifest.bundle)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(core: ProviderCore, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="VEILBASE_CACHE") as failure:
+        fetch_bundle(Counting(core), core.manifest(), tmp_path / "file")
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("is_tenant", [True, False])
+def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
+    core: ProviderCore, tmp_path: Path, is_tenant: bool
+) -> None:
+    """In a child, whose files may not grow beyond 2 KB."""
+    script = "\n".join(
+        [
+            "import resource, signal, sys, torch",
+            "from pathlib import Path",
+            "from wire.errors import ConfigurationError",
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
+            "from tests.tenant_sdk import tiny",
+            "from tenant_sdk.bundle import fetch_bundle",
+            "from wire.transport.inproc import InprocConnection",
+            "model, cache, is_tenant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'True'",
+            "tiny.chat_model(model)",
+            "def limit(): resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))",
+            "if not is_tenant: limit()",
+            "try:",
+            "    core = tiny.make_core(model, 'int8')",
+            "    limit()",
+            "    fetch_bundle(InprocConnection(core), core.manifest(), cache)",
+            "except ConfigurationError as exc:",
+            "    sys.stdout.write(str(exc))",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model"), str(tmp_path / "cache"), str(is_tenant)],
+        capture_output=True, text=True, timeout=100, check=True, cwd=Path(providers.__file__).parents[1],
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VEILBASE_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    expected = "cannot keep the provider's bundle" if is_tenant else "cannot write the client bundle"
+    assert expected in done.stdout, done.stderr
+    assert "\n" not in done.stdout
