@@ -1,11 +1,26 @@
-"""Whether ring messages look uniform: the bytes of a masked message do, those of anything else hardly.
+"""Whether ring messages look uniform and independent: those under a mask do, anything else hardly.
 
-Each of the four bytes of the numbers of one group and direction is compared with the uniform distribution (chi-square,
-255 degrees of freedom). A mask that is missing on a group or in a direction, or too narrow, shows here without anything
-being known of what it hides. Uniform bytes are no evidence of security: any generator's output passes.
+Of each group and direction two things are looked at. Chi-square: each of the four bytes against the uniform
+distribution (255 degrees of freedom). Serial correlation: each number, as int32, and each of its three lower bytes
+beside its neighbours, which are the next feature of the row, the same feature of the next row, and the features before
+and behind it there. (The top byte says what the number says, up to one part in 256.) Of n independent pairs the
+correlation has standard deviation 1/√n; the bound grows with the number of correlations that were looked at. Means are
+taken as uniform numbers have them, and not from the data, so that numbers that lie to one side correlate, too.
+
+A mask that is missing on a group or in a direction, too narrow, scaled wrongly or used for neighbouring rows or
+features shows here without anything being known of what it hides. It finds faults of scaling and encoding, and is no
+evidence of security: any generator's output passes, a public one's too. Nor does it see a mask that is used again
+further off, which is slot reuse's, or one that leaves low bits alone where activations fill them: those look uniform.
+
+Source: Knuth, The Art of Computer Programming, volume 2, 3.3.1 (chi-square) and 3.3.2, J (serial correlation).
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import torch
 
@@ -15,39 +30,223 @@ from attacks.public_model import PublicModel
 from attacks.view import Message, View
 
 _DEVIATIONS = 12.0
-"""Standard deviations of chi-square: by chance less than once in 2^60, though its tail is heavier than a normal one."""
-_FEWEST = 4096
+"""Standard deviations of chi-square: by chance less than once in 2^66 (Wilson and Hilferty's approximation), hence
+less than once in 2^46 over a million of them."""
+FALSE_POSITIVE_BITS = 40
+"""Of the correlations of a view together."""
+FEWEST = 4096
 """Numbers below which the distribution of chi-square is not yet close to its limit."""
-_MOST_MESSAGES = 256
-FACT = "groups whose bytes are not uniform"
+_FEWEST_PAIRS = 1024
+"""Neighbours below which a correlation is left out: from here its tail is a normal one's, up to a twentieth, at 8
+standard deviations (products of uniform numbers have an excess kurtosis of 0.24)."""
+_MOST_MESSAGES, _RUN = 256, 8
+"""Of a group and direction, spread over the recording in runs, since neighbours may be in two messages."""
+_PARTS = 4
+"""Numbers and their three lower bytes."""
+STEPS = {"along rows": (0, 1), "along columns": (1, 0), "one place on": (1, 1), "one place back": (1, -1)}
+"""Rows and features from a number to its neighbour."""
+FACT = "groups whose numbers are not uniform, or not independent"
+SUMMARY = "how uniform numbers are"
+_NORMAL = NormalDist()
 
 
-def deviations(numbers: torch.Tensor) -> float:
-    """Largest excess of chi-square over its mean, in standard deviations, of the four bytes of int32 numbers."""
-    parts = numbers.contiguous().view(torch.uint8).view(-1, 4)
-    worst = 0.0
-    for byte in range(4):
-        counts = torch.bincount(parts[:, byte].to(torch.int64), minlength=256).to(torch.float64)
-        expected = len(parts) / 256
-        chi_square = float(((counts - expected) ** 2 / expected).sum())
-        worst = max(worst, (chi_square - 255) / (2 * 255) ** 0.5)
-    return worst
+@dataclass(frozen=True)
+class Figures:
+    """Of one group and direction.
+
+    Attributes:
+        num_numbers: that were looked at.
+        chi_square: excess over the mean in standard deviations, by byte; float64, shape (4,).
+        serial: correlation in standard deviations, float64, shape (numbers and lower bytes, steps); NaN where there
+            are too few neighbours.
+    """
+
+    group: int
+    direction: str
+    num_numbers: int
+    chi_square: torch.Tensor = field(repr=False)
+    serial: torch.Tensor = field(repr=False)
+
+    def faults(self, bound: float) -> list[str]:
+        """What is not as chance has it, in words."""
+        worst = self.serial.abs().nan_to_num(0.0).amax(dim=0).tolist()
+        names = [name for name, z in zip(STEPS, worst, strict=True) if z > bound]
+        return ["bytes", *names] if float(self.chi_square.max()) > _DEVIATIONS else names
 
 
-def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+@dataclass(frozen=True)
+class Uniformity:
+    """Of a view.
+
+    Attributes:
+        looked_at: groups and directions with enough numbers.
+        skipped: how many numbers each of the others has.
+    """
+
+    looked_at: tuple[Figures, ...]
+    skipped: tuple[int, ...]
+
+    @property
+    def num_serial(self) -> int:
+        """Correlations that were looked at."""
+        return sum(int((~one.serial.isnan()).sum()) for one in self.looked_at)
+
+    @property
+    def worst_chi_square(self) -> float:
+        """In standard deviations."""
+        return max((float(one.chi_square.max()) for one in self.looked_at), default=0.0)
+
+    @property
+    def worst_serial(self) -> float:
+        """In standard deviations, whichever its sign."""
+        return max((float(one.serial.abs().nan_to_num(0.0).max()) for one in self.looked_at), default=0.0)
+
+    @property
+    def bound(self) -> float:
+        """Standard deviations that no correlation of this many exceeds by chance but once in 2^40."""
+        return -_NORMAL.inv_cdf(2.0**-FALSE_POSITIVE_BITS / (2 * max(self.num_serial, 1)))
+
+    def faults(self) -> list[str]:
+        """Groups and directions that are not as chance has it, and in what."""
+        found = {f"{one.group} {one.direction}": one.faults(self.bound) for one in self.looked_at}
+        return [f"{place} ({', '.join(words)})" for place, words in found.items() if words]
+
+    def in_words(self) -> str:
+        """The figures beside what chance gives as many of them, and how much was not looked at."""
+        count, few = 4 * len(self.looked_at), f"fewer than {FEWEST:,} numbers"
+        low, high = largest_chi_squares(count)
+        low_z, high_z = largest_correlations(self.num_serial)
+        numbers = sum(one.num_numbers for one in self.looked_at)
+        return (
+            f"largest of {count:,} chi-squares {self.worst_chi_square:.2f} sd (chance {low:.2f} to {high:.2f}), of "
+            f"{self.num_serial:,} serial correlations {self.worst_serial:.2f} sd ({low_z:.2f} to {high_z:.2f}; fault "
+            f"from {self.bound:.1f}); {len(self.looked_at)} groups and directions, {numbers:,} numbers; "
+            f"{len(self.skipped)} skipped for {few} ({sum(self.skipped):,} together)"
+        )
+
+
+def largest_correlations(count: int) -> tuple[float, float]:
+    """99% interval of the largest of so many, in standard deviations, whichever its sign."""
+    low, high = (-_NORMAL.inv_cdf(_tail(count, share) / 2) for share in (0.005, 0.995))
+    return low, high
+
+
+def largest_chi_squares(count: int) -> tuple[float, float]:
+    """The same of chi-squares of 255 degrees of freedom.
+
+    Source: Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931.
+    """
+    spread = 2 / (9 * 255)
+    roots = (1 - spread - _NORMAL.inv_cdf(_tail(count, share)) * spread**0.5 for share in (0.005, 0.995))
+    low, high = ((255 * root**3 - 255) / (2 * 255) ** 0.5 for root in roots)
+    return low, high
+
+
+def _tail(count: int, share: float) -> float:
+    """Probability that one of so many exceeds what the largest stays below in this share of cases."""
+    return -math.expm1(math.log(share) / max(count, 1))
+
+
+class _Tally:
+    """Adds up messages of one group and direction, in order."""
+
+    def __init__(self) -> None:
+        self.num_numbers = 0
+        self._counts = torch.zeros(4, 256, dtype=torch.float64)
+        self._squares = torch.zeros(_PARTS, 1, dtype=torch.float64)
+        self._products = torch.zeros(_PARTS, len(STEPS), dtype=torch.float64)
+        self._pairs = torch.zeros(len(STEPS), dtype=torch.float64)
+        self._last: torch.Tensor | None = None
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Args: rows: int32, shape (num_rows, features)."""
+        if rows.numel() == 0 or (self._last is not None and torch.equal(rows, self._last)):
+            return  # a request that was sent again, byte by byte, is no fault of the mask
+        joined = rows if self._last is None else torch.cat((self._last[-1:], rows))
+        self.num_numbers += rows.numel()
+        self._counts += _byte_counts(rows)
+        for part, values in enumerate(_parts(joined)):
+            own = values[-len(rows) :]
+            self._squares[part] += own.square().sum()
+            for place, step in enumerate(STEPS.values()):
+                one, other = _neighbours(values if step[0] else own, *step)
+                self._products[part, place] += (one * other).sum()
+                self._pairs[place] += one.numel() if part == 0 else 0
+        self._last = rows
+
+    def figures(self, group: int, direction: str) -> Figures:
+        """What came of it."""
+        expected = self.num_numbers / 256
+        chi_square = ((self._counts - expected) ** 2 / expected).sum(dim=1)
+        serial = self._products / (self._squares / self.num_numbers) / self._pairs.sqrt()
+        serial[:, self._pairs < _FEWEST_PAIRS] = math.nan
+        return Figures(group, direction, self.num_numbers, (chi_square - 255) / (2 * 255) ** 0.5, serial)
+
+
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    """uint8, shape (num_rows, features, 4), the low byte first."""
+    return rows.contiguous().view(torch.uint8).view(*rows.shape, 4)
+
+
+def _byte_counts(rows: torch.Tensor) -> torch.Tensor:
+    """float64, shape (4, 256)."""
+    parts = _bytes(rows).flatten(0, 1)
+    counts = [torch.bincount(parts[:, byte].to(torch.int64), minlength=256) for byte in range(4)]
+    return torch.stack(counts).to(torch.float64)
+
+
+def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Numbers, then their lower bytes, less the mean that uniform ones have; float32, the shape of the rows.
+
+    None of them is zero, so that rows of nothing but zeros have a correlation, too.
+    """
+    yield rows.to(torch.float32) + 0.5
+    for byte in range(_PARTS - 1):
+        yield _bytes(rows)[..., byte].to(torch.float32) - 127.5
+
+
+def _neighbours(values: torch.Tensor, down: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each number that has a neighbour at this step, and that neighbour."""
+    height, width = values.shape[0] - down, values.shape[1] - abs(right)
+    from_left, to_left = max(-right, 0), max(right, 0)
+    return values[:height, from_left : from_left + width], values[down:, to_left : to_left + width]
+
+
+def look(view: View) -> Uniformity:
+    """Both statistics of each group and direction of the ring messages of a view."""
     streams: dict[tuple[int, str], list[Message]] = {}
     for message in view.with_tensors().select("product"):
         if message.arithmetic == "ring":
             streams.setdefault((message.group, message.direction), []).append(message)
-    found = []
-    for (group, direction), messages in streams.items():
-        step = -(-len(messages) // _MOST_MESSAGES)
-        numbers = torch.cat([message.request().flatten() for message in messages[::step]])
-        if len(numbers) >= _FEWEST and deviations(numbers) > _DEVIATIONS:
-            found.append(f"{group} {direction}")
-    return [StolenFact(FACT, ", ".join(found))] if found else []
+    found, skipped = [], []
+    for (group, direction), messages in sorted(streams.items()):
+        tally = _Tally()
+        for message in _spread(messages):
+            tally.add(message.request())
+        if tally.num_numbers < FEWEST:
+            skipped.append(tally.num_numbers)
+        else:
+            found.append(tally.figures(group, direction))
+    return Uniformity(tuple(found), tuple(skipped))
+
+
+def _spread(messages: list[Message]) -> Iterator[Message]:
+    """About `_MOST_MESSAGES` at most."""
+    step = -(-len(messages) // _MOST_MESSAGES)
+    return (message for place, message in enumerate(messages) if place // _RUN % step == 0)
+
+
+def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
+    found = look(view)
+    if not found.looked_at and not found.skipped:
+        return []
+    claims: list[Claim] = [StolenFact(SUMMARY, found.in_words())]
+    faults = found.faults()
+    return [StolenFact(FACT, ", ".join(faults)), *claims] if faults else claims
 
 
 ADVERSARY = Adversary(
-    "byte-statistics", "ring rows that are not uniform: a mask that is missing somewhere, or too narrow", _attack
+    "byte-statistics",
+    "ring rows that are not uniform, or neighbours that correlate: a mask that is missing, too narrow or used again",
+    _attack,
 )

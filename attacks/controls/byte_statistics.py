@@ -1,47 +1,112 @@
-"""One direction of one group left unmasked, and masks of 24 bits, are noticed; a full mask beside them is not."""
+"""Masks that are missing, too narrow, scaled wrongly or used for neighbours are noticed, each for its own reason; full
+masks beside them, and those of the lattice at its shipped parameters, are not."""
 
 from __future__ import annotations
 
-import secrets
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from attacks.adversaries import byte_statistics
+from attacks.adversaries.byte_statistics import ADVERSARY, FACT, STEPS, Uniformity, look
 from attacks.adversary import StolenFact
 from attacks.controls.control import ControlResult
-from attacks.controls.tiny import tiny_manifest, tiny_public
+from attacks.controls.lattice_traffic import Traffic, manifest, no_model
 from attacks.synthetic import Exchange, write_recording
-from wire.manifest import Manifest
+from attacks.view import View
+from noise.params import PARAMETERS
+from wire import ring
 
-_ROWS = 256
+NUM_ROWS, NUM_FEATURES = 256, 64
+_ACTIVATION = 1 << 15
+"""Standard deviation of encoded rows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a provider receives of one group.
+
+    Attributes:
+        rows: int32, shape (num_rows, NUM_FEATURES).
+        shows_in: what must be named, at the least; empty where nothing may be.
+    """
+
+    rows: torch.Tensor
+    shows_in: frozenset[str] = frozenset()
+
+
+def activations(num_rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Encoded rows as a model's are: features of their own sizes, and tokens like those before them; int64."""
+    sizes = torch.rand(NUM_FEATURES, generator=generator) + 0.5
+    steps = torch.randn(num_rows + 3, NUM_FEATURES, generator=generator)
+    smooth = steps.unfold(0, 4, 1).mean(dim=-1) * 2  # (num_rows, features): over four tokens
+    return (smooth * sizes * _ACTIVATION).to(torch.int64)
+
+
+def uniform(num_rows: int, num_features: int, generator: torch.Generator) -> torch.Tensor:
+    """A full mask; int64."""
+    return torch.randint(-(1 << 31), 1 << 31, (num_rows, num_features), generator=generator)
+
+
+def cases(seed: int = 0) -> Mapping[str, Case]:
+    """Faults and honest masks by name, each a group in this order."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, mask = activations(NUM_ROWS, generator), uniform(NUM_ROWS, NUM_FEATURES, generator)
+    line = uniform(1, NUM_ROWS + NUM_FEATURES, generator)[0].unfold(0, NUM_FEATURES, 1)[:NUM_ROWS]
+    everywhere = frozenset(("bytes", *STEPS))
+    sent = {
+        "full mask": (rows + mask, frozenset[str]()),
+        "no mask": (rows, frozenset(("bytes", "along columns"))),
+        "low 24 bits masked": (rows + mask % (1 << 24), everywhere),
+        "mask of 24 bits": (rows + (mask >> 8), frozenset(("bytes",))),
+        "mask of 31 bits, to one side": (rows + mask % (1 << 31), everywhere),
+        "one number as the mask of all": (rows + mask[0, 0], everywhere),
+        "scaled by 2^8 after masking": ((rows + mask) << 8, everywhere),
+        "same mask for all rows": (rows + mask[:1], frozenset(("along columns",))),
+        "same mask for two rows": (rows + mask.repeat_interleave(2, 0)[:NUM_ROWS], frozenset(("along columns",))),
+        "same mask for two features": (
+            rows + mask.repeat_interleave(2, 1)[:, :NUM_FEATURES], frozenset(("along rows",)),
+        ),
+        "mask shifted on by a feature a row": (rows + line.flip(1), frozenset(("one place on",))),
+        "mask shifted back by a feature a row": (rows + line, frozenset(("one place back",))),
+        "lattice": (_under_lattice(generator), frozenset[str]()),
+    }  # fmt: skip
+    return {name: Case(ring.to_int32(rows), shows_in) for name, (rows, shows_in) in sent.items()}
+
+
+def _under_lattice(generator: torch.Generator) -> torch.Tensor:
+    """A block of the shipped parameters; int64."""
+    mask = Traffic(PARAMETERS["default"], NUM_FEATURES).block().to(torch.int64)
+    return activations(len(mask), generator) + mask
+
+
+def record(folder: Path, sent: Mapping[str, Case]) -> View:
+    """A recording in which each case is a group, every other one of gradients; in two messages each."""
+    exchanges = [
+        Exchange(group, part, torch.zeros_like(part), "forward" if group % 2 else "backward")
+        for group, case in enumerate(sent.values())
+        for part in case.rows.chunk(2)
+    ]
+    return write_recording(folder, manifest(*[NUM_FEATURES] * len(sent)), exchanges)
+
+
+def is_right(found: Uniformity, group: int, case: Case) -> bool:
+    """Whether a group was named for what it must be named for, or not at all where it is honest."""
+    (figures,) = (one for one in found.looked_at if one.group == group)
+    words = set(figures.faults(found.bound))
+    return words >= case.shows_in if case.shows_in else not words
 
 
 def control() -> ControlResult:
-    """Share of right answers over three groups: unmasked gradients, 24-bit masks, full masks."""
-    generator = torch.Generator().manual_seed(0)
+    """Share of right answers over all cases; 0 where the adversary claims something else than what it found."""
+    sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
-        manifest = tiny_manifest("llama", "int8", Path(scratch) / "model")
-        exchanges = []
-        for group, bits, direction in ((0, 0, "backward"), (1, 24, "forward"), (2, 32, "forward")):
-            rows = (torch.randn(_ROWS, _width(manifest, group, direction), generator=generator) * 1e4).to(torch.int32)
-            data = bytearray(secrets.token_bytes(4 * rows.numel()))
-            mask = torch.frombuffer(data, dtype=torch.int32).view_as(rows)
-            mask = torch.zeros_like(mask) if bits == 0 else mask >> (32 - bits)
-            reply_cols = _width(manifest, group, "backward" if direction == "forward" else "forward")
-            reply = torch.zeros(_ROWS, reply_cols, dtype=torch.int32)
-            exchanges.append(Exchange(group, rows + mask, reply, direction))
-        view = write_recording(Path(scratch) / "seen", manifest, exchanges)
-        claims = byte_statistics.ADVERSARY.attack(view, tiny_public("llama", manifest), None)
-    named = next((str(claim.value) for claim in claims if isinstance(claim, StolenFact)), "")
-    right = float(named == "0 backward, 1 forward")
-    return ControlResult(
-        "byte-statistics", "unmasked gradients, and masks of 24 bits", "both named, a full mask not", right, 1.0,
-        smaller_wins=False,
-    )  # fmt: skip
-
-
-def _width(manifest: Manifest, group: int, direction: str) -> int:
-    info = manifest.groups[group]
-    return info.in_features if direction == "forward" else info.out_features
+        view = record(Path(scratch) / "seen", sent)
+        found, claims = look(view), ADVERSARY.attack(view, no_model(), None)
+    right = sum(is_right(found, group, case) for group, case in enumerate(sent.values())) / len(sent)
+    if StolenFact(FACT, ", ".join(found.faults())) not in claims:
+        right = 0.0
+    setting = f"{sum(bool(case.shows_in) for case in sent.values())} faults of masks, a full mask, the lattice's"
+    return ControlResult(ADVERSARY.name, setting, "faults named for what they are, others not", right, 1.0, False)
