@@ -22,6 +22,8 @@ GROUPS = {"qkv": (576, 960), "o": (576, 576), "gate_up": (576, 3072), "down": (1
 NUM_LAYERS = 30
 TOKENS = 512
 DISTINCT_HINTS = 4
+BY_THE_POOL = {"forward": 4, "forward and backward": 3}
+"""Blocks that a pool of 2 GiB makes together for steps of 512 tokens (`noise.pool.MaskPool._rows_beyond`)."""
 
 
 class Making:
@@ -99,8 +101,8 @@ def run(repeats: int = 5, num_layers: int = NUM_LAYERS, name: str = "default") -
     degree = parameters.ring_degree
     runs: dict[str, Callable[[], Any]] = {"local float32 forward": local_forward(num_layers, TOKENS)}
     tokens = {"local float32 forward": TOKENS}
-    for num_blocks in (1, 8):
-        for label, make in (("forward", making.forward), ("forward and backward", making.both)):
+    for label, make in (("forward", making.forward), ("forward and backward", making.both)):
+        for num_blocks in (1, BY_THE_POOL[label], 8):
             key = f"masks and effects, {label}, {num_blocks} block{'s' * (num_blocks > 1)}"
             runs[key] = lambda make=make, num_blocks=num_blocks: make(num_blocks)
             tokens[key] = num_blocks * degree

@@ -10,8 +10,12 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from provider.core import ProviderCore
+from provider.models import load, resolve
+from provider.weights import serve_model
 from tenant_sdk import TenantClient
 from tests.conftest import VOCAB, make_tiny
+from wire.transport.inproc import InprocConnection
 
 KINDS = ("llama", "gpt2", "gemma")
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "llama": "all-linear", "gemma": "all-linear"}
@@ -74,6 +78,26 @@ def test_logits_and_lora_gradients(pair: Any) -> None:
     assert len(want) > 8
     for name, gradient in want.items():
         assert relative(got[name], gradient) < RELATIVE, name
+
+
+@pytest.mark.parametrize("patterns", ["*.mlp.*", "*, !*.layers.0.*, !lm_head", "*v_proj"])
+def test_layers_that_are_not_served_are_the_tenants_own(
+    patterns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--base-layers`: the rest comes with the bundle, and an adapter is on both alike."""
+    make_tiny("llama", tmp_path)
+    core = ProviderCore(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
+    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(core))
+    with TenantClient("inproc:part", mask="off", arithmetic="float", cache=tmp_path / "cache") as client:
+        served = {layer.name for group in client.connect().groups for layer in group.layers}
+        assert 0 < len(served) < 14
+        ours, theirs = adapted(client.load_model(), lora("llama")), adapted(local(tmp_path), lora("llama"))
+        ids = batch()
+        with torch.no_grad():
+            assert relative(ours(ids).logits, theirs(ids).logits) < RELATIVE
+        got, want = grads(ours, ids), grads(theirs, ids)
+    assert got.keys() == want.keys()
+    assert all(relative(got[name], gradient) < RELATIVE for name, gradient in want.items())
 
 
 def test_five_optimizer_steps(pair: Any) -> None:

@@ -21,10 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from provider.identity import StateDir, issue_server_certificate
+from provider.server import server_options
 from provider.tenants import enroll
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
+from wire.transport.grpc_client import channel_options
 from wire.transport.identity import TlsIdentity
 from wire.transport.tls_socket import (
     ALPN,
@@ -142,6 +144,30 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 def joins(thread: threading.Thread) -> bool:
     thread.join(TIMEOUT_S)
     return not thread.is_alive()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="not on this system")
+def test_the_kernel_pings_at_both_ends(ends: tuple[MessageSocket, MessageSocket]) -> None:
+    """After 20 s without a byte; some 10 s later the peer has vanished."""
+    for end, unread_ms in zip(ends, (30_000, tls_socket.UNREAD_TIMEOUT_MS), strict=True):
+        plain = end._plain
+        assert plain.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        idle, interval, count, unread = (
+            plain.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+        )
+        assert idle == 20
+        assert 5 <= interval * count <= 10
+        assert unread == unread_ms
+
+
+def test_grpc_pings_from_both_ends() -> None:
+    tenant, provider = dict(channel_options("provider.example")), dict(server_options())
+    for options in (tenant, provider):
+        assert options["grpc.keepalive_time_ms"] == 20_000
+        assert options["grpc.keepalive_timeout_ms"] == 10_000
+        assert options["grpc.keepalive_permit_without_calls"] == 1
+    assert provider["grpc.http2.min_recv_ping_interval_without_data_ms"] < tenant["grpc.keepalive_time_ms"]
 
 
 # ---- messages -------------------------------------------------------------------------------------------------------
