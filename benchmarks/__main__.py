@@ -4,6 +4,7 @@ Those that need more than `make setup` (a right, or a peer's wheel) say so and a
 """
 
 from benchmarks import (
+    accelerator,
     decode,
     encrypted_matmul,
     finetune_step,
@@ -18,10 +19,11 @@ from benchmarks import (
 )
 
 NOT_POSSIBLE = 2
-"""Exit code of a benchmark that lacks a right (network) or a peer (encrypted_matmul); it has said which."""
+"""Exit code of a benchmark that lacks a right (network), a peer (encrypted_matmul) or a GPU; it has said which."""
 
 MODULES = (
     finetune_step, decode, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network, encrypted_matmul,
+    accelerator,
 )  # fmt: skip
 
 for module in MODULES:

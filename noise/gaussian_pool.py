@@ -92,7 +92,8 @@ class GaussianPool:
                 pool = self._pools[key] = self._draw(group, direction, device)
             pool.last = other_index(self._pool_size, pool.last)
             pool.uses += 1
-            return pool.noise[pool.last], pool.effect[pool.last]
+            # a model may have moved since they were drawn
+            return pool.noise[pool.last].to(device), pool.effect[pool.last].to(device)
 
     def _draw(self, group: GroupSpec, direction: Direction, device: torch.device) -> _Pool:
         if self._effect_path is None:

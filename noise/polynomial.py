@@ -360,7 +360,7 @@ def _fft(folded: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _twist(half: int) -> torch.Tensor:
     """exp(iπj/N), j < N/2, each correctly rounded but for a unit or so in the last place."""
-    angle = torch.arange(half, dtype=torch.float64) * (math.pi / (2 * half))
+    angle = torch.arange(half, dtype=torch.float64, device="cpu") * (math.pi / (2 * half))
     return torch.complex(torch.cos(angle), torch.sin(angle))
 
 
@@ -372,7 +372,7 @@ def _untwist(half: int) -> torch.Tensor:
 
 @functools.cache
 def _rounder() -> torch.Tensor:
-    return torch.tensor(complex(_ROUNDER, _ROUNDER), dtype=torch.complex128)
+    return torch.tensor(complex(_ROUNDER, _ROUNDER), dtype=torch.complex128, device="cpu")
 
 
 def _as_columns(matrix: torch.Tensor | Columns) -> Columns:

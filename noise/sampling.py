@@ -53,8 +53,8 @@ def gaussian(rows: int, features: int) -> torch.Tensor:
     """
     count = rows * features
     half = (count + 1) // 2
-    words = torch.frombuffer(bytearray(os.urandom(16 * half)), dtype=torch.int64) if half else torch.empty(0)
-    uniform = ((words.to(torch.int64) & ((1 << 53) - 1)) + 1).to(torch.float64) * 2.0**-53
+    words = torch.from_numpy(np.frombuffer(bytearray(os.urandom(16 * half)), dtype=np.int64))
+    uniform = ((words & ((1 << 53) - 1)) + 1).to(torch.float64) * 2.0**-53
     radius = torch.sqrt(-2.0 * torch.log(uniform[:half]))
     angle = 2.0 * math.pi * uniform[half:]
     pair = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)))
@@ -104,7 +104,7 @@ class Csprng:
 
     def random_bytes(self, count: int) -> torch.Tensor:
         """uint8, shape (count,), CPU."""
-        drawn = torch.empty(count, dtype=torch.uint8)
+        drawn = torch.empty(count, dtype=torch.uint8, device="cpu")
         self.fill(drawn.numpy())
         return drawn
 
@@ -303,7 +303,7 @@ def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> t
     if parameters.sigma == NOMINAL_SIGMA:
         return centred_binomial(rng, shape)
     if parameters.sigma == 0:
-        return torch.zeros(tuple(shape), dtype=torch.int8)
+        return torch.zeros(tuple(shape), dtype=torch.int8, device="cpu")
     return discrete_gaussian(rng, shape, parameters.sigma)
 
 

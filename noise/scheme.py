@@ -19,6 +19,8 @@ from wire import kernels, ring
 from wire.expand import Rows
 from wire.frame import Arithmetic, Call, Direction
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -28,7 +30,7 @@ class GroupSpec:
         id: the group's number in the manifest.
         in_features, out_features: shape of the group's weight W, outputs of all members side by side.
         column_norm, row_norm: largest Euclidean norms of W̃'s columns and rows.
-        alpha: float32, shape (out_features,), on the tenant's device.
+        alpha: float32, shape (out_features,), on any device; `alpha_on` gives it where the rows are.
         digest: of W̃ and α, from the manifest.
     """
 
@@ -39,11 +41,29 @@ class GroupSpec:
     row_norm: float
     alpha: torch.Tensor = field(repr=False)
     digest: str = ""
+    _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def widths(self, direction: Direction) -> tuple[int, int]:
         """(columns of a request, columns of its reply)."""
         forward = direction is Direction.FORWARD
         return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
+
+    def alpha_on(self, device: torch.device) -> torch.Tensor:
+        """α on the device of some rows: a model may be moved after it was loaded. Copied once for each device.
+
+        Args:
+            device: a tensor's own, so with its index.
+
+        Returns:
+            float32, shape (out_features,); `alpha` itself where that is on this device.
+        """
+        if self.alpha.device == device:
+            return self.alpha
+        moved = self._moved.get(device)
+        if moved is None:
+            with torch.inference_mode(False):  # kept, and later calls may be outside of it
+                moved = self._moved[device] = self.alpha.to(device)
+        return moved
 
 
 @dataclass(frozen=True)
@@ -151,9 +171,9 @@ class RowCodecs:
 
     def _make(self, group: GroupSpec, direction: Direction) -> tuple[Call, ring.RowCodec | None]:
         call, widths = Call(group.id, direction, Arithmetic.RING), group.widths(direction)
-        if not kernels.available() or not group.alpha.is_cpu or 0 in widths:
+        if not kernels.available() or 0 in widths:
             return call, None
-        error_norm, alpha = self._error_bound * math.sqrt(widths[0]), group.alpha.contiguous()
+        error_norm, alpha = self._error_bound * math.sqrt(widths[0]), group.alpha_on(_CPU).contiguous()
         if direction is Direction.FORWARD:
             return call, ring.RowCodec(widths, group.column_norm, error_norm, self._slack, None, alpha)
         return call, ring.RowCodec(widths, group.row_norm, error_norm, self._slack, alpha, None)
@@ -169,7 +189,7 @@ def encode_rows(
     """
     if direction is Direction.FORWARD:
         return ring.encode(rows, group.column_norm, error_norm, slack)
-    return ring.encode(rows, group.row_norm, error_norm, slack, group.alpha)
+    return ring.encode(rows, group.row_norm, error_norm, slack, group.alpha_on(rows.device))
 
 
 def decode_rows(
@@ -181,4 +201,5 @@ def decode_rows(
 ) -> torch.Tensor:
     """The real product of a ring reply, its mask's effect taken off; float32, shape (num_rows, reply columns), without
     bias."""
-    return ring.decode(reply, scales, group.alpha if direction is Direction.FORWARD else None, effect)
+    alpha = group.alpha_on(reply.device) if direction is Direction.FORWARD else None
+    return ring.decode(reply, scales, alpha, effect)

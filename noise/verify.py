@@ -42,7 +42,7 @@ _WEIGHT_ROWS = 1024
 """Rows of W̃ projected at a time: bounds the int32 copy."""
 _SIGN_BITS = -0x7F7F7F80
 """0x80808080 as int32: xor with it turns each byte u into the signed byte u − 128."""
-_BYTE_VALUES = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], dtype=torch.int32)
+_BYTE_VALUES = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], dtype=torch.int32, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
         return seeded_product(weight, rows, range(weight.shape[0]))
     reply_cols = check_cols(group.info, call, rows.shape[1])
     if rows.shape[0] == 0:
-        return torch.empty(0, reply_cols, dtype=rows.dtype)
+        return torch.empty(0, reply_cols, dtype=rows.dtype, device="cpu")
     if call.arithmetic is Arithmetic.RING:
         return ring.product(rows, _ring_weight(group, call.direction))
     if not all_finite(rows):
@@ -140,7 +140,7 @@ def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, featu
         int32, shape (num_rows, features of the reply).
     """
     reply_features, features = weight.shape[1], features or len(columns)
-    reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32)
+    reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32, device="cpu")
     row_bytes = 8 * features + 16 * reply_features  # the numbers and their limbs; four limbs of int32 sums
     for piece in rows.split(max(1, _HINT_SCRATCH_BYTES // row_bytes)):
         start = piece.first_row - rows.first_row

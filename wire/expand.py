@@ -100,7 +100,8 @@ class SeededRows:
         row_blocks = -(-features // _BLOCK_NUMBERS)
         row_numbers = row_blocks * _BLOCK_NUMBERS
         # One block more than is needed: some versions of `update_into` ask for room beyond what they write.
-        flat = torch.empty(self.num_rows * row_numbers + _BLOCK_NUMBERS, dtype=torch.int32)
+        num_numbers = self.num_rows * row_numbers + _BLOCK_NUMBERS
+        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")  # whatever the user's default is
         if row_blocks:
             self._fill(flat.numpy().data.cast("B"), row_blocks)
         rows = flat[: self.num_rows * row_numbers].view(self.num_rows, row_numbers)

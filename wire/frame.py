@@ -249,7 +249,7 @@ def tensor(header: Header, data: memoryview) -> torch.Tensor:
     """All bytes of a tensor as its header says, shape (rows, cols); read-only, since it views them."""
     dtype = DTYPES[header.call.arithmetic]
     if header.total_bytes == 0:
-        return torch.empty(header.rows, header.cols, dtype=dtype)
+        return torch.empty(header.rows, header.cols, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(header.rows, header.cols)
 
 

@@ -3,8 +3,8 @@
 Guarantees: every kernel is exact mod 2^32 for all numbers, shapes and memory orders, so which one runs shows in
 nothing but the time. On a CPU there are: the compiled kernels of wire/kernels.py, where they were built and the
 processor has AVX2; byte limbs by the private `torch._int_mm`, where that is exact and fast (processors with VNNI) and
-the compiled kernels know no VNNI; else an integer loop for few rows and float64 in blocks for many. Other devices take
-the plain form, which is also what tests compare the others with.
+the compiled kernels know no VNNI; else an integer loop for few rows and float64 in blocks for many. On CUDA devices
+wire/product_cuda.py does it, where it is exact. Others take the plain form, which is also what tests compare with.
 
 Memory: a thread keeps `_SCRATCH_BYTES` of scratch between calls, and a call takes nothing else but its reply. Fresh
 pages are what costs: converting a 2048 × 2048 weight into a new float64 tensor takes 20 ms, into a warm one 1 ms.
@@ -33,7 +33,7 @@ _EXACT_ROUNDER_ROWS = 1 << 13
 """2^31 · 128 · 2^13 = 2^51: so many products sum beside `_ROUNDER`."""
 _FAST_INNER_ROWS = 1 << 11
 """Fewer than would be exact: with 11,008 inner rows a product took 15% less time than in pieces of 2^13."""
-_BYTE_VALUES = torch.tensor([[1, 1 << 8, 1 << 16, 1 << 24]], dtype=torch.int32)
+_BYTE_VALUES = torch.tensor([[1, 1 << 8, 1 << 16, 1 << 24]], dtype=torch.int32, device="cpu")
 _FEW_ROWS = 4
 _FEW_ROWS_BY_INT32 = 48
 """Divided by torch's threads and one: the integer loop, always in one thread, keeps ahead of float64 up to 24 rows
@@ -93,6 +93,8 @@ def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _kernel(num_rows: int, weight: torch.Tensor) -> _Kernel:
+    if weight.is_cuda:
+        return _by_cuda
     if not weight.is_cpu:
         return _plainly
     if compiled.available() and compiled.suits(weight) and (compiled.has_vnni() or not int_mm_is_fast()):
@@ -129,6 +131,17 @@ def _together(
         return [kernel(parts[0], weight)]
     reply = kernel(torch.cat(list(parts)), weight)
     return [part.clone() for part in reply.split([rows.shape[0] for rows in parts])]
+
+
+# CUDA
+
+
+def _by_cuda(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
+    from wire import product_cuda  # most machines never need it
+
+    if not product_cuda.is_exact(weight.device):
+        return _plainly(parts, weight)
+    return _together(product_cuda.product, parts, weight)
 
 
 # Compiled
@@ -332,8 +345,8 @@ def int_mm_is_fast() -> bool:
 @functools.cache
 def int_mm_is_exact() -> bool:
     """Whether this machine's private `torch._int_mm` multiplies uint8 by int8 exactly; older kernels saturated."""
-    limbs = torch.full((4, 512), 255, dtype=torch.uint8)
-    weight = torch.full((512, 16), -127, dtype=torch.int8)
+    limbs = torch.full((4, 512), 255, dtype=torch.uint8, device="cpu")
+    weight = torch.full((512, 16), -127, dtype=torch.int8, device="cpu")
     weight[:, 1::2] = 127
     exact = limbs.to(torch.int64) @ weight.to(torch.int64)
     try:
@@ -349,8 +362,9 @@ def _int_mm_keeps_up() -> bool:
     In a thread of its own, which uses one core: a team of OpenMP's whose other core is busy waits 8 ms for it, every
     time, and that says nothing about kernels. Each has several tries, since other work can only make them slower.
     """
-    limbs, narrow = torch.ones(4 * 8, 256, dtype=torch.uint8), torch.ones(256, 256, dtype=torch.int8)
-    rows, wide = torch.ones(8, 256, dtype=torch.int32), torch.ones(256, 256, dtype=torch.int32)
+    ones = functools.partial(torch.ones, device="cpu")
+    limbs, narrow = ones(4 * 8, 256, dtype=torch.uint8), ones(256, 256, dtype=torch.int8)
+    rows, wide = ones(8, 256, dtype=torch.int32), ones(256, 256, dtype=torch.int32)
     found: list[bool] = []
 
     def compare() -> None:

@@ -55,7 +55,7 @@ def max_norms(quantised: torch.Tensor) -> tuple[float, float]:
     Returns:
         (largest column norm, which bounds the forward product; largest row norm, which bounds the backward one).
     """
-    columns, rows = 0.0, torch.zeros(quantised.shape[0], dtype=torch.float64)
+    columns, rows = 0.0, torch.zeros(quantised.shape[0], dtype=torch.float64, device=quantised.device)
     for part in quantised.split(4096, dim=1):  # bounded scratch memory on wide layers
         squares = part.to(torch.float64).square_()
         columns = max(columns, float(squares.sum(dim=0).max()))

@@ -44,7 +44,7 @@ def encode(
         weight_norm: largest column norm of the integer weight (row norm for the backward direction).
         error_norm: largest ‖e‖₂ of a mask's error rows; 0 without one.
         slack: bound of everything else in the product, such as hint rounding; 0 without it.
-        alpha: float32, shape (d,): the rows are multiplied by it first; None for ones.
+        alpha: float32, shape (d,), on the rows' device: they are multiplied by it first; None for ones.
 
     Returns:
         x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), secret.
@@ -122,7 +122,7 @@ def decode(
     Args:
         reply: int32, shape (num_rows, m).
         beta: float32, shape (num_rows, 1), from `encode`.
-        alpha: float32, shape (m,); None for the backward direction, where α went into the rows.
+        alpha: float32, shape (m,), on the reply's device; None for the backward direction, where α went into the rows.
         effect: int32, shape (num_rows, m), the mask's; None where there is none, or it is off already.
 
     Returns:

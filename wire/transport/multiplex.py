@@ -305,7 +305,7 @@ class Multiplexer:
             if bytes(payload) != frame.MAGIC or header.code != frame.PROTOCOL_VERSION:
                 raise VersionMismatch(f"this tenant speaks protocol {frame.PROTOCOL_VERSION}, not {header.code}")
             self._forget(0)
-            self._welcome.settle(torch.empty(0))
+            self._welcome.settle(torch.empty(0, device="cpu"))
         else:
             raise MalformedFrame("the provider sent a frame that only tenants send")
 

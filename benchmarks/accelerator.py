@@ -1,0 +1,142 @@
+"""The exact ring product on an accelerator against a bf16 product of the same shape, in turn, on the same device.
+
+A provider's whole work in ring arithmetic is rows · W̃ mod 2^32 (wire/product.py); what it would do for tenants without
+a mask is a bf16 product. Both directions are measured: W̃ᵀ as it lies, and W̃, whose copy is made once and not counted
+(wire/product_cuda.py). Numbers are on the device already; times go from one synchronisation to the next. A sample of
+rows is compared with int64. Without a CUDA device nothing is measured: `--device cpu --size 256` runs the same code and
+says nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.common import interleaved, ratios
+
+if TYPE_CHECKING:
+    import torch
+
+SIZE = 4096
+BAR = 2.5
+"""Times a bf16 product: twice is what four int8 limbs cost at twice bf16's rate, the rest is splitting and joining."""
+SAMPLE = 16
+"""Rows that are compared, the first and last among them."""
+PEER = "bf16 product"
+NOT_POSSIBLE = 2
+"""As in benchmarks/__main__.py, which imports this module."""
+
+
+class Products:
+    """Random numbers of one size on one device, and every product of them that is measured."""
+
+    def __init__(self, size: int, device: str) -> None:
+        """Args: size: of all three dimensions."""
+        import torch
+
+        generator = torch.Generator().manual_seed(0)
+        self._device = torch.device(device)
+        self._rows = torch.randint(-(2**31), 2**31, (size, size), generator=generator).to(torch.int32)
+        self._weight = torch.randint(-127, 128, (size, size), generator=generator).to(torch.int8)
+        self._there = self._rows.to(self._device), self._weight.to(self._device)
+        self._wide = [torch.randn(size, size, generator=generator).to(self._device, torch.bfloat16) for _ in range(2)]
+
+    def _ring(self, is_transposed: bool) -> torch.Tensor:
+        """As a provider multiplies; on the CPU by what wire/product_cuda.py would do, so that its code is run."""
+        from wire import product_cuda, ring
+
+        rows, weight = self._there
+        multiply = product_cuda.product if weight.is_cpu else ring.product
+        return multiply(rows, weight.t() if is_transposed else weight)
+
+    def runs(self) -> dict[str, Callable[[], Any]]:
+        """By name; each ends when the device is done."""
+        first, second = self._wide
+        return {
+            PEER: lambda: self._finish(first @ second),
+            "ring product, forward": lambda: self._finish(self._ring(False)),
+            "ring product, backward": lambda: self._finish(self._ring(True)),
+        }
+
+    def _finish(self, found: torch.Tensor) -> torch.Tensor:
+        self.synchronise()
+        return found
+
+    def synchronise(self) -> None:
+        """Waits for the device."""
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def wrong_numbers(self) -> int:
+        """In a sample of rows of both directions, against int64 on the CPU."""
+        import torch
+
+        at = torch.linspace(0, self._rows.shape[0] - 1, min(SAMPLE, self._rows.shape[0])).long()
+        wrong = 0
+        for is_transposed in (False, True):
+            weight = self._weight.t() if is_transposed else self._weight
+            exact = (self._rows[at].long() @ weight.long()).to(torch.int32)  # keeps the low half
+            wrong += int((self._ring(is_transposed).cpu()[at] != exact).sum())
+        return wrong
+
+    def is_by_limbs(self) -> bool:
+        """Whether the device passed the self-test of wire/product_cuda.py; else the plain form was measured."""
+        from wire import product_cuda
+
+        return product_cuda.is_exact(self._there[0].device)
+
+
+def run(size: int = SIZE, device: str = "cuda", repeats: int = 20) -> dict[str, Any]:
+    """Median seconds of each run, its ratio to the bf16 product of the same round, and how many numbers were wrong."""
+    products = Products(size, device)
+    products.synchronise()
+    wrong = products.wrong_numbers()
+    seconds = interleaved(products.runs(), repeats, warmup=3)
+    return {
+        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+        "ratio": ratios(seconds, PEER),
+        "wrong": wrong,
+        "is_by_limbs": products.is_by_limbs(),
+    }
+
+
+def report(found: dict[str, Any], size: int, device: str, repeats: int) -> None:
+    """Prints the table."""
+    import torch
+
+    is_gpu = device != "cpu"
+    name = torch.cuda.get_device_name(device) if is_gpu else "CPU: no measurement"
+    form = "int8 limbs" if found["is_by_limbs"] else "the plain float64 form"
+    print(f"{size} × {size} × {size} on {name}, ring by {form}, medians of {repeats} rounds\n")
+    print("| run | ms | ratio to bf16 | bar |\n|---|---|---|---|")
+    for run_name, ratio in found["ratio"].items():
+        bar = "" if run_name == PEER or not is_gpu else f"{BAR}: {'met' if ratio <= BAR else 'missed'}"
+        print(f"| {run_name} | {found['seconds'][run_name] * 1e3:.3f} | {ratio:.2f} | {bar} |")
+    print(f"\nwrong numbers in the sampled rows: {found['wrong']}")
+
+
+def main() -> None:
+    """Prints the table, or that there is no such device."""
+    import torch
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator")
+    parser.add_argument("--device", default="cuda", help="cpu runs the code and measures nothing")
+    parser.add_argument("--size", type=int, default=SIZE)
+    parser.add_argument("--repeats", type=int, default=20)
+    given, _ = parser.parse_known_args()
+    if given.device != "cpu" and not torch.cuda.is_available():
+        print("there is no CUDA device here; --device cpu --size 256 runs the code without one", file=sys.stderr)
+        sys.exit(NOT_POSSIBLE)
+    found = run(given.size, given.device, given.repeats)
+    report(found, given.size, given.device, given.repeats)
+    if found["wrong"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Masks where torch's default device is another one, and rows that lie elsewhere than a group's scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from noise import kernels as mask_kernels
+from noise import polynomial, sampling
+from noise.hints import HintStore
+from noise.lattice import Lattice
+from noise.ledger import Ledger
+from noise.off import Off
+from noise.pad import Pad
+from noise.scheme import GroupSpec, RowCodecs, decode_rows, encode_rows
+from tests.noise.test_lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, weight_of, wide
+from wire import kernels as wire_kernels
+from wire import product, ring
+from wire.expand import SeededRows
+from wire.frame import Arithmetic, Direction, row_of
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+FORMS = [
+    pytest.param(True, id="compiled", marks=pytest.mark.skipif(
+        not (mask_kernels.available() and wire_kernels.available()), reason="no compiled kernels on this machine"
+    )),
+    pytest.param(False, id="torch"),
+]  # fmt: skip
+CACHED: list[Any] = [
+    polynomial._twist, polynomial._untwist, polynomial._rounder, product.int_mm_is_exact, product.int_mm_is_fast
+]  # fmt: skip
+"""What is computed once for a process: whoever asks first must not decide the device for all."""
+
+
+@pytest.fixture
+def provider() -> Provider:
+    return Provider([weight_of(40, 24, 1), weight_of(24, 56, 2)])
+
+
+@dataclass
+class Schemes:
+    """Makes each mask by name, and closes it."""
+
+    folder: Path
+    provider: Provider
+
+    def make(self, name: str) -> Any:
+        if name == "off":
+            return Off(Arithmetic.RING)
+        ledger = Ledger.open(self.folder / "ledger", "tenant")
+        if name == "pad":
+            weights = self.provider.weights
+            return Pad(weights.__getitem__, lambda: ledger.fresh_seed("pad"), background=False, on_close=ledger.close)
+        made = Lattice(DEFAULT, ledger, HintStore(self.folder / "hints", 8), background=False)
+        made.bind(self.provider.effect)
+        return made
+
+
+@pytest.fixture(params=["lattice", "pad", "off"])
+def scheme(request: Any, tmp_path: Path, provider: Provider) -> Iterator[Any]:
+    made = Schemes(tmp_path, provider).make(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=FORMS)
+def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both ways through masks, coding and products; none of what they keep was made before, or stays."""
+    if not request.param:
+        monkeypatch.setattr(mask_kernels, "available", lambda: False)
+        monkeypatch.setattr(wire_kernels, "available", lambda: False)
+    for each in CACHED:
+        each.cache_clear()
+    yield
+    for each in CACHED:
+        each.cache_clear()
+
+
+@pytest.fixture
+def on_meta() -> Iterator[Callable[[], None]]:
+    """Makes a device without data the default, as a user may make a GPU."""
+    yield lambda: torch.set_default_device("meta")
+    torch.set_default_device(None)
+
+
+def unmasked_row(scheme: Any, provider: Provider, direction: Direction, row: torch.Tensor) -> torch.Tensor | None:
+    """By the shorter way, where the mask has one."""
+    masked = scheme.mask_row(provider.groups[0], direction, row)
+    if masked is None:
+        return None
+    call, message, unmask = masked
+    reply = ring.product(row_of(call, message), provider.matrix(call))
+    found: torch.Tensor = unmask(reply)
+    return found
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_the_default_device_changes_nothing(
+    scheme: Any, provider: Provider, direction: Direction, num_rows: int, on_meta: Callable[[], None]
+) -> None:
+    spec = provider.groups[0]
+    rows = rows_of(num_rows, spec.widths(direction)[0])
+    off = provider.answer(Off(Arithmetic.RING).mask(spec, direction, rows))
+    exact, bound, _ = bounds(spec, direction, provider.weights[0], rows, DEFAULT, 128)
+    on_meta()
+    found = [provider.answer(scheme.mask(spec, direction, rows))]
+    if num_rows == 1:
+        by_row = unmasked_row(scheme, provider, direction, rows)
+        found += [] if by_row is None else [by_row]
+    torch.set_default_device(None)
+    for result in found:
+        assert (result.device, result.dtype) == (CPU, torch.float32)
+        assert bool(((wide(result) - exact).abs() <= bound).all())
+        if scheme.name != "lattice":
+            assert torch.equal(result, off)
+
+
+@pytest.mark.usefixtures("form")
+def test_what_is_drawn_and_kept_stays_on_the_cpu(on_meta: Callable[[], None]) -> None:
+    on_meta()
+    rng = sampling.Csprng()
+    drawn = [
+        (rng.random_bytes(9), torch.uint8),
+        (sampling.gaussian(2, 3), torch.float32),
+        (sampling.gaussian(0, 3), torch.float32),
+        (sampling.ternary(rng, (2, 3)), torch.int8),
+        (sampling.error(rng, (2, 3), DEFAULT), torch.int8),
+        (sampling.error(rng, (2, 3), replace(DEFAULT, sigma=0.0)), torch.int8),
+        (sampling.error(rng, (2, 3), replace(DEFAULT, sigma=32.0)), torch.int16),
+        (SeededRows(bytes(32), 0, 3).expand(5), torch.int32),
+        (polynomial._untwist(8), torch.complex128),
+        (polynomial._rounder(), torch.complex128),
+    ]
+    assert [(tensor.device, tensor.dtype) for tensor, _ in drawn] == [(CPU, dtype) for _, dtype in drawn]
+
+
+@pytest.mark.usefixtures("form")
+def test_a_self_test_is_of_the_cpu(on_meta: Callable[[], None]) -> None:
+    expected = product.int_mm_is_exact()
+    product.int_mm_is_exact.cache_clear()
+    on_meta()
+    assert product.int_mm_is_exact() is expected
+    product.int_mm_is_fast()  # which may differ on a busy machine, but ends
+    assert product._BYTE_VALUES.is_cpu
+
+
+# ---- rows elsewhere: a model that was moved -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spec(provider: Provider) -> GroupSpec:
+    return provider.groups[0]
+
+
+def test_scales_follow_the_rows(spec: GroupSpec) -> None:
+    assert spec.alpha_on(CPU) is spec.alpha
+    with torch.inference_mode():
+        moved = spec.alpha_on(META)
+    assert (moved.device, moved.dtype, moved.shape) == (META, torch.float32, spec.alpha.shape)
+    assert not moved.is_inference()
+    assert spec.alpha_on(META) is moved, "moved once"
+    assert spec.alpha_on(CPU) is spec.alpha
+    assert replace(spec, alpha=2 * spec.alpha).alpha_on(META) is not moved
+    assert "meta" not in repr(spec)
+
+
+def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
+    """A tensor without data: torch refuses to multiply it by one on the CPU, as it refuses on a GPU."""
+    for direction in (FORWARD, BACKWARD):
+        reply_cols = spec.widths(direction)[1]
+        reply = torch.empty(3, reply_cols, dtype=torch.int32, device=META)
+        scales = torch.empty(3, 1, device=META)
+        found = decode_rows(spec, direction, reply, scales, reply)
+        assert (found.device, found.shape, found.dtype) == (META, (3, reply_cols), torch.float32)
+
+
+def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the look at the numbers, which a tensor without data does not have."""
+    seen: list[torch.Tensor | None] = []
+    monkeypatch.setattr(ring, "encode", lambda rows, norm, error, slack, alpha=None: seen.append(alpha))
+    for rows in (torch.empty(3, 24, device=META), torch.empty(3, 24)):
+        encode_rows(spec, BACKWARD, rows)
+    assert [alpha.device for alpha in seen if alpha is not None] == [META, CPU]
+
+
+@pytest.mark.skipif(not wire_kernels.available(), reason="no compiled kernels on this machine")
+def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales that began on another device do not take the shorter way from rows on the CPU."""
+    kept = spec.alpha.clone()
+    away = replace(spec, alpha=torch.empty_like(spec.alpha, device=META))
+    away._moved[CPU] = kept  # a tensor without data cannot be copied back
+    for direction in (FORWARD, BACKWARD):
+        _, codec = RowCodecs().of(away, direction)
+        assert codec is not None
+        row = rows_of(1, spec.widths(direction)[0])
+        assert torch.equal(codec.decode(*_reply(spec, direction, codec, row)), _by_the_longer_way(spec, direction, row))
+
+
+def _reply(spec: GroupSpec, direction: Direction, codec: Any, row: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    coded = bytearray(4 * row.shape[1])
+    beta = codec.encode(row, memoryview(coded))
+    weight = weight_of(40, 24, 1)
+    rows = torch.frombuffer(coded, dtype=torch.int32).view(1, -1)
+    return ring.product(rows, weight if direction is FORWARD else weight.t()), beta
+
+
+def _by_the_longer_way(spec: GroupSpec, direction: Direction, row: torch.Tensor) -> torch.Tensor:
+    encoded, scales = encode_rows(spec, direction, row)
+    weight = weight_of(40, 24, 1)
+    return decode_rows(spec, direction, ring.product(encoded, weight if direction is FORWARD else weight.t()), scales)
