@@ -147,7 +147,8 @@ class Executor:
 
     def _answer_empty(self, job: Job) -> None:
         """No row needs no replica."""
-        self._replies.finish(job, torch.empty(0, job.reply_cols, dtype=DTYPES[job.ticket.call.arithmetic], device="cpu"))
+        dtype = DTYPES[job.ticket.call.arithmetic]
+        self._replies.finish(job, torch.empty(0, job.reply_cols, dtype=dtype, device="cpu"))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
         """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.

@@ -101,6 +101,7 @@ def _is_whole_row(header: Header, payload: memoryview, request_class: RequestCla
         and len(payload) == header.total_bytes
         and not payload.readonly
         and header.cols * reply_cols <= INLINE_PRODUCTS
+        and reply_cols * frame.ITEM_BYTES <= CHUNK_BYTES  # the reply is one frame
     )
 
 
@@ -272,8 +273,8 @@ class Session:
             None; or the request, with its place, where it cannot be answered here.
         """
         size, is_kept = reply_cols * frame.ITEM_BYTES, False
-        message = memoryview(bytearray(frame.HEADER_BYTES + size))
         try:
+            message = memoryview(bytearray(frame.HEADER_BYTES + size))
             outcome = self._executor.compute_row(self.tenant, header.call, row, message[frame.HEADER_BYTES :])
             if outcome is True:
                 reply = Header(FrameType.REPLY, header.request_id, header.call, 1, reply_cols, 0, size)

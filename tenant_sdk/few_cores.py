@@ -3,22 +3,23 @@
 Between two of them a remote layer is waited for, and in that time the other threads of torch's team fall asleep: each
 small operation that is shared then waits for the system to wake them, 50 to 300 µs on a virtual machine, and on a
 machine that the provider shares, for a core that it is looking for requests on. Of a token of SmolLM2 that was a tenth
-(docs/benchmarks.md). The head is not in the decoder, and keeps all cores.
+(docs/benchmarks_history.md). The head is not in the decoder, and keeps all cores.
 
 Guarantees: a step's numbers are the same up to the order of sums; the calling thread's cores are its own again after
-every step, also after one that failed; training, long prompts, long contexts and other devices are left alone.
+every step, also after one that failed, and after one that Ctrl-C ended when the next begins; training, long prompts,
+long contexts and other devices are left alone. Masks that have to be made in the middle of a step, and products of a
+provider in this process, have all cores.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from wire.threads import use_cores
+from wire.threads import return_cores, spare_cores
 
 MOST_TOKENS = 16
 """Of a step, over all of its rows."""
@@ -26,27 +27,21 @@ MOST_CACHED = 1 << 18
 """Numbers that the keys of one layer may have, from which on their attention is worth sharing: a megabyte, which takes
 one core 0.1 ms or so to read."""
 
-_local = threading.local()
 
-
-def spare_cores(decoder: nn.Module) -> None:
+def watch(decoder: nn.Module) -> None:
     """Watches a model's decoder, the part without its head; each of its decode steps uses one core."""
     decoder.register_forward_pre_hook(_begin, with_kwargs=True)
     decoder.register_forward_hook(_end, always_call=True)
 
 
 def _begin(decoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    count = torch.get_num_threads()
-    if count > 1 and _is_small(decoder, args, options):
-        _local.count = count
-        use_cores(1)
+    return_cores()  # of a step that was interrupted: hooks are not called then
+    if _is_small(decoder, args, options):
+        spare_cores()
 
 
 def _end(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    count = getattr(_local, "count", 0)
-    if count:
-        _local.count = 0
-        use_cores(count)
+    return_cores()
 
 
 def _is_small(decoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from noise.scheme import GroupSpec
-from tenant_sdk.few_cores import spare_cores
+from tenant_sdk.few_cores import watch
 from tenant_sdk.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
@@ -128,11 +128,19 @@ def load_remote_model(
     if missing:
         raise MalformedFrame(f"the bundle lacks {len(missing)} tensors of the model, such as {missing[0]}")
     model.hf_quantizer.remove_quantization_config(model)
+    _forget_quantized(model)
     model.name_or_path = model.config.name_or_path = manifest.model_id
     model.to(device)
     _attach(model, manifest, executor, load_alphas(folder, manifest), device)
-    spare_cores(model.base_model)
+    watch(model.base_model)
     return model.requires_grad_(False).eval()
+
+
+def _forget_quantized(model: nn.Module) -> None:
+    """Some models compute otherwise, not only elsewhere, where their configs have this mark of any quantizer."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.__dict__.pop("_is_quantized", None)
 
 
 def config_kind(manifest: Manifest) -> str:
@@ -141,8 +149,19 @@ def config_kind(manifest: Manifest) -> str:
 
 
 def context_length(manifest: Manifest) -> int:
-    """Most tokens that the model's positions can count; a very large number where its config names none."""
-    return int(manifest.config.get("max_position_embeddings") or manifest.config.get("n_positions") or 1 << 20)
+    """Most tokens that the model's positions can count; a very large number where its config names none.
+
+    Raises:
+        MalformedFrame: the config's number cannot be one.
+    """
+    for key in ("max_position_embeddings", "n_positions"):
+        length = manifest.config.get(key)
+        if length is None:
+            continue
+        if type(length) is not int or not 1 <= length <= 1 << 31:  # a bool is no length
+            raise MalformedFrame(f"the provider's config was expected to have a whole number from 1 to 2^31 as {key}")
+        return length
+    return 1 << 20
 
 
 def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -166,7 +185,7 @@ def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def group_spec(group: GroupInfo, alphas: dict[str, torch.Tensor], device: torch.device) -> GroupSpec:
-    """What a mask needs to know of one group."""
+    """What a mask needs to know of one group; α begins on this device and follows the rows (`GroupSpec.alpha_on`)."""
     alpha = torch.cat([alphas[layer.name] for layer in group.layers]).to(device)
     return GroupSpec(
         group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha, group.digest

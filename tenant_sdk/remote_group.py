@@ -180,7 +180,10 @@ class RemoteExecutor:
         raise TypeError("a remote executor holds secrets and connections: it cannot be pickled")
 
 
-def _forward(x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _forward(
+    x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype, may_share: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Args: may_share: whether outputs may lie in one piece of memory: nothing of them is kept for a gradient."""
     product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
     if product.dtype != out_dtype:
         product = product.to(out_dtype)
@@ -190,7 +193,7 @@ def _forward(x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tup
         product = product.view(*x.shape[:-1], product.shape[1])
     parts = product.split_with_sizes(group.member_features, dim=-1)
     # model code may change an output in place, as it may a local layer's: to autograd none is a view of another
-    if x.numel() == x.shape[-1] and not x.requires_grad:
+    if may_share and x.numel() == x.shape[-1]:
         return tuple(part.detach() for part in parts)  # of one row each is contiguous, and its numbers are its own
     return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
@@ -248,7 +251,7 @@ def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torc
     if has_gradient:
         parts = cast(tuple[torch.Tensor, ...], _Product.apply(x, group, out_dtype))  # type: ignore[no-untyped-call]
     else:
-        parts = _forward(x, group, out_dtype)
+        parts = _forward(x, group, out_dtype, may_share=not torch.is_grad_enabled())
     if x.dim() == 2 or len(parts) > 1:
         return parts
     whole = parts[0].view(*x.shape[:-1], parts[0].shape[1])

@@ -210,3 +210,32 @@ def test_other_shapes_are_refused_or_go_the_long_way(way: Way, cols: int, rows: 
     way.session.next_frame()
     assert way.num_short == 0
     assert way.holds_nothing
+
+
+def test_a_reply_of_more_than_a_chunk_goes_the_longer_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short way writes one frame, and no frame carries more than a chunk (SPEC.md, section 3)."""
+    monkeypatch.setattr("provider.session.CHUNK_BYTES", 4 * REPLY_COLS - 1)
+    rows = ring_rows(1)
+    way.send(rows)
+    assert (way.num_short, way.num_long) == (0, 1)
+    header, payload = way.answer()
+    assert torch.equal(frame.tensor(header, payload), way.core.compute(CALL, rows))
+    monkeypatch.undo()
+    way.send(rows)
+    assert (way.num_short, way.num_long) == (1, 1)
+
+
+def test_no_memory_for_a_reply_leaves_nothing_held(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(size: int) -> bytearray:
+        raise MemoryError
+
+    monkeypatch.setattr("provider.session.bytearray", none_left, raising=False)
+    message = memoryview(bytearray(next(iter(_messages(ring_rows(1))))))
+    assert way.session.receive(message) is False
+    assert way.answer()[0].code == WireCode.INTERNAL
+    assert way.holds_nothing
+
+
+def _messages(rows: torch.Tensor) -> Iterator[bytes | memoryview]:
+    header = Header(FrameType.REQUEST, 1, CALL, *rows.shape, 0, 4 * rows.numel(), 30_000)
+    return iter(frame.frames(header, frame.tensor_bytes(rows)))

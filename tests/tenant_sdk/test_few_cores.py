@@ -11,7 +11,8 @@ from torch import nn
 from transformers import DynamicCache
 
 from tenant_sdk import few_cores
-from tenant_sdk.few_cores import spare_cores
+from tenant_sdk.few_cores import watch
+from wire.threads import all_cores
 
 WIDTH = 64
 
@@ -23,10 +24,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(hidden_size=WIDTH)
         self.seen: list[int] = []
-        spare_cores(self)
+        self.within: list[int] = []
+        watch(self)
 
     def forward(self, input_ids: torch.Tensor | None = None, **options: object) -> int:
         self.seen.append(torch.get_num_threads())
+        with all_cores():
+            self.within.append(torch.get_num_threads())
+        if options.get("interrupts"):
+            raise KeyboardInterrupt
         if options.get("breaks"):
             raise RuntimeError("broken")
         return 0
@@ -64,6 +70,18 @@ def test_a_decode_step_has_one_core_and_its_thread_all_of_them_afterwards() -> N
         decoder(tokens(1, 1), past_key_values=cache_of(10))
         decoder(inputs_embeds=torch.zeros(2, 4, WIDTH), past_key_values=cache_of(10))
     assert decoder.seen == [1, 1, 1]
+    assert decoder.within == [3, 3, 3]
+    assert torch.get_num_threads() == 3
+
+
+def test_after_ctrl_c_the_next_step_finds_all_cores_again() -> None:
+    decoder = Decoder()
+    with torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            decoder(tokens(1, 1), past_key_values=cache_of(10), interrupts=True)
+        decoder(tokens(1, few_cores.MOST_TOKENS + 1), past_key_values=cache_of(10))
+        decoder(tokens(1, 1), past_key_values=cache_of(10))
+    assert decoder.seen == [1, 3, 1]
     assert torch.get_num_threads() == 3
 
 

@@ -59,6 +59,22 @@ def test_members_that_share_an_input_share_a_call(client: TenantClient, calls: A
     assert len({call.group for call, _ in calls}) == len(calls)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_a_gradient_was_kept_for_outlives_a_change_of_its_neighbour(client: TenantClient, rows: int) -> None:
+    """As with local layers: q is kept for the gradient of w, and k, of the same call, is changed in place."""
+    attention: Any = client.load_model().model.layers[0].self_attn
+    x, w = torch.randn(rows, 32), torch.ones(32, requires_grad=True)
+    q = attention.q_proj(x)
+    (q * w).sum().backward(retain_graph=True)
+    expected = w.grad
+    w.grad = None
+    loss = (q * w).sum()
+    attention.k_proj(x).mul_(2)
+    loss.backward()
+    assert expected is not None
+    assert torch.equal(w.grad, expected)
+
+
 def test_in_place_change_of_the_input_makes_a_new_call(client: TenantClient, calls: Any) -> None:
     attention: Any = client.load_model().model.layers[0].self_attn
     x = torch.randn(3, 32)
