@@ -95,19 +95,33 @@ def load(source: ModelSource) -> LoadedModel:
         ConfigurationError: not found, or not a causal language model that this transformers can load.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": "auto"}
     if source.gguf_file is not None:
         options.update(gguf_file=source.gguf_file, dtype=torch.float32)
     with _quiet(), _gguf_parsed_once() if source.gguf_file else nullcontext():
         try:
+            _check_causal(source, AutoConfig.from_pretrained(source.location, **options))
             model = AutoModelForCausalLM.from_pretrained(source.location, **options)
+        except ConfigurationError:
+            raise
         except Exception as exc:  # noqa: BLE001 - a damaged file raises anything, struct.error included
             raise _not_loaded(source, exc) from None
         tokenizer = _load_tokenizer(source)
     _make_public(model, source.model_id)
     return LoadedModel(source.model_id, model.eval().requires_grad_(False), tokenizer)
+
+
+def _check_causal(source: ModelSource, config: Any) -> None:
+    """An encoder-decoder may load as its decoder alone, which is another model."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
+        raise ConfigurationError(
+            f"cannot serve the model {source.model_id!r} of type {str(config.model_type)[:64]!r}: "
+            "choose a causal language model (one that AutoModelForCausalLM loads)"
+        )
 
 
 def _load_tokenizer(source: ModelSource) -> Any | None:

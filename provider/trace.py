@@ -1,20 +1,28 @@
 """Which layers a provider serves, and which of them share one call.
 
-Guarantees: layers are found by type and grouped by watching one forward pass, never by name; a layer whose weight is
-used anywhere else in the model is not served. A group only says that its members met the same input in the trace: the
-tenant checks again in every call.
+Guarantees: layers are found by type and grouped by watching one forward pass; a layer whose weight is another layer's
+too, or is read or changed outside the layer's own call, is not served; nor is a layer with a forward of its own, unless
+it was seen to be x·W + b. The model's tensors are as they were before the pass. What is not served is in the bundle.
+
+Not guaranteed: what another input, a cache or training would do. A group only says that its members met the same input
+in the trace: the tenant checks again in every call. The tenant's stand-in weight refuses to be read, in every call.
 """
 
 from __future__ import annotations
 
+import bisect
 import fnmatch
+import itertools
 import logging
+import re
 from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from wire.errors import ConfigurationError
 
@@ -23,10 +31,12 @@ _TRACE_SHAPE = (2, 3)
 _MAX_NAME = 512
 _MAX_MEMBERS = 256
 """Both from wire/manifest.py: longer names and larger groups are refused there."""
+_TOLERANCE = 1e-5
+"""Of float32 sums in another order, relative: some 100 units in the last place."""
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """`linear` or `conv1d` for a module that a product with its weight replaces exactly; None for any other."""
+    """`linear` or `conv1d` for a module of that type, or of one made from it, with a matrix to serve; else None."""
     from transformers.pytorch_utils import Conv1D
 
     weight = module._parameters.get("weight")  # a parametrised layer has a property instead
@@ -34,15 +44,22 @@ def layer_kind(module: nn.Module) -> str | None:
         return None
     if isinstance(module, NonDynamicallyQuantizableLinear):
         return None  # nn.MultiheadAttention reads its weight without calling it
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    if not _is_stock(module) and (set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules):
+        return None  # a tenant's stand-in has a weight and a bias only
+    if isinstance(module, nn.Linear):
         return "linear"
-    if isinstance(module, Conv1D) and type(module).forward is Conv1D.forward:
-        return "conv1d"
-    return None
+    return "conv1d" if isinstance(module, Conv1D) else None
+
+
+def _is_stock(module: nn.Module) -> bool:
+    """Whether it computes x·W + b by its type; any other has to prove it."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def base_layers(model: nn.Module, patterns: str | None = None) -> dict[str, nn.Module]:
-    """The layers to serve, in module order.
+    """The layers that may be served, in module order; `trace_groups` says which of them are.
 
     Args:
         model: any Hugging Face model.
@@ -81,30 +98,145 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
         layers: from `base_layers`.
 
     Returns:
-        Every layer exactly once. A layer that ran never or more than once is alone in its group.
+        Every layer to serve, exactly once. One that ran never or more than once is alone in its group.
+
+    Raises:
+        ConfigurationError: none of the layers can be served.
     """
-    calls: dict[str, list[tuple[torch.Tensor, int]]] = {}
-    handles = [
-        module.register_forward_pre_hook(_watch(name, calls), with_kwargs=True) for name, module in layers.items()
-    ]
+    trace = _Trace(model, layers)
+    groups: list[tuple[str, ...]]
     try:
-        _dummy_forward(model)
+        trace.run()
     except Exception as exc:  # noqa: BLE001 - any model, any failure: serving unfused layers is still right
         _LOGGER.warning("tracing the model failed (%s): no layers are fused", type(exc).__name__)
-        return [(name,) for name in layers]
+        groups = [(name,) for name, module in layers.items() if _is_stock(module) and name not in trace.refused]
+    else:
+        groups = _group(_to_serve(layers, trace), trace.calls)
+    if not groups:
+        raise ConfigurationError(
+            "none of the chosen layers can be served: the model reads their weights itself or does not call them; "
+            "choose another model or other --base-layers"
+        )
+    return groups
+
+
+class _Trace(TorchDispatchMode):
+    """One forward pass: what each layer was given, who touches a layer's weight, and what is changed in place.
+
+    Attributes:
+        calls: (input, its version) of each call, by layer.
+        refused: layers whose weight was touched outside their own call or changed, or whose output is not x·W + b.
+    """
+
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        self.refused: set[str] = set()
+        self._model, self._layers = model, layers
+        self._names = {module.weight.data_ptr(): name for name, module in layers.items()}  # type: ignore[operator]
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        self._state = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+        self._places = sorted(self._state)
+        self._before: dict[int, torch.Tensor] = {}  # copies of what the pass changed
+        self._running: list[str] = []
+
+    def run(self) -> None:
+        """Runs the model once, and puts back what it changed."""
+        handles = [handle for name, module in self._layers.items() for handle in self._hook(name, module)]
+        try:
+            with self:
+                _dummy_forward(self._model)
+        finally:
+            for handle in handles:
+                handle.remove()
+            with torch.no_grad():
+                for place, tensor in self._before.items():
+                    self._state[place].copy_(tensor)
+
+    def _hook(self, name: str, module: nn.Module) -> list[Any]:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))
+            # The tensor is kept, or its id could come back as another tensor's.
+            self.calls.setdefault(name, []).append((given, given._version))
+            self._running.append(name)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if not _is_stock(module) and not _is_product(module, self.calls[name][-1][0], output):
+                self.refused.add(name)
+            self._running.remove(name)
+
+        return [
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),  # type: ignore[arg-type]
+        ]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Sees every operation before it runs; reading a shape or a dtype is none."""
+        for tensor in tree_leaves((args, kwargs)):
+            place = self._place(tensor) if isinstance(tensor, torch.Tensor) else None
+            if place is not None:
+                self._touch(place, func._schema.is_mutable)
+        return func(*args, **(kwargs or {}))
+
+    def _place(self, tensor: torch.Tensor) -> int | None:
+        """The address of the parameter or buffer that a tensor is, or is a view of."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        address = tensor.data_ptr()
+        at = bisect.bisect_right(self._places, address) - 1
+        place = self._places[at] if at >= 0 else 0
+        return place if place and address < place + self._state[place].nbytes else None
+
+    def _touch(self, place: int, is_changed: bool) -> None:
+        name = self._names.get(place)
+        if name is not None and (is_changed or name not in self._running):
+            self.refused.add(name)
+        if is_changed and place not in self._before:
+            self._before[place] = self._state[place].detach().clone()
+
+
+def _is_product(module: nn.Module, rows: torch.Tensor, output: Any) -> bool:
+    """Whether the output is x·W + b, and would be for larger rows of the other sign, in training, too."""
+    if not isinstance(rows, torch.Tensor) or not isinstance(output, torch.Tensor):
+        return False
+    was_training = module.training
+    module.train()
+    try:
+        return _agrees(module, rows, output) and _agrees(module, -64 * rows, module.forward(-64 * rows))
     finally:
-        for handle in handles:
-            handle.remove()
-    return _group(layers, calls)
+        module.train(was_training)
 
 
-def _watch(name: str, calls: dict[str, list[tuple[torch.Tensor, int]]]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[0] if args else next(iter(kwargs.values()))
-        # The tensor is kept, or its id could come back as another tensor's.
-        calls.setdefault(name, []).append((given, given._version))
+def _agrees(module: nn.Module, rows: torch.Tensor, output: torch.Tensor) -> bool:
+    weight: torch.Tensor = module.weight  # type: ignore[assignment]
+    weight = weight.t() if layer_kind(module) == "linear" else weight
+    if rows.shape[-1] != weight.shape[0] or not output.is_floating_point():
+        return False
+    wanted = rows.float() @ weight.float()
+    if module.bias is not None:
+        wanted = wanted + module.bias.float()  # type: ignore[operator]
+    bound = max(_TOLERANCE, 4 * torch.finfo(output.dtype).eps)
+    return output.shape == wanted.shape and bool((output.float() - wanted).norm() <= bound * wanted.norm())
 
-    return hook
+
+def _to_serve(layers: dict[str, nn.Module], trace: _Trace) -> list[str]:
+    """Layers that ran and were not refused; of those that did not run, the ones with a twin that is served.
+
+    Six tokens do not reach every expert of a mixture; the ones they reach speak for the rest. A layer of which no twin
+    ran at all is one that this use of the model does not need, or that is never called: it stays with the tenant.
+    """
+    refused = {_family(name) for name in trace.refused}
+    served = {_family(name) for name in trace.calls} - refused
+    return [
+        name
+        for name, module in layers.items()
+        if (name not in trace.refused if name in trace.calls else _is_stock(module) and _family(name) in served)
+    ]
+
+
+def _family(name: str) -> str:
+    """What the twins of a layer, at other places of a list, are called too."""
+    return re.sub(r"\d+", "#", name)
 
 
 @torch.no_grad()
@@ -118,9 +250,10 @@ def _dummy_forward(model: Any) -> None:
         model(**model.dummy_inputs)
 
 
-def _group(layers: dict[str, nn.Module], calls: dict[str, list[tuple[torch.Tensor, int]]]) -> list[tuple[str, ...]]:
+def _group(names: list[str], calls: dict[str, list[tuple[torch.Tensor, int]]]) -> list[tuple[str, ...]]:
     groups: dict[Any, list[str]] = {}
-    for name in [*calls, *(name for name in layers if name not in calls)]:
+    served = set(names)
+    for name in [*(name for name in calls if name in served), *(name for name in names if name not in calls)]:
         seen = calls.get(name, [])
         key = (id(seen[0][0]), seen[0][1]) if len(seen) == 1 else name
         groups.setdefault(key, []).append(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,9 @@ from wire.manifest import GroupInfo, LayerInfo, Manifest
 from wire.quantise import digest, max_norms, quantise
 
 WeightsKind = Literal["int8", "native"]
+_LOGGER = logging.getLogger(__name__)
+_NOTICED_SHARE = 0.05
+"""Routers and mixing coefficients stay below it; stacked experts are most of a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +70,7 @@ def serve_model(
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     loaded.model = loaded.tokenizer = None
+    _warn_of_other_weights(model)
     layers = base_layers(model, patterns)
     names = trace_groups(model, layers)
     if len(names) > MAX_GROUPS:
@@ -89,6 +94,30 @@ def serve_model(
     del model, layers
     return_freed_memory()
     return ServedModel(manifest, groups, bundle)
+
+
+def other_weights_share(model: nn.Module) -> float:
+    """The part of a model's parameters that are matrices of no nn.Linear, Conv1D, convolution or embedding.
+
+    Stacked experts are such: parameters of shape (num_experts, in, out) that no layer of their own multiplies by.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    known = (nn.Linear, Conv1D, nn.Embedding, nn.modules.conv._ConvNd)
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    others = [module for module in model.modules() if not isinstance(module, known)]
+    matrices = {id(p) for module in others for p in module.parameters(recurse=False) if p.squeeze().dim() > 1}
+    return sum(sizes[place] for place in matrices) / max(1, sum(sizes.values()))
+
+
+def _warn_of_other_weights(model: nn.Module) -> None:
+    share = other_weights_share(model)
+    if share >= _NOTICED_SHARE:
+        _LOGGER.warning(
+            "%.0f%% of the parameters, such as stacked experts, are in no nn.Linear or Conv1D: "
+            "the tenant downloads and computes them",
+            100 * share,
+        )
 
 
 def return_freed_memory() -> None:

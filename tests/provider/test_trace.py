@@ -92,8 +92,102 @@ class _OwnForward(nn.Linear):
 def test_versions_repeats_and_special_layers() -> None:
     model = _Odd()
     layers = base_layers(model)
-    assert set(layers) == {"first", "second", "third", "twice", "unused"}
-    assert trace_groups(model, layers) == [("first", "second"), ("third",), ("twice",), ("unused",)]
+    assert set(layers) == {"first", "second", "third", "twice", "unused", "own"}
+    assert trace_groups(model, layers) == [("first", "second"), ("third",), ("twice",)]
+
+
+class _ByHand(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input @ self.weight.T + self.bias
+
+
+class _InTraining(_ByHand):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (0.5 if self.training else 1)
+
+
+class _Clamped(_ByHand):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).clamp(-8, 8)
+
+
+class _WithMore(_ByHand):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+class _Pair(_ByHand):
+    def forward(self, input: torch.Tensor) -> Any:
+        return super().forward(input), input
+
+
+@pytest.mark.parametrize("kind", [_ByHand, _OwnForward, _InTraining, _Clamped, _WithMore, _Pair])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_forward_of_its_own_has_to_compute_the_product(kind: Any, dtype: torch.dtype) -> None:
+    model = _Called([kind(8, 4), nn.Linear(8, 4)]).to(dtype)
+    served = [("layers.0", "layers.1")] if kind is _ByHand else [("layers.1",)]
+    assert trace_groups(model, base_layers(model)) == served
+
+
+class _Called(nn.Module):
+    """Calls its layers, except for those in `idle`."""
+
+    def __init__(self, layers: list[nn.Module], idle: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.config, self.layers, self.idle = tiny_config("llama"), nn.ModuleList(layers), idle
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> None:
+        x = torch.linspace(-1, 1, 24).view(3, 8).to(self.layers[0].weight.dtype)
+        for index, layer in enumerate(self.layers):
+            if index not in self.idle:
+                layer(x)
+        self.read(self.layers)
+
+    def read(self, layers: nn.ModuleList) -> None:
+        """What is done with weights besides."""
+
+
+def test_a_layer_that_did_not_run_is_served_where_its_twins_are() -> None:
+    """As experts are that no token of the trace was sent to."""
+    model = _Called([nn.Linear(8, 4) for _ in range(3)], idle=(1,))
+    model.spare = nn.Linear(8, 4)
+    assert trace_groups(model, base_layers(model)) == [("layers.0", "layers.2"), ("layers.1",)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda layers: layers[1].weight.sum(),
+        lambda layers: layers[1].weight[0].view(2, 4).t() @ torch.ones(2),
+        lambda layers: nn.functional.linear(torch.ones(8), layers[1].weight),
+        lambda layers: layers[1].weight.mul_(2),
+        lambda layers: layers[1].weight.data.zero_(),
+    ],
+)
+def test_a_weight_that_is_read_elsewhere_stays_with_the_tenant(read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Called, "read", lambda self, layers: read(layers))
+    model = _Called([nn.Linear(8, 4) for _ in range(4)], idle=(3,))
+    before = model.layers[1].weight.detach().clone()
+    assert trace_groups(model, base_layers(model)) == [("layers.0", "layers.2")]
+    assert torch.equal(model.layers[1].weight, before)
+
+
+def test_a_look_at_shape_dtype_or_bias_is_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _Called,
+        "read",
+        lambda self, layers: layers[1].bias.to(layers[0].weight.dtype).sum() * layers[1].weight.shape[0],
+    )
+    model = _Called([nn.Linear(8, 4), nn.Linear(8, 4)])
+    assert trace_groups(model, base_layers(model)) == [("layers.0", "layers.1")]
+
+
+def test_a_model_that_reads_all_its_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Called, "read", lambda self, layers: layers[0].weight.sum())
+    model = _Called([nn.Linear(8, 4)])
+    with pytest.raises(ConfigurationError, match="none of the chosen layers can be served"):
+        trace_groups(model, base_layers(model))
 
 
 def test_a_trace_that_fails_fuses_nothing(caplog: pytest.LogCaptureFixture) -> None:
