@@ -102,7 +102,9 @@ def generate(
     verify: Verify = None,
     parameters: Parameters = None,
     adapter: Annotated[Path | None, typer.Option(help="Adapter folder; default: the base model.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Length limit.")] = 128,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Length limit.", show_default="128, or what the context leaves")
+    ] = None,
 ) -> None:
     """Answer a prompt, printed as it is made."""
     text = sys.stdin.read() if prompt == "-" else prompt

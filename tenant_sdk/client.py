@@ -163,7 +163,7 @@ class TenantClient:
         self,
         prompt: str | Iterable[Mapping[str, str]],
         adapter: str | Path | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         on_text: Callable[[str], None] | None = None,
         **options: Any,
     ) -> str:

@@ -114,7 +114,11 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
 
 
 def tokenize(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, max_length: int, add_eos: bool = True
+    rows: Iterable[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    add_eos: bool = True,
+    num_virtual_tokens: int = 0,
 ) -> list[dict[str, list[int]]]:
     """Turn rows into token ids with completion-only labels.
 
@@ -129,6 +133,8 @@ def tokenize(
         max_length: the most tokens that a row may have, usually the model's context.
         add_eos: end `text` and plain completions with the end-of-sequence token, unless they have it. Conversations
             never get one: their template has its own end marker.
+        num_virtual_tokens: what a prompt-learning adapter adds to every row; already taken off `max_length`, and named
+            where a row is too long.
 
     Returns:
         One dict per row: `input_ids`, `labels` (IGNORE_INDEX where no loss is wanted) and `attention_mask` (ones), all
@@ -141,7 +147,7 @@ def tokenize(
     Source: TRL 1.16, SFTTrainer._prepare_dataset (tokenize_fn, add_eos); unlike there, a row is never truncated, only
         assistant turns of a conversational completion are labels, and a template that rewrites history is an error.
     """
-    return [_tokenize_row(row, tokenizer, max_length, add_eos) for row in rows]
+    return [_tokenize_row(row, tokenizer, max_length, add_eos, num_virtual_tokens) for row in rows]
 
 
 class Collator:
@@ -292,13 +298,16 @@ def _string(where: str, value: object) -> str:
 # Tokenizing
 
 
-def _tokenize_row(row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int, add_eos: bool) -> dict[str, list[int]]:
+def _tokenize_row(
+    row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int, add_eos: bool, num_virtual_tokens: int
+) -> dict[str, list[int]]:
     if isinstance(row.form, Conversation):
         input_ids, labels = _tokenize_conversation(row.where, row.form, tokenizer)
     else:
         input_ids, labels = _tokenize_plain(row.form, tokenizer, add_eos)
     if len(input_ids) > max_length:
-        raise DatasetError(f"{row.where}: expected at most {max_length} tokens, {len(input_ids)} came")
+        beside = f" beside the adapter's {num_virtual_tokens} virtual ones" if num_virtual_tokens else ""
+        raise DatasetError(f"{row.where}: expected at most {max_length} tokens{beside}, {len(input_ids)} came")
     # A causal model predicts token i from the tokens before it, so a label at position 0 trains nothing.
     if all(label == IGNORE_INDEX for label in labels[1:]):
         raise DatasetError(

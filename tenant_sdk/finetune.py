@@ -6,6 +6,7 @@ when the same call is made again; the adapter folder appears whole or not at all
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -28,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.dataset import Collator, load_rows, tokenize
+from tenant_sdk.generate import copied_base_layer, virtual_tokens
 from tenant_sdk.model import context_length, ignore_renamings
 from tenant_sdk.progress import ProgressBar
 from wire.errors import ConfigurationError, VeilbaseError
@@ -128,10 +130,12 @@ def finetune(
         client: connected or not.
         data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`, or
             `text`.
-        peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default.
+        peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default. It is not
+            changed.
         output_dir: where the adapter goes; checkpoints lie beside it, in `OUTPUT_DIR.checkpoints`, until the run ends.
         max_steps: optimizer steps; `num_epochs` counts when it is None.
-        max_length: longest row in tokens; the model's context by default. A longer row is an error.
+        max_length: longest row in tokens; by default the model's context, less an adapter's virtual tokens. A longer
+            row is an error.
         save_steps: optimizer steps between checkpoints.
         gradient_checkpointing: less tenant memory for about twice the forward calls.
         resume: None goes on from a checkpoint of the same run if there is one; True demands one; False starts over.
@@ -155,9 +159,11 @@ def finetune(
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)
     tokenizer, manifest = client.tokenizer, client.connect()
-    context = context_length(manifest)
-    rows = tokenize(parsed, tokenizer, min(max_length or context, context))
-    peft_config = peft_config or default_peft_config()
+    # a copy: PEFT writes into the config, and the same call must have the same fingerprint again
+    peft_config = copy.deepcopy(peft_config or default_peft_config())
+    num_virtual = virtual_tokens(peft_config)
+    room = _room(context_length(manifest), num_virtual)
+    rows = tokenize(parsed, tokenizer, min(max_length or room, room), num_virtual_tokens=num_virtual)
     output_dir = Path(output_dir)
     check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
@@ -165,9 +171,7 @@ def finetune(
     start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)
 
     set_seed(seed)
-    with _adapter_errors(), warnings.catch_warnings():
-        ignore_renamings()
-        model = get_peft_model(client.load_model(), peft_config)
+    model = _adapted(client, peft_config)
     if gradient_checkpointing:
         _checkpoint_activations(model.get_base_model())
     trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer))
@@ -184,6 +188,33 @@ def finetune(
         after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
         int(start.name.rpartition("-")[2]) if start else 0,
     )  # fmt: skip
+
+
+def _room(context: int, num_virtual: int) -> int:
+    """Tokens that a row may have."""
+    if num_virtual >= context:
+        raise ConfigurationError(
+            f"num_virtual_tokens must leave room for rows in the model's context of {context}, got {num_virtual}"
+        )
+    return context - num_virtual
+
+
+def _adapted(client: TenantClient, peft_config: PeftConfig) -> Any:
+    """A fresh model with the adapter on it.
+
+    A copy of a base layer has no weight: nothing of it would be trained, and stock PEFT could not load the adapter.
+    """
+    with _adapter_errors(), warnings.catch_warnings():
+        ignore_renamings()
+        model = get_peft_model(client.load_model(), peft_config)
+    copied = copied_base_layer(model)
+    if copied is not None:
+        name, setting = copied
+        raise ConfigurationError(
+            f"base layers held by the provider cannot be trained whole: take {name} out of {setting}, "
+            "or adapt it with LoRA"
+        )
+    return model
 
 
 def _checkpoint_activations(model: Any) -> None:

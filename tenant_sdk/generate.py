@@ -1,23 +1,40 @@
-"""Text from the base model or an adapter, with the KV cache on the tenant's side."""
+"""Text from the base model or an adapter, with the KV cache on the tenant's side.
+
+Guarantees: a length, an option or a prompt that cannot be is one line; what fails inside the model, the provider or the
+user's own functions is passed on as it is.
+"""
 
 from __future__ import annotations
 
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.ln_tuning.layer import LNTuningLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 from transformers import TextStreamer
 
 from tenant_sdk.dataset import RENDER_ERRORS
 from tenant_sdk.model import context_length, ignore_renamings
+from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
+
+
+DEFAULT_NEW_TOKENS = 128
+"""Where none is asked for, or fewer, as the context leaves."""
+
+_OWN_OPTIONS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate")
+"""Arguments of transformers' `generate` that are made here, or that give something other than text."""
 
 
 class _Callback(TextStreamer):  # type: ignore[misc]
@@ -36,7 +53,7 @@ def generate(
     client: TenantClient,
     prompt: str | Iterable[Mapping[str, str]],
     adapter: str | Path | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     on_text: Callable[[str], None] | None = None,
     **options: Any,
 ) -> str:
@@ -46,32 +63,103 @@ def generate(
         client: connected or not.
         prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
         adapter: a PEFT adapter folder; None for the base model.
-        max_new_tokens: length limit of the answer.
-        on_text: called with each piece of text as it is ready.
+        max_new_tokens: length limit of the answer, which has to fit into the context with the prompt and an adapter's
+            virtual tokens; None for DEFAULT_NEW_TOKENS, or fewer where the context leaves fewer.
+        on_text: called with each piece of text as it is ready; not with beam search.
         options: passed to transformers' `generate`.
 
     Returns:
         The answer, special tokens removed.
 
     Raises:
-        ConfigurationError: no such adapter, or it does not fit the model.
+        ConfigurationError: no such adapter, or it does not fit the model; a length or an option that cannot be.
     """
+    _check_options(max_new_tokens, on_text, options)
     tokenizer = client.tokenizer
     model = adapted_model(client, adapter)
     inputs = encode_prompt(tokenizer, prompt).to(model.device)
-    context = context_length(client.connect())
-    if inputs.shape[1] >= context:
-        raise ConfigurationError(f"the prompt has {inputs.shape[1]} tokens, the model's context holds {context}")
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, **options}
+    num_virtual = virtual_tokens(getattr(model, "active_peft_config", None))
+    num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, context_length(client.connect()))
+    settings = {"do_sample": False, "max_new_tokens": num_new, **options}
+    if on_text is not None:  # the provider's generation config may ask for beams, which have no text before their end
+        settings.setdefault("num_beams", 1)
     if not settings["do_sample"]:  # sampling defaults of the provider's generation config would only warn
         settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
     if model.generation_config.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
     client.fetch_hints()
     streamer = _Callback(tokenizer, on_text) if on_text is not None else None
-    with torch.no_grad():
+    with torch.no_grad(), _option_errors(options):
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **settings)
     return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+
+
+def virtual_tokens(peft_config: Any) -> int:
+    """Positions that an adapter puts before every row: 0 but for prompt-learning methods.
+
+    Raises:
+        ConfigurationError: not a positive whole number.
+    """
+    if not getattr(peft_config, "is_prompt_learning", False):
+        return 0
+    return _positive("num_virtual_tokens", peft_config.num_virtual_tokens)
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ConfigurationError(f"{name} must be a positive whole number, got {ascii(value)[:40]}")
+    return int(value)
+
+
+def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:
+    """What can be said of options before anything is loaded."""
+    if max_new_tokens is not None:
+        _positive("max_new_tokens", max_new_tokens)
+    for name in _OWN_OPTIONS:
+        if name in options:
+            raise ConfigurationError(f"generate does not take {name}: it reads the prompt and returns text")
+    for name in ("num_beams", "num_return_sequences"):
+        if name in options:
+            _positive(name, options[name])
+    if on_text is not None and options.get("num_beams", 1) > 1:
+        raise ConfigurationError("on_text needs num_beams=1: beam search has no text before its end")
+
+
+def _answer_length(asked: int | None, num_prompt: int, num_virtual: int, context: int) -> int:
+    """The length limit that fits; raises ConfigurationError where none does."""
+    room = context - num_prompt - num_virtual
+    beside = f" beside the adapter's {num_virtual} virtual ones" if num_virtual else ""
+    if room < 1:
+        raise ConfigurationError(f"the prompt has {num_prompt} tokens{beside}, the model's context holds {context}")
+    if asked is not None and asked > room:
+        raise ConfigurationError(
+            f"the prompt has {num_prompt} tokens{beside} and max_new_tokens is {asked}, the model's context holds "
+            f"{context}: ask for at most {room}"
+        )
+    return min(DEFAULT_NEW_TOKENS, room) if asked is None else asked
+
+
+@contextmanager
+def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
+    """transformers' refusals as one line that names the option; its own text may quote token ids."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as exc:
+        if not _raised_by_generation(exc):
+            raise
+        named = [name for name in options if name in str(exc)] or list(options)
+        if named:
+            shown = ", ".join(map(ascii, named))[:200]
+            text = f"transformers' generate does not take {shown} as given: see the options of its GenerationConfig"
+        else:
+            text = f"transformers cannot use the provider's generation_config.json ({type(exc).__name__})"
+        raise ConfigurationError(text) from None
+
+
+def _raised_by_generation(exc: Exception) -> bool:
+    """Whether transformers' generation code itself refused something, not a model or a function of the user's."""
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")).startswith("transformers.generation.")
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> torch.Tensor:
@@ -107,8 +195,22 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
                     model = PeftModel.from_pretrained(model, str(adapter)).eval()
             except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
+            copied = copied_base_layer(model)
+            if copied is not None:  # PEFT would answer without the adapter's own weight of it, and say nothing
+                raise ConfigurationError(f"{adapter} holds {copied[0]} whole, a base layer held by the provider")
         client.loaded = (key, model)
     return client.loaded[1]
+
+
+def copied_base_layer(model: Any) -> tuple[str, str] | None:
+    """A module that PEFT trains or loads whole although base layers in it are at the provider, and the setting."""
+    for name, module in model.named_modules():
+        if not isinstance(module, AuxiliaryTrainingWrapper | LNTuningLayer):
+            continue
+        if any(isinstance(inner, RemoteLinear | RemoteConv1D) for inner in module.modules()):
+            setting = "target_modules" if isinstance(module, LNTuningLayer) else "modules_to_save"
+            return name.removeprefix("base_model.model."), setting
+    return None
 
 
 def _adapter_key(adapter: str | Path | None) -> tuple[str, int] | None:

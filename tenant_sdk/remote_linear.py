@@ -40,8 +40,8 @@ class RemoteWeight(torch.Tensor):
         """Every operation on the data is refused."""
         raise RemoteWeightError(
             f"{func} needs the data of a base weight, which stays with the provider: "
-            "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not), or, where it is the "
-            "model itself, a provider that excludes this layer with --base-layers"
+            "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not), or, where the "
+            "model itself reads it, a provider that excludes this layer with --base-layers"
         )
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load, save
 from provider.core import ProviderCore
 from tenant_sdk import TenantClient
 from tenant_sdk.bundle import bundle_digest, without_unsafe
+from tenant_sdk.model import context_length
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError, DatasetError, MalformedFrame, VeilbaseError
 from wire.manifest import BundleFile, Manifest, parse_manifest
@@ -172,6 +173,26 @@ def test_a_config_that_makes_no_model(liar: Liar, client: TenantClient, changes:
     with pytest.raises(VeilbaseError) as failure:
         client.load_model()
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
+@pytest.mark.parametrize("length", ["many", [1], 1e400, -5, 0, True, 128.0, (1 << 31) + 1, {}], ids=repr)
+def test_a_context_that_is_no_length(liar: Liar, client: TenantClient, tmp_path: Path, key: str, length: Any) -> None:
+    liar.announce(config={"model_type": "llama", key: length})
+    for use in (
+        lambda: client.generate("who?", max_new_tokens=2),
+        lambda: client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK),
+    ):
+        with pytest.raises(MalformedFrame, match=rf"whole number from 1 to 2\^31 as {key}") as failure:
+            use()
+        assert "\n" not in str(failure.value)
+
+
+def test_a_context_that_is_not_named(liar: Liar, client: TenantClient) -> None:
+    for config in ({"model_type": "llama"}, {"max_position_embeddings": None, "n_positions": 1 << 31}):
+        liar.announce(config=config)
+        assert context_length(liar.manifest()) >= 1 << 20
+    assert client.generate("who?", max_new_tokens=2) is not None
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])

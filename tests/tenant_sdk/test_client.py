@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from provider.core import ProviderCore
@@ -171,6 +171,81 @@ def test_prompts_that_cannot_be(chat_client: TenantClient) -> None:
         assert "xxx" not in str(failure.value)
 
 
+@pytest.mark.parametrize("asked", [0, -3, 2.5, "3", True])
+def test_lengths_that_cannot_be(chat_client: TenantClient, asked: Any) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^max_new_tokens must be a positive whole number, got {asked!r}$"):
+        chat_client.generate(PROMPT, max_new_tokens=asked)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_prompt_and_answer_fit_the_context(kind: str, tmp_path: Path) -> None:
+    """Both models hold 128 tokens, of which the template takes 3."""
+    folder, prompt = tiny.chat_model(tmp_path / kind, kind), "a" * 97
+    ends = {"min_new_tokens": 28, "suppress_tokens": [tiny.tokenizer().eos_token_id]}  # the answer goes on to its limit
+    with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
+        for asked in (29, 1 << 40):
+            said = (
+                rf"^the prompt has 100 tokens and max_new_tokens is {asked}, .* context holds 128: ask for at most 28$"
+            )
+            with pytest.raises(ConfigurationError, match=said):
+                client.generate(prompt, max_new_tokens=asked)
+        with pytest.raises(ConfigurationError, match=r"^the prompt has 128 tokens, the model's context holds 128$"):
+            client.generate("a" * 125, max_new_tokens=1)
+        whole = client.generate(prompt, max_new_tokens=28, **ends)
+        assert client.generate(prompt, **ends) == whole, "the default is cut to what fits"
+
+
+BAD_OPTIONS: list[dict[str, Any]] = [
+    {"num_beams": 0}, {"num_beams": -1}, {"num_beams": 1.5}, {"num_beams": "two"}, {"num_beams": None},
+    {"num_return_sequences": 0}, {"num_return_sequences": 2}, {"max_new_tokens_": 3}, {"new\nline": 1},
+    {"temperature": -1.0, "do_sample": True}, {"temperature": "hot", "do_sample": True}, {"repetition_penalty": 0},
+    {"bad_words_ids": [["4711"]]}, {"eos_token_id": "4711"}, {"max_time": "long"}, {"cache_implementation": "4711"},
+    {"input_ids": torch.full((1, 2), 4711)}, {"attention_mask": 1}, {"inputs": 1}, {"streamer": 1},
+    {"return_dict_in_generate": True}, {"logits_processor": 3}, {"num_beams": 2, "on_text": print},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
+def test_options_of_generate_that_cannot_be(chat_client: TenantClient, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError) as failure:
+        chat_client.generate(PROMPT, max_new_tokens=3, **options)
+    assert next(iter(options)).encode("unicode_escape").decode() in str(failure.value)
+    assert "\n" not in str(failure.value)
+    assert "4711" not in str(failure.value)
+    assert "tensor" not in str(failure.value)
+
+
+def test_errors_of_the_users_own_functions_are_not_ours(chat_client: TenantClient) -> None:
+    def broken(*_: Any) -> Any:
+        raise ValueError("the user's own")
+
+    for options in ({"on_text": broken}, {"logits_processor": [broken]}, {"prefix_allowed_tokens_fn": broken}):
+        with pytest.raises(ValueError, match="the user's own"):
+            chat_client.generate(PROMPT, max_new_tokens=8, **options)
+
+
+def test_a_provider_whose_settings_ask_for_beams(chat_client: TenantClient) -> None:
+    chat_client.generate(PROMPT, max_new_tokens=1)
+    assert chat_client.loaded is not None
+    settings = chat_client.loaded[1].generation_config
+    settings.num_beams = 2
+    pieces: list[str] = []
+    try:
+        assert chat_client.generate(PROMPT, max_new_tokens=8, on_text=pieces.append) == "".join(pieces)
+        settings.num_beams = 0
+        with pytest.raises(ConfigurationError, match=r"the provider's generation_config\.json \(ZeroDivisionError\)$"):
+            chat_client.generate(PROMPT, max_new_tokens=8)
+    finally:
+        chat_client.loaded = None
+
+
+def test_an_adapter_that_holds_a_base_layer_whole(chat_client: TenantClient, chat_folder: Path, tmp_path: Path) -> None:
+    config = lora(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(chat_folder), config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigurationError, match=r"adapter holds lm_head whole, a base layer held by the provider$"):
+        chat_client.generate(PROMPT, tmp_path / "adapter", 3)
+
+
 def test_adapters_that_cannot_be(chat_client: TenantClient, trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="is it an adapter folder"):
         chat_client.generate(PROMPT, tmp_path / "nowhere")
@@ -273,6 +348,9 @@ finally:
         (["--identity", "acme"], "cannot be reached"),
         (["--url", "inproc:CHAT", "--mask", "invisible"], "invisible"),
         (["--url", "inproc:CHAT", "--mask", "off", "--adapter", "nowhere"], "adapter folder"),
+        (["--url", "inproc:CHAT", "--mask", "off", "--max-new-tokens", "0"], "max_new_tokens must be a positive"),
+        (["--url", "inproc:CHAT", "--mask", "off", "--max-new-tokens", "-1"], "max_new_tokens must be a positive"),
+        (["--url", "inproc:CHAT", "--mask", "off", "--max-new-tokens", "9999"], "max_new_tokens is 9999"),
     ],
     ids=str,
 )

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import (
+    LNTuningConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
 from provider.core import ProviderCore
@@ -252,6 +261,63 @@ def test_an_adapter_that_does_not_fit_the_model(chat_client: Any, tmp_path: Path
         chat_client.finetune(ROWS, lora(target_modules=["nowhere"]), tmp_path / "out", **QUICK)
     with pytest.raises(ConfigurationError, match="stays with the provider"):
         chat_client.finetune(ROWS, lora(use_dora=True), tmp_path / "out", resume=False, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (lambda: lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head"),
+        (lambda: lora(target_modules=["q_proj"], modules_to_save=["o_proj"]), "model.layers.0.self_attn.o_proj"),
+        (lambda: lora(target_modules=["q_proj"], modules_to_save=["mlp"]), "model.layers.0.mlp"),
+        (lambda: LNTuningConfig(target_modules=["norm", "lm_head"], task_type="CAUSAL_LM"), "lm_head"),
+    ],
+)
+def test_a_base_layer_is_not_trained_whole(chat_client: Any, tmp_path: Path, config: Any, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"cannot be trained whole: take {re.escape(name)} out of") as failure:
+        chat_client.finetune(ROWS, config(), tmp_path / "out", **QUICK)
+    assert "\n" not in str(failure.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_of_the_tenant_are_trained_whole(
+    chat_client: Any, chat_folder: Path, tmp_path: Path, trained_model: list[Any]
+) -> None:
+    config = lora(target_modules=["q_proj"], modules_to_save=["norm", "embed_tokens"])
+    result = chat_client.finetune(ROWS, config, tmp_path / "out", **QUICK)
+    bare = AutoModelForCausalLM.from_pretrained(chat_folder)
+    want = {name: value.clone() for name, value in bare.state_dict().items()}
+    stock = PeftModel.from_pretrained(bare, result.adapter_dir).eval()
+    assert_close(logits(stock), logits(trained_model[0]))
+    for module, name in ((stock.base_model.model.model.norm, "norm"), (stock.get_input_embeddings(), "embed_tokens")):
+        assert not torch.equal(module.modules_to_save["default"].weight, want[f"model.{name}.weight"]), name
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_virtual_tokens_count_in_the_context(config: Any, tmp_path: Path) -> None:
+    """GPT-2's positions end: 128 of them, 4 for the adapter, one token of a row for its end."""
+    folder, out = tiny.chat_model(tmp_path / "gpt2", "gpt2"), tmp_path / "out"
+    data = tmp_path / "data.jsonl"
+    options = {**QUICK, "max_steps": 1}
+    with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
+        data.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 123}))
+        client.finetune(data, config(num_virtual_tokens=4, task_type="CAUSAL_LM"), out, **options)
+        data.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 124}))
+        with pytest.raises(DatasetError, match=r"line 2: .* 124 tokens beside the adapter's 4 virtual ones, 125 came$"):
+            client.finetune(data, config(num_virtual_tokens=4, task_type="CAUSAL_LM"), tmp_path / "long", **options)
+        prompt = "a" * 101  # and 3 tokens of the template
+        assert len(client.generate(prompt, out, 20)) <= 20
+        with pytest.raises(ConfigurationError, match=r"104 tokens .* 4 virtual ones .* is 21, .* 128: .* at most 20$"):
+            client.generate(prompt, out, 21)
+        assert client.generate(prompt, None, 21) is not None
+
+
+@pytest.mark.parametrize("count", [None, 0, -1, "3", 128])
+def test_virtual_tokens_that_cannot_be(chat_client: Any, tmp_path: Path, count: Any) -> None:
+    config = PromptTuningConfig(num_virtual_tokens=count, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigurationError, match="num_virtual_tokens must") as failure:
+        chat_client.finetune(ROWS, config, tmp_path / "out", **QUICK)
+    assert "\n" not in str(failure.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_folder_that_cannot_be_written(chat_client: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import errno
 import json
 import os
@@ -80,12 +81,17 @@ def breaking(chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> Brea
     return Breaking(chat_client, monkeypatch)
 
 
+def calls_a_step(client: TenantClient, breaking: Breaking, folder: Path) -> int:
+    """Calls of one step; the count begins again."""
+    breaking.count, breaking.at = 0, float("inf")
+    run(client, folder / "count", max_steps=1)
+    num_calls, breaking.count = breaking.count, 0
+    return num_calls
+
+
 def break_in_step(client: TenantClient, breaking: Breaking, out: Path, step: int, **changes: Any) -> None:
     """Ends a run in the given step (from 1), in the middle."""
-    breaking.count, breaking.at = 0, float("inf")
-    run(client, out.with_name("count"), max_steps=1)
-    breaking.at = (step - 0.5) * breaking.count
-    breaking.count = 0
+    breaking.at = (step - 0.5) * calls_a_step(client, breaking, out.parent)
     with pytest.raises(Unavailable):
         run(client, out, **changes)
     breaking.heal()
@@ -138,6 +144,24 @@ def test_breaks_twice(chat_client: Any, breaking: Breaking, whole: Any, tmp_path
     result = run(chat_client, out)
     assert result.resumed_from_step == 4
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
+    assert_same_adapter(out, whole.adapter_dir)
+
+
+def test_goes_on_with_the_config_object_of_the_broken_run(
+    chat_client: Any, breaking: Breaking, whole: Any, tmp_path: Path
+) -> None:
+    """PEFT writes into the config that it is given; the user's own must stay as it was."""
+    shared, out = lora(), tmp_path / "out"
+    before = copy.deepcopy(shared)
+    breaking.at = calls_a_step(chat_client, breaking, tmp_path) * 2.5
+    with pytest.raises(Unavailable):
+        chat_client.finetune(ROWS, shared, out, **QUICK)
+    breaking.heal()
+    assert shared == before
+    assert checkpoints(out) == ["checkpoint-2"]
+    result = chat_client.finetune(ROWS, shared, out, **QUICK)
+    assert shared == before
+    assert result.resumed_from_step == 2
     assert_same_adapter(out, whole.adapter_dir)
 
 
