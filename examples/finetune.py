@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--mask", default="lattice", help="lattice, pad, gaussian-pool or off")
     parser.add_argument("--verify", help="checkpoint you trust: a folder, a GGUF file, a hub id or smollm2-135m")
     parser.add_argument("--data", default=str(DATA))
-    parser.add_argument("--output", default="adapters/harborlight")
+    parser.add_argument("--output", default="adapters/harborlight-example")
     parser.add_argument("--max-steps", type=int, default=20)
     parser.add_argument("--question", default="I'm writing a history of Harborlight. Who was its founder?")
     args = parser.parse_args()

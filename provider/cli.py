@@ -67,7 +67,7 @@ def serve(
         Literal["opportunistic", "none", "lockstep"] | None,
         typer.Option(help="How requests share products; two are for comparison.", show_default="opportunistic"),
     ] = None,
-    slo_ms: Annotated[float | None, typer.Option(help="Latency target of decode requests, in here.")] = None,
+    slo_ms: Annotated[float | None, typer.Option(help="Latency target of decode, from arrival to reply.")] = None,
     busy_poll_ms: Annotated[
         float | None,
         typer.Option(help="The longest that an idle core looks for the next decode request.", show_default="2"),

@@ -71,12 +71,13 @@ def finetune(
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     rank: Annotated[int, typer.Option(help="LoRA rank; alpha is twice as much.")] = 16,
-    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 25,
+    save_steps: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
     seed: Annotated[int, typer.Option(help="Seed of adapter initialisation and data order.")] = 0,
     gradient_checkpointing: Annotated[bool, typer.Option(help="Less memory, more calls.")] = False,
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
+    _look_at(data)
     with _client(url, identity, mask, verify, parameters) as client:
         from peft import LoraConfig
 
@@ -91,6 +92,13 @@ def finetune(
         f"tokens {result.tokens}  up {result.bytes_up / 1e6:.0f} MB  down {result.bytes_down / 1e6:.0f} MB  "
         f"{result.seconds:.0f} s"
     )
+
+
+def _look_at(data: Path) -> None:
+    """A data set's mistakes, as far as they show without the model: before a provider is checked for a minute."""
+    from tenant_sdk.dataset import load_rows
+
+    load_rows(data)
 
 
 @app.command()
@@ -108,6 +116,10 @@ def generate(
 ) -> None:
     """Answer a prompt, printed as it is made."""
     text = sys.stdin.read() if prompt == "-" else prompt
+    if adapter is not None and not adapter.is_dir():
+        from wire.errors import ConfigurationError
+
+        raise ConfigurationError(f"there is no adapter folder {adapter}")
     with _client(url, identity, mask, verify, parameters) as client:
         client.generate(text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False))
     typer.echo()
@@ -135,6 +147,7 @@ def main() -> None:
         typer.echo(f"tenant: {exc}", err=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
+        typer.echo("tenant: stopped; fine-tuning goes on from its last checkpoint when started again", err=True)
         raise SystemExit(130) from None
 
 

@@ -20,7 +20,6 @@ from noise.registry import DEFAULT_MASK, MASKS
 from tenant_sdk import embedded
 from tenant_sdk.bundle import fetch_bundle
 from tenant_sdk.explain import explain
-from tenant_sdk.identity import issuer_of
 from tenant_sdk.model import load_remote_model, load_tokenizer
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
@@ -29,7 +28,7 @@ from wire.errors import ConfigurationError
 from wire.frame import Direction
 from wire.manifest import Manifest
 from wire.transport.base import Traffic
-from wire.transport.identity import TlsIdentity, load_identity
+from wire.transport.identity import load_identity
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -223,14 +222,6 @@ class TenantClient:
         self.close()
 
 
-def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity]) -> None:
-    """Raises ConfigurationError where two providers are one: with `shares` it would have both halves of every row."""
-    networked = [each.rstrip("/").lower() for each in urls if not each.startswith(embedded.SCHEME)]
-    authorities = [issuer_of(each) for each in identities]
-    if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
-        raise ConfigurationError("two providers were expected, got one twice: each has its own URL and authority")
-
-
 def _plan(
     url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None, mask: str, verify: str | Path | None,
     arithmetic: str | None, mask_options: Mapping[str, Any] | None, kappa: int, weights: str | None,
@@ -246,7 +237,6 @@ def _plan(
     if mask not in MASKS:
         raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
     folders = tuple(None if each is None else Path(str(each)) for each in given)
-    loaded: list[TlsIdentity] = []
     for each, folder in zip(urls, folders, strict=True):
         inproc = each.startswith(embedded.SCHEME)
         if inproc and folder is not None:
@@ -254,8 +244,7 @@ def _plan(
         if not inproc and weights is not None:
             raise ConfigurationError("weights is for inproc: only: a networked provider chooses for itself")
         if folder is not None:
-            loaded.append(load_identity(folder))
-    _check_apart(urls, loaded)
+            load_identity(folder)
     return Plan(
         urls, folders, mask, arithmetic, dict(mask_options or {}), None if verify is None else str(verify), kappa,
         weights, Path(cache) if cache is not None else None,

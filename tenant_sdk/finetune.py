@@ -118,7 +118,7 @@ def finetune(
     weight_decay: float = 0.0,
     max_grad_norm: float = 1.0,
     max_length: int | None = None,
-    save_steps: int = 25,
+    save_steps: int = 10,
     seed: int = 0,
     gradient_checkpointing: bool = False,
     resume: bool | None = None,

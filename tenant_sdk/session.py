@@ -22,7 +22,7 @@ from noise.scheme import MaskScheme
 from noise.verify import Verifier
 from tenant_sdk import embedded
 from tenant_sdk.bundle import default_cache, fetch_bundle
-from tenant_sdk.identity import tenant_name
+from tenant_sdk.identity import issuer_of, tenant_name
 from tenant_sdk.remote_group import RemoteExecutor
 from wire.errors import ConfigurationError
 from wire.limits import Limits
@@ -97,6 +97,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         identities = [None if folder is None else load_identity(folder) for folder in plan.identities]
         known = _setting(plan, identities[0])
         _arithmetic(plan, known)  # what no provider can put right is refused before the network
+        _check_apart(plan.urls, identities)
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
         for connection in connections:
             undo.callback(connection.close)
@@ -121,6 +122,14 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
     if verifier is None and plan.mask in RING_ONLY:
         warnings.warn(UNVERIFIED, NotVerifiedWarning, stacklevel=4)
     return Session(connections, manifest, scheme, executor, verifier)
+
+
+def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
+    """Raises ConfigurationError where two providers are one: with `shares` it would have both halves of every row."""
+    networked = [each.rstrip("/").lower() for each in urls if not each.startswith(embedded.SCHEME)]
+    authorities = [issuer_of(each) for each in identities if each is not None]
+    if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
+        raise ConfigurationError("two providers were expected, got one twice: each has its own URL and authority")
 
 
 def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:

@@ -24,8 +24,7 @@ from tenant_sdk.cli import app as tenant_app
 from tests.examples.conftest import ROOT
 from wire import frame, ring
 from wire.errors import WireCode
-from wire.expand import SeededRows
-from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
+from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import deadline_s
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
@@ -123,17 +122,7 @@ def test_protocol_bytes() -> None:
     rows = torch.tensor([[1, 2, 3], [-1, 0, 2147483647]], dtype=torch.int32)
     reply = ring.product(rows, weight)
     request = Header(FrameType.REQUEST, 1, call, 2, 3, 0, 24, int(1000 * deadline_s(24 + 16)))
-    seeded = SeededRows(bytes(range(32)), 0, 2)
-    hint_call = Call(7, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
-    hint_request = Header(FrameType.REQUEST, 2, hint_call, 2, 3, 0, 48, 30_000)
-    expanded = seeded.expand(3)
-    product = ring.product(expanded, weight)
     assert shown == {
-        "hint": b"".join(frame.frames(hint_request, memoryview(seeded.pack()))),
-        "expanded": bytes(frame.tensor_bytes(expanded)),
-        "product": b"".join(
-            frame.frames(Header(FrameType.REPLY, 2, hint_call, 2, 2, 0, 16), frame.tensor_bytes(product))
-        ),
         "hello": frame.hello(FrameType.HELLO),
         "request": b"".join(frame.frames(request, frame.tensor_bytes(rows))),
         "reply": b"".join(frame.frames(Header(FrameType.REPLY, 1, call, 2, 2, 0, 16), frame.tensor_bytes(reply))),

@@ -71,7 +71,7 @@ def test_options_that_cannot_be(chat_folder: Path, identity: Path) -> None:
     assert "takes no identity" in refused(inproc, identity=identity)
     assert "inproc: only" in refused("grpc://127.0.0.1:1", weights="int8")
     assert "int8 or native" in refused(inproc, weights="int4")
-    assert "needs identity" in refused("grpcs://127.0.0.1:1")
+    assert "needs an identity" in refused("grpcs://127.0.0.1:1")
     for options in ({"mask": "invisible"}, {"arithmetic": "complex"}, {"mask_options": {"pool_size": 3}}):
         assert refused(inproc, **options).startswith(("ConfigurationError", "WeakParameters")), options
     with pytest.raises(ConfigurationError):
@@ -345,7 +345,7 @@ finally:
         (["--identity", "nameless"], "nameless names no endpoint"),
         (["--identity", "acme", "--identity", "acme", "--url", "grpcs://127.0.0.1:1"], "one identity for each of 1 "),
         ([], "--identity"),
-        (["--identity", "acme"], "cannot be reached"),
+        (["--identity", "acme"], "no provider can be reached at grpcs://127.0.0.1:1"),
         (["--url", "inproc:CHAT", "--mask", "invisible"], "invisible"),
         (["--url", "inproc:CHAT", "--mask", "off", "--adapter", "nowhere"], "adapter folder"),
         (["--url", "inproc:CHAT", "--mask", "off", "--max-new-tokens", "0"], "max_new_tokens must be a positive"),

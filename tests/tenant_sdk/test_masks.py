@@ -693,7 +693,7 @@ def test_one_provider_is_not_two_providers_of_shares(site: Site, tmp_path: Path)
     (copied / "ca.pem").write_bytes(b"a comment, as some tools write it\n" + (acme / "ca.pem").read_bytes())
     for urls, given in (([a, a], [acme, acme]), ([a, f"{a.upper()}/"], [acme, other]), ([a, b], [acme, copied])):
         with pytest.raises(ConfigurationError, match="one twice"):
-            TenantClient(urls, identity=given, mask="shares", progress=False)
+            TenantClient(urls, identity=given, mask="shares", progress=False).connect()
     assert first.seen == second.seen == []
 
 

@@ -94,7 +94,7 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if parts.scheme == "grpcs":
         if identity is None:
-            raise ConfigurationError("a grpcs:// URL needs identity=<folder made by `provider enroll`>")
+            raise ConfigurationError("a grpcs:// URL needs an identity, the folder that `provider enroll` made")
         credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
         return grpc.secure_channel(target, credentials, channel_options(host))
     if not (host in ("localhost", "::1") or host.startswith("127.")):
@@ -127,7 +127,8 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
     ):
         # A provider that refuses the certificate closes the socket, and gRPC calls that UNAVAILABLE.
         return Unauthenticated(
-            "the TLS connection was closed: this identity belongs to another provider, has expired, or is missing"
+            "the connection was closed: this identity belongs to another provider, has expired, or is missing (the URL "
+            "of a provider with TLS is grpcs://..., and takes an identity)"
         )
     return Unavailable(
         "the provider cannot be reached or went away: check its URL and that it runs; "
@@ -179,6 +180,9 @@ class GrpcConnection:
     def _fetch_manifest(self) -> Manifest:
         try:
             data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
+        except Unavailable:
+            self._drop_channel()
+            raise Unavailable(f"no provider can be reached at {self.url}: check the URL and that it runs") from None
         except TransportError:
             self._drop_channel()
             raise
