@@ -102,9 +102,9 @@ class Lattice:
         self._effect_path: EffectPath | None = None
         self._cuts: dict[Key, _Cut] = {}
         degree = parameters.ring_degree
-        self.pool = MaskPool(
-            self._make, degree, pool_bytes, background, degree // MOST_PIECES, features, self._cuts.clear
-        )
+        # a hint that is not stored would be fetched again for every piece
+        least_rows = degree // MOST_PIECES if self.keeps_hints else None
+        self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear)
 
     def bind(self, effect_path: EffectPath) -> None:
         """Keeps the way to the provider's bias-free path, which gives hints."""
@@ -199,6 +199,11 @@ class Lattice:
             shape = (1, self.parameters.rank, self.parameters.ring_degree)
             cut = _Cut(epoch, polynomial.secret_transform(sampling.ternary(self._rng, shape)), slots)
             self._cuts[group.id, direction] = cut
+            try:
+                self.pool.check_open()
+            except MaskError:  # it was closed meanwhile, when its secrets were dropped
+                self._cuts.clear()
+                raise
         return cut
 
     def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:

@@ -2,7 +2,8 @@
 
 Guarantees: layers are found by type and grouped by watching one forward pass; a layer whose weight is another layer's
 too, or is read or changed outside the layer's own call, is not served; nor is a layer with a forward of its own, unless
-it was seen to be x·W + b. The model's tensors are as they were before the pass. What is not served is in the bundle.
+it was seen to be x·W + b, for rows of several sizes. What torch's operations change in the model's tensors is put back
+after the pass (not what is written through numpy, or bound anew). What is not served is in the bundle.
 
 Not guaranteed: what another input, a cache or training would do. A group only says that its members met the same input
 in the trace: the tenant checks again in every call. The tenant's stand-in weight refuses to be read, in every call.
@@ -11,6 +12,7 @@ in the trace: the tenant checks again in every call. The tenant's stand-in weigh
 from __future__ import annotations
 
 import bisect
+import copy
 import fnmatch
 import itertools
 import logging
@@ -196,15 +198,13 @@ class _Trace(TorchDispatchMode):
 
 
 def _is_product(module: nn.Module, rows: torch.Tensor, output: Any) -> bool:
-    """Whether the output is x·W + b, and would be for larger rows of the other sign, in training, too."""
-    if not isinstance(rows, torch.Tensor) or not isinstance(output, torch.Tensor):
+    """Whether the output is x·W + b, and would be for rows of other sizes, in float32, in training, too."""
+    if not isinstance(rows, torch.Tensor) or not isinstance(output, torch.Tensor) or not _agrees(module, rows, output):
         return False
-    was_training = module.training
-    module.train()
-    try:
-        return _agrees(module, rows, output) and _agrees(module, -64 * rows, module.forward(-64 * rows))
-    finally:
-        module.train(was_training)
+    probe = copy.deepcopy(module).float()
+    drawn = torch.randn(4, rows.shape[-1], generator=torch.Generator().manual_seed(0))
+    sizes = [(size * drawn, training) for size in (1e-3, 1.0, 64.0) for training in (False, True)]
+    return all(_agrees(probe, given, probe.train(training).forward(given)) for given, training in sizes)
 
 
 def _agrees(module: nn.Module, rows: torch.Tensor, output: torch.Tensor) -> bool:

@@ -9,10 +9,10 @@ damaged. It does not guarantee that the bundle is the right model: that is what 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,13 +54,23 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
     parent = (cache or default_cache()) / "bundles"
     folder = parent / manifest.bundle_digest
     with _disk_errors(parent):
-        if folder.is_dir() and not _is_whole(folder, manifest):
-            shutil.rmtree(folder)  # who has its files open keeps them
-        if not folder.is_dir():
+        if not _is_whole(folder, manifest):
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with tempfile.TemporaryDirectory(dir=parent, prefix=".partial-") as scratch:
-                _fill(connection, manifest, Path(scratch) / "bundle", folder)
+            with _locked(parent):
+                if not _is_whole(folder, manifest):  # else another process was faster
+                    _fill(connection, manifest, folder)
     return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process, or thread, at a time adds to a folder or mends what is in it."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # let go when the descriptor is closed
+        yield
+    finally:
+        os.close(held)
 
 
 @contextlib.contextmanager
@@ -68,37 +78,48 @@ def _disk_errors(parent: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
+        why = exc.strerror or "what is there is none of ours"
         raise ConfigurationError(
-            f"cannot keep the provider's bundle in {parent}: {exc.strerror}; free some space, or name another folder "
-            "with cache= or VEILBASE_CACHE"
+            f"cannot keep the provider's bundle in {parent}: {why}; free some space, or name another folder with "
+            "cache= or VEILBASE_CACHE"
         ) from None
 
 
-def _fill(connection: Connection, manifest: Manifest, filling: Path, folder: Path) -> None:
-    filling.mkdir()
-    for file in manifest.bundle:
-        _download(connection, file, filling / file.name)
-    _remove_unsafe_settings(filling)
-    try:
+def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as scratch:
+        filling = Path(scratch) / "bundle"
+        filling.mkdir()
+        for file in manifest.bundle:
+            _download(connection, file, filling / file.name)
+        _remove_unsafe_settings(filling)
+        if folder.exists():
+            folder.rename(Path(scratch) / "damaged")  # who has its files open keeps them
         filling.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # another process was faster: theirs has the same digest
-            raise
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether a cached bundle still is what was downloaded: a disk may lose bytes, and a crash the end of a file."""
+    """Whether a cached bundle is there and what was downloaded: a disk may lose bytes, and a crash the end of a file.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
     try:
-        for file in manifest.bundle:
-            if file.name not in _REWRITTEN:
-                with (folder / file.name).open("rb") as stored:
-                    if hashlib.file_digest(stored, "sha256").hexdigest() != file.sha256:
-                        return False
-            elif not isinstance(json.loads((folder / file.name).read_text(encoding="utf-8")), dict):
-                return False
-    except (OSError, ValueError, RecursionError):
+        names = {path.name for path in folder.iterdir()}
+        return names == {file.name for file in manifest.bundle} and all(_fits(folder, file) for file in manifest.bundle)
+    except FileNotFoundError:
         return False
-    return True
+
+
+def _fits(folder: Path, file: BundleFile) -> bool:
+    path = folder / file.name
+    if file.name not in _REWRITTEN:
+        with path.open("rb") as stored:
+            return hashlib.file_digest(stored, "sha256").hexdigest() == file.sha256
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and bool(without_unsafe(content) == content)
 
 
 def bundle_digest(files: tuple[BundleFile, ...]) -> str:

@@ -77,7 +77,8 @@ def finetune(
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
-    _look_at(data)
+    if data.is_file():  # what comes through a pipe can be read once
+        _look_at(data)
     with _client(url, identity, mask, verify, parameters) as client:
         from peft import LoraConfig
 

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 DEFAULT_NEW_TOKENS = 128
 """Where none is asked for, or fewer, as the context leaves."""
 
-_OWN_OPTIONS = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate")
+_OWN_OPTIONS = (
+    *("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate"),
+    "custom_generate",
+)
 """Arguments of transformers' `generate` that are made here, or that give something other than text."""
 
 
@@ -80,7 +83,7 @@ def generate(
     inputs = encode_prompt(tokenizer, prompt).to(model.device)
     num_virtual = virtual_tokens(getattr(model, "active_peft_config", None))
     num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, context_length(client.connect()))
-    settings = {"do_sample": False, "max_new_tokens": num_new, **options}
+    settings = {"do_sample": False, "max_new_tokens": num_new, **options, "return_dict_in_generate": False}
     if on_text is not None:  # the provider's generation config may ask for beams, which have no text before their end
         settings.setdefault("num_beams", 1)
     if not settings["do_sample"]:  # sampling defaults of the provider's generation config would only warn

@@ -95,7 +95,7 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
     limbs = make(shape, dtype=torch.int8, device=rows.device)
     turned = (rows + _HALF_STEPS).bitwise_xor_(_HALF_STEPS).contiguous()
     # little-endian: (num_rows, d) -> (num_rows, d, 4)
-    each = turned.view(torch.int8).view(num_rows, d, 4)
+    each = turned.reshape(-1).view(torch.int8).view(num_rows, d, 4)
     for index in range(4):
         limbs[index, :num_rows, :d].copy_(each[:, :, index])
     return limbs
@@ -105,7 +105,10 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _prepared(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as `torch._int_mm` wants it, among zeros: itself, or a copy that is kept while it lives."""
+    """The weight as `torch._int_mm` wants it, among zeros: itself, or a copy that is kept while it lives.
+
+    A weight that is changed through `.data`, or in place as an inference tensor, is not noticed: nobody changes one.
+    """
     if _lies_right(weight):
         return weight
     version = 0 if weight.is_inference() else weight._version  # inference tensors count none

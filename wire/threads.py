@@ -58,7 +58,7 @@ def return_cores() -> None:
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
     """For work that is worth sharing, in the middle of what is not."""
-    count = getattr(_local, "spared", 0)
+    count, before = getattr(_local, "spared", 0), torch.get_num_threads()
     if not count:
         yield
         return
@@ -66,7 +66,7 @@ def all_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        use_cores(1)
+        use_cores(before)  # all of them, inside another such block
 
 
 @functools.cache

@@ -427,16 +427,47 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
 
 
 def test_results_of_pieces_and_whole_blocks(make: Any, provider: Provider) -> None:
-    """A prompt longer than a block, then tokens; each call is right, and no mask is seen twice."""
+    """A prompt longer than a block, then tokens; each call is right."""
     scheme, spec = make(**WIDE), provider.groups[0]
-    seen: set[bytes] = set()
     for num_rows in (DEFAULT.ring_degree + 100, *[1] * 90, 120):
         rows = rows_of(num_rows, spec.in_features)
         masked = scheme.mask(spec, FORWARD, rows)
-        seen.update(bytes(row.numpy().tobytes()) for row in sent(masked))
         exact, bound, _ = bounds(spec, FORWARD, provider.weights[0], rows, DEFAULT, 128)
         assert bool(((wide(provider.answer(masked)) - exact).abs() <= bound).all())
-    assert len(seen) == DEFAULT.ring_degree + 100 + 90 + 120
+
+
+def test_no_row_of_a_sample_is_in_two_pieces(make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without errors, which would make two uses of one row of A·s look different."""
+    monkeypatch.setattr(sampling, "error", lambda rng, shape, parameters: torch.zeros(tuple(shape), dtype=torch.int8))
+    scheme, seen, total = make(**WIDE), set[bytes](), 0
+    for num_rows in (DEFAULT.ring_degree + 100, *[1] * 90, 120):
+        mask, _ = scheme.pool.take(provider.groups[0], FORWARD, num_rows)
+        seen.update(row.numpy().tobytes() for row in mask)
+        total += num_rows
+    assert len(seen) == total
+
+
+def test_closing_while_a_block_is_opened_for_pieces_leaves_no_secret(make: Any, provider: Provider) -> None:
+    scheme = make(**WIDE)
+    open_blocks = scheme._open_blocks
+
+    def closing(num_blocks: int) -> Any:
+        opened = open_blocks(num_blocks)
+        scheme.close()
+        return opened
+
+    scheme._open_blocks = closing
+    with pytest.raises(MaskError, match="closed"):
+        scheme.pool.take(provider.groups[0], FORWARD, 1)
+    assert scheme._cuts == {}
+
+
+def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provider) -> None:
+    """They are not made in pieces: each would fetch its hint again, where hints do not fit into memory either."""
+    scheme = make(folder=None, **WIDE)
+    for _ in range(DEFAULT.ring_degree):
+        scheme.pool.take(provider.groups[0], FORWARD, 1)
+    assert sum(rows.num_rows for _, rows in provider.hints) == DEFAULT.dimension
 
 
 def test_pieces_under_an_old_seed_are_abandoned(make: Any, provider: Provider, drawn: Any) -> None:

@@ -111,6 +111,12 @@ class _Clamped(_ByHand):
         return super().forward(input).clamp(-8, 8)
 
 
+class _Rounding(_ByHand):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        scale = input.abs().amax().clamp_min(1e-6) / 127
+        return super().forward((input / scale).round() * scale)
+
+
 class _WithMore(_ByHand):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -122,7 +128,7 @@ class _Pair(_ByHand):
         return super().forward(input), input
 
 
-@pytest.mark.parametrize("kind", [_ByHand, _OwnForward, _InTraining, _Clamped, _WithMore, _Pair])
+@pytest.mark.parametrize("kind", [_ByHand, _OwnForward, _InTraining, _Clamped, _Rounding, _WithMore, _Pair])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_forward_of_its_own_has_to_compute_the_product(kind: Any, dtype: torch.dtype) -> None:
     model = _Called([kind(8, 4), nn.Linear(8, 4)]).to(dtype)
@@ -130,15 +136,25 @@ def test_a_forward_of_its_own_has_to_compute_the_product(kind: Any, dtype: torch
     assert trace_groups(model, base_layers(model)) == served
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-3])
+def test_an_input_that_says_little_does_not_prove_a_product(size: float) -> None:
+    """As embeddings of zeros would give."""
+    model = _Called([_Clamped(8, 4), nn.Linear(8, 4)])
+    model.size = size
+    assert trace_groups(model, base_layers(model)) == [("layers.1",)]
+
+
 class _Called(nn.Module):
     """Calls its layers, except for those in `idle`."""
+
+    size = 1.0
 
     def __init__(self, layers: list[nn.Module], idle: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.config, self.layers, self.idle = tiny_config("llama"), nn.ModuleList(layers), idle
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> None:
-        x = torch.linspace(-1, 1, 24).view(3, 8).to(self.layers[0].weight.dtype)
+        x = self.size * torch.linspace(-1, 1, 24).view(3, 8).to(self.layers[0].weight.dtype)
         for index, layer in enumerate(self.layers):
             if index not in self.idle:
                 layer(x)

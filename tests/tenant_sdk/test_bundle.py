@@ -290,6 +290,12 @@ def test_cached_by_digest(liar: Liar, client: TenantClient, tmp_path: Path) -> N
     assert sorted(liar.fetched) == sorted(liar.files)
 
 
+def test_a_generation_config_that_asks_for_more_than_text(liar: Liar, client: TenantClient) -> None:
+    liar.change_json("generation_config.json", return_dict_in_generate=True, output_scores=True)
+    liar.announce()
+    assert isinstance(client.generate("abc", max_new_tokens=2), str)
+
+
 def test_nothing_is_written_outside_the_cache(
     liar: Liar, client: TenantClient, tmp_path: Path, monkeypatch: Any
 ) -> None:

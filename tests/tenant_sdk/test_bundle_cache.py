@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +15,7 @@ import pytest
 
 from provider import bundle as providers
 from provider.core import ProviderCore
+from tenant_sdk import bundle
 from tenant_sdk.bundle import fetch_bundle
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError
@@ -64,6 +68,64 @@ def test_a_damaged_bundle_is_downloaded_again(core: ProviderCore, tmp_path: Path
     assert fetch_bundle(connection, manifest, tmp_path) == folder
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
     assert sorted(connection.fetched) == sorted(file.name for file in manifest.bundle)
+
+
+def loosen(path: Path) -> None:
+    """As an older release may have left it, which did not know that a key is unsafe."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModelForCausalLM": "x.Y"}}))
+
+
+def add(path: Path) -> None:
+    (path.parent / "modeling_x.py").write_text("")
+
+
+@pytest.mark.parametrize("damage", [loosen, add])
+def test_what_is_not_of_the_bundle_goes(core: ProviderCore, tmp_path: Path, damage: Any) -> None:
+    folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    damage(folder / "config.json")
+    assert fetch_bundle(Counting(core), core.manifest(), tmp_path) == folder
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def test_who_waited_for_another_to_mend_it_leaves_it_alone(
+    core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was seen before the lock was had is looked at again."""
+    folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
+    flip(folder / "model.safetensors")
+    look, mine, another = bundle._is_whole, Counting(core), Counting(core)
+    entered: list[bool] = []
+
+    def looks(folder: Path, manifest: Any) -> bool:
+        found = look(folder, manifest)
+        if not entered:
+            entered.append(found)
+            fetch_bundle(another, manifest, tmp_path)  # between this process's look and its lock
+        return found
+
+    monkeypatch.setattr(bundle, "_is_whole", looks)
+    assert fetch_bundle(mine, core.manifest(), tmp_path) == folder
+    assert entered == [False]
+    assert (len(another.fetched), mine.fetched) == (len(core.manifest().bundle), [])
+
+
+def test_what_cannot_be_read_is_not_thrown_away(
+    core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
+
+    def fails(*arguments: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(hashlib, "file_digest", fails)
+    connection = Counting(core)
+    with pytest.raises(ConfigurationError, match="Too many open files"):
+        fetch_bundle(connection, core.manifest(), tmp_path)
+    assert connection.fetched == []
+    monkeypatch.undo()
+    assert fetch_bundle(connection, core.manifest(), tmp_path) == folder
+    assert connection.fetched == []
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(core: ProviderCore, tmp_path: Path) -> None:

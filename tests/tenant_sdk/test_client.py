@@ -201,6 +201,7 @@ BAD_OPTIONS: list[dict[str, Any]] = [
     {"temperature": -1.0, "do_sample": True}, {"temperature": "hot", "do_sample": True}, {"repetition_penalty": 0},
     {"bad_words_ids": [["4711"]]}, {"eos_token_id": "4711"}, {"max_time": "long"}, {"cache_implementation": "4711"},
     {"input_ids": torch.full((1, 2), 4711)}, {"attention_mask": 1}, {"inputs": 1}, {"streamer": 1},
+    {"custom_generate": "a/b"},
     {"return_dict_in_generate": True}, {"logits_processor": 3}, {"num_beams": 2, "on_text": print},
 ]  # fmt: skip
 

@@ -10,9 +10,14 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from noise.pool import Block, MaskPool
+from noise.scheme import GroupSpec
+from noise.slots import Slots
 from tenant_sdk import few_cores
 from tenant_sdk.few_cores import watch
-from wire.threads import all_cores
+from wire.frame import Arithmetic, Call, Direction
+from wire.threads import all_cores, return_cores, spare_cores
+from wire.transport.inproc import InprocConnection
 
 WIDTH = 64
 
@@ -71,6 +76,28 @@ def test_a_decode_step_has_one_core_and_its_thread_all_of_them_afterwards() -> N
         decoder(inputs_embeds=torch.zeros(2, 4, WIDTH), past_key_values=cache_of(10))
     assert decoder.seen == [1, 1, 1]
     assert decoder.within == [3, 3, 3]
+    assert torch.get_num_threads() == 3
+
+
+def test_masks_and_a_provider_in_this_process_have_all_cores_in_a_step() -> None:
+    seen: list[int] = []
+
+    def note(*arguments: object) -> torch.Tensor:
+        seen.append(torch.get_num_threads())
+        return torch.zeros(1, 5, dtype=torch.int32)
+
+    def make(spec: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
+        InprocConnection(SimpleNamespace(compute=note)).submit(call, torch.zeros(1, 3, dtype=torch.int32), 5)
+        note()
+        return [Block(torch.zeros(4, 3, dtype=torch.int32), torch.zeros(4, 5, dtype=torch.int32), Slots(4))]
+
+    call = Call(0, Direction.FORWARD, Arithmetic.RING)
+    pool = MaskPool(make, 4, background=False)
+    spare_cores()
+    pool.take(GroupSpec(0, 3, 5, 1.0, 1.0, torch.ones(5)), Direction.FORWARD, 1)
+    assert torch.get_num_threads() == 1
+    return_cores()
+    assert seen == [3, 3]
     assert torch.get_num_threads() == 3
 
 
