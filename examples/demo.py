@@ -67,7 +67,8 @@ def keep_unmasked(client: Any, question: str) -> None:
     """Writes down what mask='off' would send first, for `what_the_provider_saw`. Only a demo does such a thing."""
     import torch
 
-    from tenant_sdk.generate import adapted_model, encode_prompt
+    from tenant_sdk.adapters import adapted_model
+    from tenant_sdk.generate import encode_prompt
     from wire import ring
 
     model = adapted_model(client, None).model
@@ -95,9 +96,9 @@ def tenant(url: str) -> None:
     # isort: split
     from peft import LoraConfig
 
+    from tenant_sdk.adapters import adapted_model
     from tenant_sdk.dataset import load_rows, tokenize
     from tenant_sdk.finetune import mean_loss
-    from tenant_sdk.generate import adapted_model
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
     heldout = heldout[1::2]  # half of them, for time; README says how all eight fare

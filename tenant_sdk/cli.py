@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,11 +79,14 @@ def finetune(
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
-    if data.is_file():  # what comes through a pipe can be read once
-        _look_at(data)
-    with _client(url, identity, mask, verify, parameters) as client:
-        from peft import LoraConfig
+    not_connected = _client(url, identity, mask, verify, parameters)
+    from peft import LoraConfig
 
+    from tenant_sdk.dataset import load_rows
+
+    if not (data.is_fifo() or data.is_char_device()):  # what can be read once only waits for the provider's check
+        load_rows(data)
+    with _until_ctrl_c(), not_connected as client:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         result = client.finetune(
             data, config, output, max_steps=max_steps, num_epochs=epochs, batch_size=batch_size,
@@ -95,11 +100,14 @@ def finetune(
     )
 
 
-def _look_at(data: Path) -> None:
-    """A data set's mistakes, as far as they show without the model: before a provider is checked for a minute."""
-    from tenant_sdk.dataset import load_rows
-
-    load_rows(data)
+@contextlib.contextmanager
+def _until_ctrl_c() -> Iterator[None]:
+    """Says what becomes of a run that is stopped."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("tenant: stopped; the same command goes on from the last checkpoint, if there is one", err=True)
+        raise
 
 
 @app.command()
@@ -148,7 +156,6 @@ def main() -> None:
         typer.echo(f"tenant: {exc}", err=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
-        typer.echo("tenant: stopped; fine-tuning goes on from its last checkpoint when started again", err=True)
         raise SystemExit(130) from None
 
 

@@ -27,9 +27,9 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
+from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.dataset import Collator, load_rows, tokenize
-from tenant_sdk.generate import copied_base_layer, virtual_tokens
 from tenant_sdk.model import context_length, ignore_renamings
 from tenant_sdk.progress import ProgressBar
 from wire.errors import ConfigurationError, VeilbaseError

@@ -7,23 +7,17 @@ user's own functions is passed on as it is.
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
-from peft.tuners.ln_tuning.layer import LNTuningLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
-from safetensors import SafetensorError
 from transformers import TextStreamer
 
+from tenant_sdk.adapters import adapted_model, positive, virtual_tokens
 from tenant_sdk.dataset import RENDER_ERRORS
-from tenant_sdk.model import context_length, ignore_renamings
-from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.model import context_length
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -97,33 +91,16 @@ def generate(
     return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
 
 
-def virtual_tokens(peft_config: Any) -> int:
-    """Positions that an adapter puts before every row: 0 but for prompt-learning methods.
-
-    Raises:
-        ConfigurationError: not a positive whole number.
-    """
-    if not getattr(peft_config, "is_prompt_learning", False):
-        return 0
-    return _positive("num_virtual_tokens", peft_config.num_virtual_tokens)
-
-
-def _positive(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise ConfigurationError(f"{name} must be a positive whole number, got {ascii(value)[:40]}")
-    return int(value)
-
-
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:
     """What can be said of options before anything is loaded."""
     if max_new_tokens is not None:
-        _positive("max_new_tokens", max_new_tokens)
+        positive("max_new_tokens", max_new_tokens)
     for name in _OWN_OPTIONS:
         if name in options:
             raise ConfigurationError(f"generate does not take {name}: it reads the prompt and returns text")
     for name in ("num_beams", "num_return_sequences"):
         if name in options:
-            _positive(name, options[name])
+            positive(name, options[name])
     if on_text is not None and options.get("num_beams", 1) > 1:
         raise ConfigurationError("on_text needs num_beams=1: beam search has no text before its end")
 
@@ -183,43 +160,3 @@ def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> 
     if not ids:
         raise ConfigurationError("the prompt is empty")
     return torch.tensor([ids])
-
-
-def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
-    """The client's model with an adapter on it, kept until another adapter is asked for."""
-    key = _adapter_key(adapter)
-    if client.loaded is None or client.loaded[0] != key:
-        client.loaded = None
-        model: Any = client.load_model()
-        if adapter is not None:
-            try:
-                with warnings.catch_warnings():
-                    ignore_renamings()
-                    model = PeftModel.from_pretrained(model, str(adapter)).eval()
-            except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
-                raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
-            copied = copied_base_layer(model)
-            if copied is not None:  # PEFT would answer without the adapter's own weight of it, and say nothing
-                raise ConfigurationError(f"{adapter} holds {copied[0]} whole, a base layer held by the provider")
-        client.loaded = (key, model)
-    return client.loaded[1]
-
-
-def copied_base_layer(model: Any) -> tuple[str, str] | None:
-    """A module that PEFT trains or loads whole although base layers in it are at the provider, and the setting."""
-    for name, module in model.named_modules():
-        if not isinstance(module, AuxiliaryTrainingWrapper | LNTuningLayer):
-            continue
-        if any(isinstance(inner, RemoteLinear | RemoteConv1D) for inner in module.modules()):
-            setting = "target_modules" if isinstance(module, LNTuningLayer) else "modules_to_save"
-            return name.removeprefix("base_model.model."), setting
-    return None
-
-
-def _adapter_key(adapter: str | Path | None) -> tuple[str, int] | None:
-    if adapter is None:
-        return None
-    weights = Path(adapter) / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise ConfigurationError(f"{adapter} holds no adapter_model.safetensors: is it an adapter folder?")
-    return str(Path(adapter).resolve()), weights.stat().st_mtime_ns

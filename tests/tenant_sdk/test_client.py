@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -337,6 +339,67 @@ finally:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("tenant: nowhere is not an identity")
+
+
+def run_finetune(monkeypatch: Any, data: str, *arguments: str) -> Any:
+    """Runs the command in this process; how it ended."""
+    words = ["tenant", "finetune", data, "--output", "out", *arguments]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "at least one row"),
+        ("not json\n", "line 1"),
+        ('{"question": "x"}\n', "exactly one of messages"),
+        (None, "expected a readable JSONL file"),
+    ],
+)
+def test_a_data_set_is_looked_at_before_a_provider(
+    content: str | None, expected: str, identity: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The provider of this identity cannot be reached: that would be the error."""
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path("data.jsonl").write_text(content)
+    assert run_finetune(monkeypatch, "data.jsonl", "--identity", str(identity)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+
+
+def test_a_data_set_may_come_through_a_pipe(chat_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    text = "".join(json.dumps(row) + "\n" for row in ROWS)
+    writer = threading.Thread(target=lambda: Path("pipe").write_text(text), daemon=True)
+    writer.start()
+    options = ("--url", f"inproc:{chat_folder}", "--mask", "off", "--max-steps", "1", "--rank", "2")
+    assert run_finetune(monkeypatch, "pipe", *options) in (None, 0)
+    writer.join(TIMEOUT_S)
+    assert Path("out", "adapter_model.safetensors").is_file()
+    assert "loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["finetune", "generate"])
+def test_ctrl_c_says_what_becomes_of_a_run(
+    command: str, chat_folder: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.setattr(TenantClient, command, interrupt)
+    words = {"finetune": ["data.jsonl", "--output", "out"], "generate": ["x"]}[command]
+    monkeypatch.setattr(sys, "argv", ["tenant", command, *words, "--url", f"inproc:{chat_folder}", "--mask", "off"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 130
+    assert ("last checkpoint" in capsys.readouterr().err) is (command == "finetune")
 
 
 @pytest.mark.parametrize(
