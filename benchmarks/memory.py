@@ -23,7 +23,7 @@ from benchmarks.finetune_step import step_of
 
 ROWS = 512
 BLOCKS = "model.layers.[0-2].*"
-NUM_TENANTS = (1, 2, 4, 8)
+NUM_TENANTS = (1, 2, 4, 8, 16)
 REAL_TENANTS = ("a", "b", "c")
 
 
