@@ -26,12 +26,23 @@ Mask = Annotated[
 Verify = Annotated[
     str | None, typer.Option(help="Checkpoint you trust (folder, GGUF, hub id, smollm2-135m): checks every reply.")
 ]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Tokenizer you trust (folder, GGUF, hub id, smollm2-135m): it makes rows of text.")
+]
+PadRows = Annotated[
+    int | None, typer.Option(help="Pad prompts and training rows to so many tokens.", metavar="TOKENS")
+]
+AcceptChange = Annotated[
+    list[str] | None,
+    typer.Option(help="Accept that tokenizer, template, config or manifest changed since first use; may be repeated."),
+]
 Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.")]
 
 
 def _client(
-    url: list[str] | None, identity: list[Path] | None, mask: str, verify: str | None, parameters: str | None
-) -> Any:
+    url: list[str] | None, identity: list[Path] | None, mask: str, verify: str | None, parameters: str | None,
+    tokenizer: str | None, pad_rows: int | None, accept_change: list[str] | None,
+) -> Any:  # fmt: skip
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines come in pairs, before the one that says it all
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
     from tenant_sdk.identity import read_endpoint
@@ -56,6 +67,9 @@ def _client(
         mask=mask or DEFAULT_MASK,
         verify=verify,
         mask_options=options,
+        tokenizer=tokenizer,
+        pad_rows=False if pad_rows is None else pad_rows,
+        accept_changes=accept_change or (),
     )
 
 
@@ -68,6 +82,9 @@ def finetune(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    tokenizer: Tokenizer = None,
+    pad_rows: PadRows = None,
+    accept_change: AcceptChange = None,
     max_steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
     batch_size: Annotated[int, typer.Option(help="Rows a step.")] = 8,
@@ -79,7 +96,7 @@ def finetune(
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
-    not_connected = _client(url, identity, mask, verify, parameters)
+    not_connected = _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change)
     from peft import LoraConfig
 
     from tenant_sdk.dataset import load_rows
@@ -118,6 +135,9 @@ def generate(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    tokenizer: Tokenizer = None,
+    pad_rows: PadRows = None,
+    accept_change: AcceptChange = None,
     adapter: Annotated[Path | None, typer.Option(help="Adapter folder; default: the base model.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length limit.", show_default="128, or what the context leaves")
@@ -129,7 +149,7 @@ def generate(
         from wire.errors import ConfigurationError
 
         raise ConfigurationError(f"there is no adapter folder {adapter}")
-    with _client(url, identity, mask, verify, parameters) as client:
+    with _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change) as client:
         client.generate(text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False))
     typer.echo()
 
@@ -141,9 +161,12 @@ def explain(
     mask: Mask = "",
     verify: Verify = None,
     parameters: Parameters = None,
+    tokenizer: Tokenizer = None,
+    pad_rows: PadRows = None,
+    accept_change: AcceptChange = None,
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
-    with _client(url, identity, mask, verify, parameters) as client:
+    with _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change) as client:
         client.explain()
 
 

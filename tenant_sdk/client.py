@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,14 @@ from transformers import PreTrainedModel
 
 from noise.registry import DEFAULT_MASK, MASKS
 from tenant_sdk import embedded
-from tenant_sdk.bundle import fetch_bundle
 from tenant_sdk.explain import explain
-from tenant_sdk.model import load_remote_model, load_tokenizer
+from tenant_sdk.model import context_length, generation_settings, load_remote_model
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
-from tenant_sdk.session import Plan, Session, open_session
+from tenant_sdk.session import Plan, Session, open_bundle, open_session, open_text
+from tenant_sdk.text.rows import bucket_tokens
+from tenant_sdk.text.source import TenantText, has_tokenizer
+from tenant_sdk.trust.pins import PARTS
 from wire.errors import ConfigurationError
 from wire.frame import Direction
 from wire.manifest import Manifest
@@ -60,6 +63,9 @@ class TenantClient:
         device: str | torch.device = "cpu",
         cache: str | Path | None = None,
         progress: bool = True,
+        tokenizer: str | Path | None = None,
+        pad_rows: bool | int = False,
+        accept_changes: Sequence[str] = (),
     ) -> None:
         """Prepares a client; the network is first used by `connect` or by whatever needs it.
 
@@ -78,11 +84,18 @@ class TenantClient:
             device: where attention, norms and adapters run.
             cache: folder for bundles and hints; $VEILBASE_CACHE or ~/.cache/veilbase by default.
             progress: bars on stderr while a checkpoint is read or hints are fetched.
+            tokenizer: a tokenizer that you trust (folder, GGUF file, hub id or smollm2-135m), which has to map tokens
+                as the provider's does. Without it, and without `verify`, the provider's own decides how text becomes
+                rows, whose number it sees.
+            pad_rows: pads every prompt and training row to one number of tokens: True for 512, or the number.
+            accept_changes: parts of an unverified provider's bundle that may differ from first use: "tokenizer",
+                "template", "config", "manifest".
 
         Raises:
             ConfigurationError: a URL, identity or option that cannot be.
         """
-        self._plan = _plan(url, identity, mask, verify, arithmetic, mask_options, kappa, weights, cache)
+        plan = _plan(url, identity, mask, verify, arithmetic, mask_options, kappa, weights, cache)
+        self._plan = _with_text(plan, tokenizer, pad_rows, accept_changes)
         self.url = self._plan.urls[0]
         self._dtype, self._progress = dtype, progress
         try:
@@ -92,7 +105,7 @@ class TenantClient:
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._folder: Path | None = None
-        self._tokenizer: Any = None
+        self._text: TenantText | None = None
         self._closed = False
         self.loaded: tuple[Any, Any] | None = None
         """The adapter and model that `generate` used last."""
@@ -125,16 +138,32 @@ class TenantClient:
         session = self._open()
         with self._lock, session.executor.in_session():
             if self._folder is None:
-                self._folder = fetch_bundle(session.connections[0], session.manifest, self._plan.cache)
+                self._folder = open_bundle(self._plan, session)
             return self._folder
 
     @property
-    def tokenizer(self) -> Any:
-        """The base model's tokenizer."""
+    def text(self) -> TenantText:
+        """How text becomes tokens in this session: the tokenizer, who chose it, and which tokens end an answer."""
+        session, folder = self._open(), self._bundle()
         with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = load_tokenizer(self._bundle())
-            return self._tokenizer
+            if self._text is None:
+                self._text = open_text(self._plan, session, folder)
+            return self._text
+
+    @property
+    def bucket(self) -> int | None:
+        """Tokens to which prompts and training rows are padded; None where they are not."""
+        return self._plan.bucket
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens that the model's positions can count."""
+        return context_length(self._bundle())
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base model's tokenizer; of an unverified provider, one whose chat template does not see text."""
+        return self.text.tokenizer
 
     def load_model(self) -> PreTrainedModel:
         """A fresh transformers model over the provider's base layers, frozen, in eval mode.
@@ -144,7 +173,14 @@ class TenantClient:
         session = self._open()
         with session.executor.in_session():
             folder = self._bundle()
-            return load_remote_model(folder, session.manifest, session.executor, self._dtype, self._device)
+            verified = session.verifier is not None
+            model = load_remote_model(
+                folder, session.manifest, session.executor, self._dtype, self._device, verified=verified
+            )
+            if not verified or self._plan.tokenizer is not None:
+                text = self.text if self._plan.tokenizer is not None or has_tokenizer(folder) else None
+                model.generation_config = generation_settings(text, model.config)
+            return model
 
     def finetune(
         self,
@@ -195,7 +231,7 @@ class TenantClient:
         After a failed check it still answers, and says that the session is over.
         """
         session = self._open()
-        text = explain(session.scheme, session.manifest, session.verifier, self._plan.verify)
+        text = explain(session, self._plan)
         print(text)
         return text
 
@@ -249,3 +285,13 @@ def _plan(
         urls, folders, mask, arithmetic, dict(mask_options or {}), None if verify is None else str(verify), kappa,
         weights, Path(cache) if cache is not None else None,
     )  # fmt: skip
+
+
+def _with_text(plan: Plan, tokenizer: str | Path | None, pad_rows: bool | int, accepted: Sequence[str]) -> Plan:
+    """The plan with what the tenant says of text, checked as far as that needs no network."""
+    given = (accepted,) if isinstance(accepted, str) else tuple(accepted)
+    for part in given:
+        if part not in PARTS:
+            raise ConfigurationError(f"accept_changes takes {', '.join(PARTS)}, got {ascii(part)[:40]}")
+    named = None if tokenizer is None else str(tokenizer)
+    return replace(plan, tokenizer=named, bucket=bucket_tokens(pad_rows), accepted_changes=given)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from tenant_sdk.bundle import without_unsafe
-from wire.errors import VerificationFailed
+from wire.errors import MalformedFrame, VerificationFailed
 from wire.manifest import BUNDLE_FILE_NAMES, GroupInfo, LayerInfo, Manifest
 from wire.quantise import digest, max_norms, quantise
 
@@ -101,6 +101,19 @@ def check_files(expected: Path, bundle: Path, manifest: Manifest) -> None:
     part = "the manifest's config"
     ours = _read_json(bundle / "config.json", part)
     _check_json(_without_infinities(ours), _without_infinities(dict(manifest.config)), part)
+
+
+def check_manifest_config(bundle: Path, manifest: Manifest) -> None:
+    """Compares the manifest's copy of the config with the bundle's, whose digest the manifest announces.
+
+    Raises:
+        MalformedFrame: they differ, in more than the release that wrote them.
+    """
+    try:
+        ours = _read_json(bundle / "config.json", "config")
+        _check_json(_without_infinities(ours), _without_infinities(dict(manifest.config)), "config")
+    except (VerificationFailed, OSError):
+        raise MalformedFrame("the config in the provider's manifest is not the one in its bundle") from None
 
 
 def _read_json(path: Path, part: str) -> dict[str, Any]:

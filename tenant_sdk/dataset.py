@@ -2,8 +2,8 @@
 
 Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, or `text`; a label is the
 token at its own position or -100; every row has at least one label that a causal model is trained on; no row is cut
-short. An error is one line that names the file and the line, and never shows what the row says: only the keys, the
-types and the lengths that came.
+short here (`pad_rows` may cut: tenant_sdk/text/rows.py). An error is one line that names the file and the line, and
+never shows what the row says: only the keys, the types and the lengths that came.
 Does not: render a chat template outside transformers' own sandbox; shuffle, pack or truncate; hide special tokens that
 the user's own text spells out (they become special tokens, as in TRL).
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,6 +41,14 @@ _SHOWN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _MAX_SHOWN_KEYS = 8
 # What a template that does not fit a conversation raises besides jinja2's own errors.
 RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+class UnusableTokens(DatasetError):
+    """A row that its tokenizer, and so perhaps the provider, made unusable."""
+
+
+class UnusableRowWarning(UserWarning):
+    """A row that could not be used is left out, without a trace in what is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +129,8 @@ def tokenize(
     max_length: int,
     add_eos: bool = True,
     num_virtual_tokens: int = 0,
+    *,
+    never_refuse: bool = False,
 ) -> list[dict[str, list[int]]]:
     """Turn rows into token ids with completion-only labels.
 
@@ -135,6 +147,8 @@ def tokenize(
             never get one: their template has its own end marker.
         num_virtual_tokens: what a prompt-learning adapter adds to every row; already taken off `max_length`, and named
             where a row is too long.
+        never_refuse: accept a row whose tokens cannot be used or are too many, for a tokenizer that may have been made
+            to refuse some texts: a refusal would be visible. Such a row has no labels; too long a row is left as it is.
 
     Returns:
         One dict per row: `input_ids`, `labels` (IGNORE_INDEX where no loss is wanted) and `attention_mask` (ones), all
@@ -147,7 +161,9 @@ def tokenize(
     Source: TRL 1.16, SFTTrainer._prepare_dataset (tokenize_fn, add_eos); unlike there, a row is never truncated, only
         assistant turns of a conversational completion are labels, and a template that rewrites history is an error.
     """
-    return [_tokenize_row(row, tokenizer, max_length, add_eos, num_virtual_tokens) for row in rows]
+    if not never_refuse:
+        return [_tokenize_row(row, tokenizer, max_length, add_eos, num_virtual_tokens) for row in rows]
+    return [_tokenize_whatever_comes(row, tokenizer, add_eos) for row in rows]
 
 
 class Collator:
@@ -310,11 +326,20 @@ def _tokenize_row(
         raise DatasetError(f"{row.where}: expected at most {max_length} tokens{beside}, {len(input_ids)} came")
     # A causal model predicts token i from the tokens before it, so a label at position 0 trains nothing.
     if all(label == IGNORE_INDEX for label in labels[1:]):
-        raise DatasetError(
+        raise UnusableTokens(
             f"{row.where}: expected at least one label token after the first of the row's {len(input_ids)} tokens "
             f"(at most {max_length}), none came"
         )
     return {"input_ids": input_ids, "labels": labels, "attention_mask": [1] * len(input_ids)}
+
+
+def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_eos: bool) -> dict[str, list[int]]:
+    """A row, or one token without a label in place of a row that cannot be used."""
+    try:
+        return _tokenize_row(row, tokenizer, sys.maxsize, add_eos, 0)
+    except UnusableTokens as exc:
+        warnings.warn(f"a row is left out of the training: {exc}", UnusableRowWarning, stacklevel=4)
+        return {"input_ids": [0], "labels": [IGNORE_INDEX], "attention_mask": [1]}
 
 
 def _tokenize_plain(
@@ -389,7 +414,7 @@ class _Rendered:
         return content.strip() in text
 
     def _refuse(self, turn: int) -> NoReturn:
-        raise DatasetError(
+        raise UnusableTokens(
             f"{self._where}: message {turn + 1}: the chat template renders this answer or what precedes it differently "
             "within the whole conversation: give one row per answer, or plain prompt and completion"
         )

@@ -8,11 +8,12 @@ from __future__ import annotations
 from noise.registry import RING_ONLY
 from noise.scheme import MaskScheme
 from noise.verify import FAILED, Verifier
-from tenant_sdk.session import UNVERIFIED
+from tenant_sdk.session import UNVERIFIED, Plan, Session
 from wire.frame import ITEM_BYTES, Arithmetic
 from wire.manifest import Manifest
 
 _HIDDEN = "contents of every message: activations and gradients, and so adapter, data, prompts and KV cache"
+_HIDDEN_BUT_ROWS = "contents of every message: activations and gradients, and so adapter and KV cache"
 _VISIBLE = (
     "token counts, lengths and timing; which layers are called in which direction (the depth of the backward pass "
     "shows the lowest adapted layer); who you are; whatever can be inferred from outputs you show the provider"
@@ -20,29 +21,49 @@ _VISIBLE = (
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 
 
-def explain(scheme: MaskScheme, manifest: Manifest, verifier: Verifier | None, checkpoint: str | None) -> str:
+def explain(session: Session, plan: Plan) -> str:
     """The text.
 
     Args:
-        scheme: the mask in force.
-        manifest: of the provider.
-        verifier: None where replies are not checked.
-        checkpoint: the name of what `verifier` trusts.
+        session: the mask in force, the provider's manifest and the verifier.
+        plan: the client's settings.
     """
+    scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
     lines = dict(scheme.describe())
     hides = scheme.name in RING_ONLY
-    lines["protected"] = _HIDDEN if hides else "nothing"
+    provider_decides_rows = verifier is None and plan.tokenizer is None and plan.bucket is None
+    protected = _HIDDEN_BUT_ROWS if provider_decides_rows else _HIDDEN
+    lines["protected"] = protected if hides else "nothing"
+    if hides:
+        lines["row counts"] = _row_counts(verifier is not None, plan)
     lines["visible"] = _VISIBLE if hides else "everything that is sent"
     if hides:
         lines["outside the claim"] = _OUTSIDE
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)
-    lines["verification"] = _verification(hides, verifier, checkpoint)
+    lines["verification"] = _verification(hides, verifier, plan.verify)
     if manifest.recording:
         lines["recording"] = "this provider announces that it writes down what it receives"
     lines["status"] = "computational security with estimated parameters; this code has not been audited"
     width = max(len(name) for name in lines)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def _row_counts(verified: bool, plan: Plan) -> str:
+    """Who decides how many rows a text takes, and whether that depends on the text."""
+    if plan.bucket is not None:
+        return (
+            f"prompts and training rows take {plan.bucket} rows each, whatever they say; an answer's length shows "
+            "unless fixed_length=True"
+        )
+    if plan.tokenizer is not None:
+        return f"the tokenizer that you named decides how text becomes rows: {plan.tokenizer}"
+    if verified:
+        return "the trusted checkpoint's tokenizer decides how text becomes rows"
+    return (
+        "NOT PROTECTED: prompts and training texts, as far as their number of rows tells. The provider's own tokenizer "
+        "decides how text becomes rows. Name one that you trust (tokenizer=), pad (pad_rows=True), or verify"
+    )
 
 
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:

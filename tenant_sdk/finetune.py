@@ -29,9 +29,10 @@ from transformers.utils import logging as transformers_logging
 
 from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
-from tenant_sdk.dataset import Collator, load_rows, tokenize
-from tenant_sdk.model import context_length, ignore_renamings
+from tenant_sdk.dataset import IGNORE_INDEX, Collator, Row, load_rows, tokenize
+from tenant_sdk.model import ignore_renamings
 from tenant_sdk.progress import ProgressBar
+from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_row
 from wire.errors import ConfigurationError, VeilbaseError
 
 if TYPE_CHECKING:
@@ -158,12 +159,12 @@ def finetune(
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)
-    tokenizer, manifest = client.tokenizer, client.connect()
+    manifest = client.connect()
     # a copy: PEFT writes into the config, and the same call must have the same fingerprint again
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     num_virtual = virtual_tokens(peft_config)
-    room = _room(context_length(manifest), num_virtual)
-    rows = tokenize(parsed, tokenizer, min(max_length or room, room), num_virtual_tokens=num_virtual)
+    room = _room(client.context_length, num_virtual)
+    rows = _tokenized(client, parsed, min(max_length or room, room), num_virtual)
     output_dir = Path(output_dir)
     check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
@@ -174,7 +175,8 @@ def finetune(
     model = _adapted(client, peft_config)
     if gradient_checkpointing:
         _checkpoint_activations(model.get_base_model())
-    trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer))
+    trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(client.tokenizer))
+    trainer.same_rows_for_any_text = client.bucket is not None
     client.fetch_hints(backward=True)
     before, began = client.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
@@ -188,6 +190,25 @@ def finetune(
         after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
         int(start.name.rpartition("-")[2]) if start else 0,
     )  # fmt: skip
+
+
+def _tokenized(
+    client: TenantClient, parsed: list[Row], max_length: int, num_virtual: int
+) -> list[dict[str, list[int]]]:
+    """Token rows; with a bucket, all of its length, and none refused that a provider's tokenizer may have spoilt."""
+    text, bucket = client.text, client.bucket
+    if bucket is None:
+        return tokenize(parsed, text.tokenizer, max_length, num_virtual_tokens=num_virtual)
+    check_fits(bucket, max_length, "")
+    rows = tokenize(
+        parsed, text.tokenizer, bucket, num_virtual_tokens=num_virtual, never_refuse=text.origin == "provider"
+    )
+    too_long = sum(len(row["input_ids"]) > bucket for row in rows)
+    if too_long:
+        said = f"{too_long} of {len(rows)} rows were cut to their last {bucket} tokens"
+        warnings.warn(said, CutWarning, stacklevel=3)
+    pad = pad_token(text.tokenizer)
+    return [padded_row(row, bucket, pad, IGNORE_INDEX) for row in rows]
 
 
 def _room(context: int, num_virtual: int) -> int:
@@ -229,32 +250,35 @@ def _checkpoint_activations(model: Any) -> None:
     model.disable_input_require_grads()
 
 
-def _pad_token(tokenizer: Any) -> int:
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return int(pad) if pad is not None else 0
-
-
-def completion_loss(model: Any, inputs: Any, count: Any = None) -> tuple[torch.Tensor, Any]:
+def completion_loss(
+    model: Any, inputs: Any, count: Any = None, every_position: bool = False
+) -> tuple[torch.Tensor, Any]:
     """Mean cross-entropy over labelled tokens, and the model's outputs; logits only where some row has a label.
 
     Args:
         model: one whose forward takes `logits_to_keep`.
         inputs: of a `Collator`; `labels` are taken out.
         count: what the sum is divided by; None for the number of labels.
+        every_position: compute logits everywhere, so that the number of labels does not show at a remote head.
     """
     labels = inputs.pop("labels")
     targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
-    keep = (targets != -100).any(dim=0).nonzero().squeeze(1)
+    keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
+    if every_position:
+        keep = torch.arange(targets.shape[1], device=targets.device)
     outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
     logits = outputs.logits.float().flatten(0, 1)
     total = functional.cross_entropy(logits, targets[:, keep].flatten(), ignore_index=-100, reduction="sum")
-    return total / (count if count is not None else (targets != -100).sum()), outputs
+    count = (targets != IGNORE_INDEX).sum() if count is None else count
+    return total / max(int(count), 1), outputs  # a batch may have no label: see tenant_sdk/text/rows.py
 
 
 class CompletionTrainer(Trainer):  # type: ignore[misc]
     """Trainer that computes logits only where some row has a label, and counts tokens."""
 
     num_tokens = 0
+    same_rows_for_any_text = False
+    """Whether the number of labels may not show, as it does at a remote head that computes only where labels are."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -266,7 +290,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         self.num_tokens += int(inputs["attention_mask"].sum())
         if not self._keeps_logits(model):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss, outputs = completion_loss(model, inputs, num_items_in_batch)
+        loss, outputs = completion_loss(model, inputs, num_items_in_batch, self.same_rows_for_any_text)
         return (loss, outputs) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -17,7 +17,7 @@ from transformers import TextStreamer
 
 from tenant_sdk.adapters import adapted_model, positive, virtual_tokens
 from tenant_sdk.dataset import RENDER_ERRORS
-from tenant_sdk.model import context_length
+from tenant_sdk.text.rows import check_fits, pad_token, padded_prompt
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -74,21 +74,35 @@ def generate(
     _check_options(max_new_tokens, on_text, options)
     tokenizer = client.tokenizer
     model = adapted_model(client, adapter)
-    inputs = encode_prompt(tokenizer, prompt).to(model.device)
     num_virtual = virtual_tokens(getattr(model, "active_peft_config", None))
-    num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, context_length(client.connect()))
+    inputs, attention_mask = _inputs(client, model, tokenizer, prompt, num_virtual)
+    num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, client.context_length)
     settings = {"do_sample": False, "max_new_tokens": num_new, **options, "return_dict_in_generate": False}
-    if on_text is not None:  # the provider's generation config may ask for beams, which have no text before their end
+    if on_text is not None:  # a checkpoint's generation config may ask for beams, which have no text before their end
         settings.setdefault("num_beams", 1)
-    if not settings["do_sample"]:  # sampling defaults of the provider's generation config would only warn
+    if not settings["do_sample"]:  # sampling defaults of a checkpoint's generation config would only warn
         settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
     if model.generation_config.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
     client.fetch_hints()
     streamer = _Callback(tokenizer, on_text) if on_text is not None else None
     with torch.no_grad(), _option_errors(options):
-        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **settings)
+        output = model.generate(inputs, attention_mask=attention_mask, streamer=streamer, **settings)
     return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+
+
+def _inputs(
+    client: TenantClient, model: Any, tokenizer: Any, prompt: Any, num_virtual: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask of a prompt, shape (1, length); with a bucket, of exactly its length."""
+    if client.bucket is None:
+        inputs = encode_prompt(tokenizer, prompt)
+        return inputs.to(model.device), torch.ones_like(inputs).to(model.device)
+    if getattr(model, "_is_stateful", False):
+        raise ConfigurationError("pad_rows is not possible here: this model's state would take the padding in")
+    check_fits(client.bucket, client.context_length - num_virtual - 1, " beside an answer")
+    ids, seen = padded_prompt(prompt_ids(tokenizer, prompt), client.bucket, pad_token(tokenizer))
+    return torch.tensor([ids], device=model.device), torch.tensor([seen], device=model.device)
 
 
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:
@@ -132,7 +146,7 @@ def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
             shown = ", ".join(map(ascii, named))[:200]
             text = f"transformers' generate does not take {shown} as given: see the options of its GenerationConfig"
         else:
-            text = f"transformers cannot use the provider's generation_config.json ({type(exc).__name__})"
+            text = f"transformers cannot use the checkpoint's generation_config.json ({type(exc).__name__})"
         raise ConfigurationError(text) from None
 
 
@@ -143,7 +157,19 @@ def _raised_by_generation(exc: Exception) -> bool:
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> torch.Tensor:
-    """Token ids of a prompt, shape (1, length)."""
+    """Token ids of a prompt, shape (1, length).
+
+    Raises:
+        ConfigurationError: an empty prompt, or one that the chat template does not take.
+    """
+    ids = prompt_ids(tokenizer, prompt)
+    if not ids:
+        raise ConfigurationError("the prompt is empty")
+    return torch.tensor([ids])
+
+
+def prompt_ids(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> list[int]:
+    """Token ids of a prompt, perhaps none."""
     if getattr(tokenizer, "chat_template", None):
         try:
             turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
@@ -157,6 +183,4 @@ def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> 
         ids = tokenizer(prompt)["input_ids"]
     else:
         raise ConfigurationError("this model has no chat template: expected a text, not messages")
-    if not ids:
-        raise ConfigurationError("the prompt is empty")
-    return torch.tensor([ids])
+    return list(ids)

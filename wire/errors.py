@@ -16,6 +16,7 @@
     ├── ProtocolError           the peer broke wire/SPEC.md
     │   ├── VersionMismatch     the two ends speak different versions
     │   ├── MalformedFrame      bytes that are no frame
+    │   ├── ProviderChanged     the bundle is not the one pinned at first use (tenant_sdk/trust/pins.py)
     │   └── RemoteFault         the provider failed and says no more than that
     ├── MaskError               the privacy mask
     │   ├── MaskReused          a slot was about to be used twice
@@ -108,6 +109,10 @@ class VersionMismatch(ProtocolError):
 
 class MalformedFrame(ProtocolError):
     """Bytes that are no frame, or a frame that does not fit the one before it."""
+
+
+class ProviderChanged(ProtocolError):
+    """The provider's tokenizer, template or config is not what it was when the tenant first used it."""
 
 
 class RemoteFault(ProtocolError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -13,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
+from transformers import PreTrainedTokenizerFast
 
 from provider.core import ProviderCore
 from tenant_sdk import TenantClient
 from tenant_sdk.bundle import bundle_digest, without_unsafe
-from tenant_sdk.model import context_length
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError, DatasetError, MalformedFrame, VeilbaseError
 from wire.manifest import BundleFile, Manifest, parse_manifest
@@ -34,12 +35,15 @@ class Liar:
         self.fetched: list[str] = []
 
     def announce(self, **changes: Any) -> None:
-        """A manifest that fits the files as they are now, and the changes."""
+        """A manifest that fits the files as they are now, config included, and the changes."""
         files = tuple(
             BundleFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
             for name, data in self.files.items()
         )
         content = self._core.manifest().model_dump() | {"bundle": files, "bundle_digest": bundle_digest(files)}
+        with contextlib.suppress(ValueError, KeyError, RecursionError):
+            config = json.loads(self.files["config.json"])
+            content |= {"config": config} if isinstance(config, dict) else {}
         self.announced = Manifest.model_validate({**content, **changes})
 
     def change_json(self, name: str, **changes: Any) -> None:
@@ -151,7 +155,7 @@ def test_settings_that_would_fetch_or_run_something(
     liar.announce()
     model = client.load_model()
     assert type(model).__module__.startswith("transformers.models.llama.")
-    assert type(client.tokenizer).__module__.startswith("transformers.")
+    assert isinstance(client.tokenizer, PreTrainedTokenizerFast)
     assert client.generate("who?", max_new_tokens=3) is not None
     text = b"".join(path.read_bytes() for path in cached(tmp_path) if path.suffix == ".json")
     assert b"evil" not in text
@@ -178,7 +182,8 @@ def test_a_config_that_makes_no_model(liar: Liar, client: TenantClient, changes:
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions"])
 @pytest.mark.parametrize("length", ["many", [1], 1e400, -5, 0, True, 128.0, (1 << 31) + 1, {}], ids=repr)
 def test_a_context_that_is_no_length(liar: Liar, client: TenantClient, tmp_path: Path, key: str, length: Any) -> None:
-    liar.announce(config={"model_type": "llama", key: length})
+    liar.change_json("config.json", **{key: length})
+    liar.announce()
     for use in (
         lambda: client.generate("who?", max_new_tokens=2),
         lambda: client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK),
@@ -188,11 +193,23 @@ def test_a_context_that_is_no_length(liar: Liar, client: TenantClient, tmp_path:
         assert "\n" not in str(failure.value)
 
 
-def test_a_context_that_is_not_named(liar: Liar, client: TenantClient) -> None:
-    for config in ({"model_type": "llama"}, {"max_position_embeddings": None, "n_positions": 1 << 31}):
-        liar.announce(config=config)
-        assert context_length(liar.manifest()) >= 1 << 20
-    assert client.generate("who?", max_new_tokens=2) is not None
+@pytest.mark.usefixtures("client")
+def test_a_context_that_is_not_named(liar: Liar, tmp_path: Path) -> None:
+    config = json.loads(liar.files["config.json"])
+    del config["max_position_embeddings"]
+    for changes in ({}, {"n_positions": 1 << 31}):
+        liar.files["config.json"] = json.dumps(config | changes).encode()
+        liar.announce()
+        with TenantClient("inproc:liar", mask="off", cache=tmp_path / "cache") as client:
+            assert client.context_length >= 1 << 20
+            assert client.generate("who?", max_new_tokens=2) is not None
+
+
+def test_a_manifest_with_another_config_than_the_bundle(liar: Liar, client: TenantClient) -> None:
+    """No digest covers the manifest's copy."""
+    liar.announce(config=json.loads(liar.files["config.json"]) | {"max_position_embeddings": 3})
+    with pytest.raises(MalformedFrame, match="config in the provider's manifest is not the one in its bundle"):
+        client.load_model()
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])

@@ -1,0 +1,37 @@
+"""The tokens that end an answer.
+
+Guarantees: they come from the tokenizer's end-of-sequence token and from what a chat template puts after an
+assistant's turn, never from a provider's generation settings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "VeilbaseProbeEnd"}]
+
+
+def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
+    """Token ids that end an answer, in ascending order; empty where a tokenizer names none.
+
+    Args:
+        tokenizer: a transformers tokenizer, with or without a chat template.
+    """
+    found = {tokenizer.eos_token_id, _turn_end(tokenizer)}
+    return tuple(sorted(token for token in found if isinstance(token, int)))
+
+
+def _turn_end(tokenizer: Any) -> int | None:
+    """The special token with which the template ends an assistant's turn, if there is one."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = str(tokenizer.apply_chat_template(_PROBE, tokenize=False))
+    except Exception:  # noqa: BLE001 - a template may raise anything; then it names no end
+        return None
+    rest = text.rpartition(_PROBE[1]["content"])[2].lstrip()
+    special = [
+        (str(token), number) for number, token in tokenizer.added_tokens_decoder.items() if token.special and str(token)
+    ]
+    ends = [(len(token), number) for token, number in special if rest.startswith(token)]
+    return max(ends)[1] if ends else None

@@ -1,0 +1,138 @@
+"""A provider's config.json, reduced to what its architecture's class declares.
+
+Guarantees: the model is built from keys that transformers' config class for the named architecture declares, or has
+by default, and from nothing else; every number is finite and within a range that such a key can have; switches that
+change how often or how a model is called are left at transformers' defaults. Not guaranteed: that the config
+describes the model that the provider names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
+
+from wire.errors import ConfigurationError, MalformedFrame
+
+_LEFT_AT_DEFAULT = frozenset(
+    {
+        *("output_hidden_states", "output_attentions", "return_dict", "chunk_size_feed_forward", "problem_type"),
+        *("id2label", "label2id", "is_encoder_decoder", "pruned_heads", "name_or_path", "_name_or_path"),
+        *("transformers_version", "architectures"),
+    }
+)
+"""Keys of every config class that change how a model is called or what it returns, and no linear layer."""
+_MAX_WHOLE = 1 << 31
+_MAX_LIST = 1 << 16
+_MAX_DEPTH = 6
+_WORD = re.compile(r"[A-Za-z0-9_.:-]{0,64}", re.ASCII)
+_KEY = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
+_PROBABILITY = re.compile(r"dropout|pdrop|drop_rate|_drop$|jitter")
+_ACTIVATION = re.compile(r"(^|_)(hidden_act|activation_function|hidden_activation|ffn_act_fn)$")
+_MAY_BE_INFINITE = ("time_step_limit", "time_step_max")
+"""Mamba's published configs have an infinite upper limit."""
+
+
+def read_config(folder: Path) -> Any:
+    """Builds transformers' config from the bundle's config.json, unverified.
+
+    Args:
+        folder: the bundle.
+
+    Raises:
+        ConfigurationError: an architecture that this transformers does not know.
+        MalformedFrame: a value outside the range that its key can have.
+    """
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        shown = re.sub(r"[^A-Za-z0-9_.-]", "?", str(kind)[:64])
+        raise ConfigurationError(f"this transformers cannot build the provider's {shown} model (unknown type)")
+    config_class = CONFIG_MAPPING[kind]
+    return config_class.from_dict(allowed(content, config_class))
+
+
+def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
+    """The entries that the class declares, checked; the rest is dropped.
+
+    Raises:
+        MalformedFrame: a value outside its range.
+    """
+    names = declared(config_class) - _LEFT_AT_DEFAULT
+    inner = getattr(config_class, "sub_configs", None) or {}
+    kept = {}
+    for key, value in content.items():
+        if key not in names:
+            continue
+        if key in inner and isinstance(value, dict):
+            kept[key] = allowed(value, inner[key]) | {k: value[k] for k in ("model_type",) if k in value}
+        else:
+            _check(key, value, 0)
+            kept[key] = value
+    return kept
+
+
+@functools.lru_cache(256)
+def declared(config_class: Any) -> frozenset[str]:
+    """Names of the class's fields, of what it has by default and of their other spellings."""
+    fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
+    names = {field.name for field in fields}
+    names |= set(getattr(config_class, "attribute_map", None) or {})
+    names |= {"rope_theta", "rope_scaling"} if "rope_parameters" in names else set()  # as older releases write it
+    try:
+        names |= set(config_class().to_dict())
+    except Exception:  # noqa: BLE001 - a few classes have no default instance
+        return frozenset(names)
+    return frozenset(names)
+
+
+def _check(key: str, value: Any, depth: int) -> None:
+    """Raises MalformedFrame where a value cannot be one of this key; `key` is a name of transformers' own."""
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, dict | list):
+        _check_inner(key, value, depth)
+    elif isinstance(value, str):
+        if _WORD.fullmatch(value) is None or (_ACTIVATION.search(key) and value not in ACT2FN):
+            raise _outside(key, "a name that transformers knows")
+    elif isinstance(value, int | float):
+        _check_number(key, value)
+    else:
+        raise _outside(key, "a JSON value")
+
+
+def _check_inner(key: str, value: dict[str, Any] | list[Any], depth: int) -> None:
+    if depth >= _MAX_DEPTH or len(value) > _MAX_LIST:
+        raise _outside(key, f"at most {_MAX_LIST} values, {_MAX_DEPTH} levels deep")
+    if isinstance(value, list):
+        for item in value:
+            _check(key, item, depth + 1)
+        return
+    for name, item in value.items():
+        if _KEY.fullmatch(name) is None:
+            raise _outside(key, "plain names within it")
+        _check(name if depth == 0 else key, item, depth + 1)
+
+
+def _check_number(key: str, value: float) -> None:
+    if not math.isfinite(value):
+        if value == math.inf and key in _MAY_BE_INFINITE:
+            return
+        raise _outside(key, "a finite number")
+    if abs(value) > (_MAX_WHOLE if isinstance(value, int) else 1e12):
+        raise _outside(key, "a number of a possible size")
+    if _PROBABILITY.search(key) and not 0 <= value < 1:
+        raise _outside(key, "a probability below 1")
+
+
+def _outside(key: str, expected: str) -> MalformedFrame:
+    shown = key if _KEY.fullmatch(key) else "a key"
+    return MalformedFrame(f"the provider's config was expected to have {expected} as {shown}")
