@@ -23,8 +23,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _EDGE = "\u2003"
 """An em space: `strip` and `trim` take it off, and no template spells one."""
-_MARK = "VeilbasePlaceholder{}End"
-_MARKED = re.compile(r"(\u2003?)VeilbasePlaceholder(\d+)End(\u2003?)")
+_MARK = "VeilbasePlaceholder'\"<&{}End"
+"""The signs in it show a template that escapes contents, for JSON or HTML."""
+_MARKED = re.compile(r"(\u2003?)VeilbasePlaceholder'\"<&(\d+)End(\u2003?)")
 _PLAIN_TYPES = (bool, int, type(None))
 _MAX_PATTERNS = 256
 

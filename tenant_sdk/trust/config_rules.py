@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from wire.errors import ConfigurationError, MalformedFrame
@@ -51,7 +50,7 @@ def read_config(folder: Path) -> Any:
         ConfigurationError: an architecture that this transformers does not know.
         MalformedFrame: a value outside the range that its key can have.
     """
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    content, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # reads infinities as it writes them
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         shown = re.sub(r"[^A-Za-z0-9_.-]", "?", str(kind)[:64])
@@ -73,11 +72,21 @@ def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
         if key not in names:
             continue
         if key in inner and isinstance(value, dict):
-            kept[key] = allowed(value, inner[key]) | {k: value[k] for k in ("model_type",) if k in value}
+            kept[key] = _inner(value, inner[key])
         else:
             _check(key, value, 0)
             kept[key] = value
     return kept
+
+
+def _inner(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
+    """A config within a config; where any class may stand, its own `model_type` names it."""
+    kind = content.get("model_type")
+    if config_class is AutoConfig:
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+            raise _outside("model_type", "a type that transformers knows")
+        config_class = CONFIG_MAPPING[kind]
+    return allowed(content, config_class) | ({"model_type": kind} if isinstance(kind, str) else {})
 
 
 @functools.lru_cache(256)
