@@ -1,6 +1,7 @@
 # make demo    the main job, end to end, on a real model
 # make test    all tests but the slow ones; make test-slow: these    make check   ruff, mypy, import-linter
 # make bench   the figures of docs/benchmarks.md
+# make estimate ESTIMATOR=DIR  the bits of noise/params.py again: docs/parameters.md
 # make attacks the provider as an adversary: docs/security-evaluation.md
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -10,7 +11,7 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-slow check bench attacks examples clean
+.PHONY: setup demo test test-slow check bench attacks estimate examples clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/*.[ch] noise/*.[ch])
@@ -45,6 +46,10 @@ attacks: $(READY)
 	$(BIN)/python -m attacks.game --out report
 	$(BIN)/python -m attacks.active --out report
 	$(BIN)/python -m attacks.growth --out report
+
+# DIR is a checkout of lattice-estimator; SAGE=FOLDER an environment with Sage, made where there is no such folder
+estimate:
+	@$(PYTHON) -m benchmarks.estimate "$(ESTIMATOR)" --sage "$(or $(SAGE),.sage)"
 
 clean:
 	rm -rf $(VENV) .demo

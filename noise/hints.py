@@ -27,6 +27,7 @@ import torch
 from noise.file_lock import locked
 from noise.hint_file import Hint, Layout, MappedHint
 from noise.hint_part import PartFile, disk_errors
+from noise.private_files import make_private_folder
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.expand import SEED_BYTES
 from wire.frame import ITEM_BYTES, Direction
@@ -265,7 +266,7 @@ class HintStore:
         if found is not None and (found.verified or source.verify is None):
             return found
         with disk_errors(path, layout.file_bytes):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_folder(folder)
         with _locked(path.with_suffix(".lock")):
             found = MappedHint.open(path, layout, key.metadata())  # another process may have been first
             if found is None or (source.verify is not None and not found.verified):

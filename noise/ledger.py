@@ -31,6 +31,7 @@ from typing import Any, Literal, NoReturn
 from noise import ledger_file
 from noise.durable import sync_folder
 from noise.ledger_file import Book, Seed
+from noise.private_files import make_private_folder
 from noise.slots import Origin, Slots
 from wire.errors import ConfigurationError, MaskError, MaskReused
 
@@ -93,7 +94,7 @@ class Ledger:
         """
         ledger = cls(Path(path), identity, compact_bytes)
         try:
-            ledger._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(ledger._path.parent)
             with ledger_file.exclusive(ledger._path):
                 if not ledger._path.exists():
                     ledger._replace_file([ledger_file.header(identity)])

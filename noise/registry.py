@@ -12,6 +12,7 @@ from noise.hints import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStor
 from noise.lattice import Lattice
 from noise.ledger import Ledger
 from noise.off import Off
+from noise.options import check_options
 from noise.pad import Pad, WeightOf
 from noise.params import LatticeParameters, choose
 from noise.pool import DEFAULT_BYTES
@@ -90,7 +91,8 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
         setting: of the session.
 
     Raises:
-        ConfigurationError: an unknown mask or option, or a pair of mask and arithmetic that does not exist.
+        ConfigurationError: an unknown mask or option, a value that the option cannot have, or a pair of mask and
+            arithmetic that does not exist.
         WeakParameters: lattice parameters below the table.
     """
     chosen = choose_arithmetic(mask, arithmetic, setting)
@@ -98,10 +100,7 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
         "lattice": _lattice, "pad": _pad, "shares": _shares, "gaussian-pool": _gaussian_pool,
         "off": lambda _: Off(_ARITHMETIC[chosen]),
     }  # fmt: skip
-    try:
-        return makers[mask](setting, **options)
-    except TypeError:
-        raise ConfigurationError(f"mask={mask!r} does not know one of the options {sorted(options)}") from None
+    return makers[mask](setting, **check_options(mask, options))
 
 
 def _gaussian_pool(setting: Setting, **options: Any) -> MaskScheme:
@@ -133,8 +132,6 @@ def _lattice(
     background: bool = True,
 ) -> MaskScheme:
     chosen = choose(parameters, allow_toy)
-    if hints not in ("disk", "stream"):
-        raise ConfigurationError(f"hints is 'disk' or 'stream', got {hints!r}")
     folder = setting.hints_folder if hints == "disk" else None
     store = HintStore(folder, 32 - hint_bits, hint_ram_bytes)
     return Lattice(

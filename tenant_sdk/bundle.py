@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from noise.private_files import make_private_folder
 from wire.errors import ConfigurationError, MalformedFrame
 from wire.manifest import BundleFile, Manifest
 from wire.transport.base import Connection
@@ -55,7 +56,7 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
     folder = parent / manifest.bundle_digest
     with _disk_errors(parent):
         if not _is_whole(folder, manifest):
-            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_folder(parent)
             with _locked(parent):
                 if not _is_whole(folder, manifest):  # else another process was faster
                     _fill(connection, manifest, folder)

@@ -2,6 +2,8 @@
 
 A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from;
 and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells.
+New folders have mode 0700 and their files 0600, whatever the umask; an adapter that is replaced leaves its rights to
+the new one. Files of a checkpoint get their mode when it is complete; until then its folder alone keeps others out.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from noise.private_files import FILE_MODE, make_private, make_private_folder, take_over_rights, write_private
 from wire.errors import ConfigurationError
 
 _MARKER = "complete"
@@ -71,8 +74,8 @@ class Checkpoints:
         if latest is None and resume:
             raise ConfigurationError(f"there is no complete checkpoint in {self.folder} to resume from")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / "run.json").write_text(json.dumps({"fingerprint": run}), encoding="utf-8")
+            make_private_folder(self.folder)
+            write_private(self.folder / "run.json", json.dumps({"fingerprint": run}))
         except OSError as exc:
             raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from None
         return latest
@@ -103,9 +106,10 @@ class _MarkComplete(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         checkpoint = self._folder / f"checkpoint-{state.global_step}"
         for path in checkpoint.iterdir():
+            path.chmod(FILE_MODE)
             with path.open("rb") as written:
                 os.fsync(written.fileno())
-        (checkpoint / _MARKER).touch()
+        (checkpoint / _MARKER).touch(FILE_MODE)
 
 
 def check_replaceable(output_dir: Path) -> None:
@@ -126,6 +130,8 @@ def check_replaceable(output_dir: Path) -> None:
 def save_adapter(model: Any, output_dir: Path) -> None:
     """Writes PEFT's files beside the target, then puts them in place; an older adapter there is replaced.
 
+    A folder that was there leaves its rights to the new one, and so does a file to the one of its name.
+
     Args:
         model: a PeftModel.
         output_dir: the adapter's folder.
@@ -133,12 +139,14 @@ def save_adapter(model: Any, output_dir: Path) -> None:
     Raises:
         OSError: no room or no permission.
     """
-    output_dir.parent.mkdir(parents=True, exist_ok=True)
+    make_private_folder(output_dir.parent)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as scratch:
         fresh, old = Path(scratch) / "new", Path(scratch) / "old"
         model.save_pretrained(fresh, save_embedding_layers=False)
+        make_private(fresh)  # until here the scratch folder, 0700, kept others out
         replaced = output_dir.exists()
         if replaced:
+            take_over_rights(output_dir, fresh)
             output_dir.rename(old)
         try:
             fresh.rename(output_dir)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from noise.options import check_options
 from noise.registry import DEFAULT_MASK, MASKS
 from tenant_sdk import embedded
 from tenant_sdk.explain import explain
@@ -272,6 +273,7 @@ def _plan(
         raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(given)}")
     if mask not in MASKS:
         raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
+    options = check_options(mask, {} if mask_options is None else mask_options)
     folders = tuple(None if each is None else Path(str(each)) for each in given)
     for each, folder in zip(urls, folders, strict=True):
         inproc = each.startswith(embedded.SCHEME)
@@ -282,7 +284,7 @@ def _plan(
         if folder is not None:
             load_identity(folder)
     return Plan(
-        urls, folders, mask, arithmetic, dict(mask_options or {}), None if verify is None else str(verify), kappa,
+        urls, folders, mask, arithmetic, options, None if verify is None else str(verify), kappa,
         weights, Path(cache) if cache is not None else None,
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
+from noise.private_files import make_private_folder
 from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.dataset import IGNORE_INDEX, Collator, Row, load_rows, tokenize
@@ -296,6 +297,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was changed."""
         folder = Path(output_dir or self.args.output_dir)
+        make_private_folder(folder)  # before Trainer, which writes into it what tells of the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
 
     def _keeps_logits(self, model: Any) -> bool:

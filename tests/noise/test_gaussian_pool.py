@@ -153,7 +153,7 @@ def test_warns_and_refuses() -> None:
         GaussianPool()
     with pytest.raises(ConfigurationError, match="float arithmetic only"):
         make_scheme("gaussian-pool", "ring", {}, setting())
-    with pytest.raises(ConfigurationError, match="options"):
+    with pytest.raises(ConfigurationError, match="has no option 'sigma'"):
         make_scheme("off", None, {"sigma": 1}, setting())
     with pytest.raises(ConfigurationError, match="mask is one of"):
         make_scheme("rot13", None, {}, setting())

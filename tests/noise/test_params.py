@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +59,35 @@ def test_the_documents_check_comes_out_as_it_says() -> None:
         row = re.search(rf"\| {dimension} \| {sigma} \| (\d+) \| {primal} \| {core} \| {quantum} \|", text)
         assert row is not None, (dimension, sigma)
         assert -1 <= int(primal) - int(row[1]) <= 3  # the table is a minimum that has this attack in it
+
+
+def test_the_documents_block_sizes_are_those_published_for_kyber() -> None:
+    """Kyber specification 3.02 (2021), table 4: core-SVP, classical and quantum. Within a bit: we try every 16th m."""
+    text = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+    script = re.search(r"```python\n(.*?)```", text, re.S)
+    assert script is not None
+    names: dict[str, Any] = {}
+    exec(script[1].split("\nfor n, sigma in")[0], names)  # noqa: S102, our own page
+    for n, variance, classical, quantum in ((512, 1.5, 118, 107), (768, 1.0, 182, 165), (1024, 1.0, 256, 232)):
+        block, _ = names["block_size"](n, math.sqrt(variance), math.log2(3329), math.sqrt(variance))
+        assert abs(0.292 * block - classical) <= 1
+        assert abs(0.265 * block - quantum) <= 1
+
+
+def test_what_many_secrets_leave_is_what_the_document_says() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+    rows = re.findall(r"\| `(\w+)` \| 2\^(\d+)( \(the limit\))? \| (\d+) \| (\d+) \| (\d+) \|", text)
+    assert {(name, int(log_secrets)) for name, log_secrets, *_ in rows} >= {("default", 20), ("default", 33)}
+    assert len(rows) == 6
+    for name, log_secrets, limit, *left in rows:
+        chosen, spent = PARAMETERS[name], int(log_secrets)
+        models = re.search(
+            rf"\| {chosen.dimension} \| {chosen.sigma:g} \| {chosen.bits} \| \d+ \| (\d+) \| (\d+) \|", text
+        )
+        assert models is not None
+        assert [int(each) for each in left] == [chosen.bits - spent, int(models[1]) - spent, int(models[2]) - spent]
+        assert 2**spent <= chosen.max_secrets
+        assert bool(limit) == (2**spent == chosen.max_secrets)
 
 
 def test_an_own_set_as_hard_as_a_row_is_taken() -> None:

@@ -78,6 +78,8 @@ def test_options_that_cannot_be(chat_folder: Path, identity: Path) -> None:
         assert refused(inproc, **options).startswith(("ConfigurationError", "WeakParameters")), options
     with pytest.raises(ConfigurationError):
         TenantClient(inproc, device="abacus")
+    with pytest.raises(ConfigurationError, match="background of mask='lattice' is True or False, got 'no'"):
+        TenantClient("grpcs://127.0.0.1:1", identity=identity, mask_options={"background": "no"})  # before the network
 
 
 def test_an_identity_that_cannot_be(tmp_path: Path, identity: Path) -> None:

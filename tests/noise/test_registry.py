@@ -1,0 +1,160 @@
+"""Options of each mask: the unknown and the wrong are named, and a mask's own fault is not taken for either."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from noise import registry
+from noise.gaussian_pool import GaussianPool, NotPrivateWarning
+from noise.hint_file import Layout
+from noise.ledger import Ledger
+from noise.options import OPTIONS, check_options
+from noise.params import LatticeParameters
+from noise.registry import MASKS, Setting, make_scheme
+from wire.errors import ConfigurationError
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "lattice": registry._lattice,
+    "pad": registry._pad,
+    "shares": registry._shares,
+    "gaussian-pool": GaussianPool,
+    "off": lambda setting: None,
+}
+MADE = {"lattice": "Lattice", "pad": "Pad", "shares": "Shares", "gaussian-pool": "GaussianPool", "off": "Off"}
+OWN = LatticeParameters("own", 512, 3, 3.2, 161, "a test")
+SHAPELESS = LatticeParameters("own", "512", 3, 3.2, 161, "a test")  # type: ignore[arg-type]
+FITTING: list[tuple[str, dict[str, Any]]] = [
+    ("lattice", {"parameters": OWN, "allow_toy": False, "hints": "stream", "hint_bits": 20, "hint_ram_bytes": 0}),
+    ("lattice", {"parameters": "lean", "hint_bits": 32, "pool_bytes": 0, "background": False}),
+    ("pad", {"pool_bytes": 1 << 40, "background": False}),
+    ("shares", {}),
+    ("gaussian-pool", {"pool_size": 1, "sigma": 3, "renew_every": 1}),
+    ("off", {}),
+]
+WRONG: list[tuple[str, str, Any, str, str]] = [
+    ("lattice", "parameters", 5, "name of a parameter set", "got 5"),
+    ("lattice", "parameters", SHAPELESS, "LatticeParameters of numbers", "got a value of type LatticeParameters"),
+    ("lattice", "allow_toy", "no", "True or False", "got 'no'"),
+    ("lattice", "hints", "memory", "'disk' or 'stream'", "got 'memory'"),
+    ("lattice", "hints", ["disk"], "'disk' or 'stream'", "got a value of type list"),
+    ("lattice", "hint_bits", 23, "32, 24, 22 or 20", "got 23"),
+    ("lattice", "hint_bits", 24.0, "32, 24, 22 or 20", "got 24.0"),
+    ("lattice", "hint_bits", "24", "32, 24, 22 or 20", "got '24'"),
+    ("lattice", "hint_bits", None, "32, 24, 22 or 20", "got None"),
+    ("lattice", "hint_ram_bytes", -1, "whole number of bytes from 0", "got -1"),
+    ("lattice", "hint_ram_bytes", "4 GiB", "whole number of bytes from 0", "got '4 GiB'"),
+    ("lattice", "pool_bytes", 1e9, "whole number of bytes from 0", "got 1000000000.0"),
+    ("lattice", "pool_bytes", True, "whole number of bytes from 0", "got True"),
+    ("lattice", "background", torch.zeros(99), "True or False", "got a value of type Tensor"),
+    ("pad", "pool_bytes", -(1 << 40), "whole number of bytes from 0", "got -1099511627776"),
+    ("pad", "pool_bytes", -(10**5000), "whole number of bytes from 0", "got a number of 16610 bits"),
+    ("pad", "background", 1, "True or False", "got 1"),
+    ("gaussian-pool", "pool_size", 0, "whole number from 1", "got 0"),
+    ("gaussian-pool", "pool_size", "8", "whole number from 1", "got '8'"),
+    ("gaussian-pool", "sigma", float("nan"), "finite number above 0", "got nan"),
+    ("gaussian-pool", "sigma", "x" * 10_000, "finite number above 0", "got a text of 10000 characters"),
+    ("gaussian-pool", "sigma", 1j, "finite number above 0", "got a value of type complex"),
+    ("gaussian-pool", "renew_every", 0.5, "whole number from 1", "got 0.5"),
+]
+
+
+def setting(mask: str, folder: Path) -> Setting:
+    return Setting(
+        "int8", ("ring", "float"), lambda: Ledger.open(folder / "ledger", "tenant"), folder / "hints",
+        num_providers=2 if mask == "shares" else 1, weight_of=lambda _: torch.zeros(2, 2, dtype=torch.int8),
+    )  # fmt: skip
+
+
+def refusal(mask: str, options: Any, folder: Path) -> str:
+    """The one line with which a mask is refused, before its ledger is opened."""
+    with pytest.raises(ConfigurationError) as failure:
+        make_scheme(mask, None, options, setting(mask, folder))
+    assert not list(folder.iterdir()), "something was opened or written for a mask that is refused"
+    assert "\n" not in str(failure.value)
+    assert len(str(failure.value)) < 200
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_table_has_the_options_of_the_maker(mask: str) -> None:
+    taken = [name for name in inspect.signature(MAKERS[mask]).parameters if name != "setting"]
+    assert list(OPTIONS[mask]) == taken
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_defaults_fit(mask: str) -> None:
+    defaults = {
+        name: each.default for name, each in inspect.signature(MAKERS[mask]).parameters.items() if name != "setting"
+    }
+    assert check_options(mask, defaults) == defaults
+
+
+@pytest.mark.parametrize(("mask", "options"), FITTING, ids=str)
+def test_options_that_fit(mask: str, options: dict[str, Any], tmp_path: Path) -> None:
+    if mask == "gaussian-pool":
+        with pytest.warns(NotPrivateWarning):
+            scheme = make_scheme(mask, None, options, setting(mask, tmp_path))
+    else:
+        scheme = make_scheme(mask, None, options, setting(mask, tmp_path))
+    assert scheme.name == mask
+    scheme.close()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "unknown", ["no_such_option", "setting", "x" * 10_000, 5], ids=["own", "inner", "long", "number"]
+)
+def test_an_unknown_option_is_named(mask: str, unknown: Any, tmp_path: Path) -> None:
+    known = {"background": False} if "background" in OPTIONS[mask] else {}
+    said = refusal(mask, known | {unknown: 1}, tmp_path)
+    shown = "a text of 10000 characters" if unknown == "x" * 10_000 else repr(unknown)
+    assert f"mask={mask!r} has no option {shown}: it takes " in said
+    assert all(name in said for name in OPTIONS[mask])
+    assert OPTIONS[mask] or said.endswith("it takes none")
+
+
+@pytest.mark.parametrize(
+    ("mask", "option", "value", "expected", "got"),
+    WRONG,
+    ids=[f"{mask}-{option}-{n}" for n, (mask, option, *_) in enumerate(WRONG)],
+)
+def test_a_wrong_value_is_named_with_what_was_expected(
+    mask: str, option: str, value: Any, expected: str, got: str, tmp_path: Path
+) -> None:
+    said = refusal(mask, {option: value}, tmp_path)
+    assert said.startswith(f"{option} of mask={mask!r} is ")
+    assert expected in said
+    assert said.endswith(got)
+
+
+@pytest.mark.parametrize("options", [[], 5, "hints", [("hints", "disk")]], ids=str)
+def test_options_that_are_no_mapping(options: Any, tmp_path: Path) -> None:
+    assert "mask_options is a mapping" in refusal("lattice", options, tmp_path)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_fault_inside_the_mask_comes_through_as_what_it_is(
+    mask: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*_: Any, **__: Any) -> Any:
+        return len(None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(registry, MADE[mask], faulty)
+    with pytest.raises(TypeError, match="has no len"):
+        make_scheme(mask, None, {}, setting(mask, tmp_path))
+
+
+@pytest.mark.parametrize("bits", range(16, 33))
+def test_the_table_allows_what_a_hint_file_can_store(bits: int) -> None:
+    try:
+        Layout(1, 1, 32 - bits)
+    except ConfigurationError:
+        assert not OPTIONS["lattice"]["hint_bits"].fits(bits)
+    else:
+        assert OPTIONS["lattice"]["hint_bits"].fits(bits)
