@@ -5,9 +5,9 @@ data sets of one shape. What is reported is the entropy of the row counts over e
 one prompt, or one data set, gives away to a provider that only counts.
 
 Two bundles break the bounds that a tenant sets (docs/threat-model.md, "Row counts"): they must win on a stock
-tokenizer, which is the control, and are refused by a tenant. The third stays inside every bound: its tokenizer is made of
-allowed components, its template puts contents where they belong, and its vocabulary and cutting rule carry a list of
-guesses. Whoever may choose a vocabulary can always do that.
+tokenizer, which is the control, and give nothing against a tenant. The third stays inside every bound: its tokenizer
+is made of allowed components, its template puts contents where they belong, and its vocabulary and cutting rule carry a
+list of guesses. Whoever may choose a vocabulary can always do that.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def measure(folder: Path) -> list[Leak]:
     """
     model = quick_model.make("tiny-llama", folder / "model")
     core = make_core(str(model))
-    leaks = []
+    leaks: list[Leak] = []
     for name, jobs in BUNDLES.items():
         for job, change in jobs.items():
             bundle = HostileBundle(core)

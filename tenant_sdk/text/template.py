@@ -54,9 +54,7 @@ def split(render: Callable[[list[dict[str, str]]], str], roles: Sequence[str]) -
     Raises:
         TemplateDoesNotFit: a placeholder is missing, changed or there twice.
     """
-    messages = [
-        {"role": role, "content": f"{_EDGE}{_MARK.format(number)}{_EDGE}"} for number, role in enumerate(roles)
-    ]
+    messages = [{"role": role, "content": f"{_EDGE}{_MARK.format(number)}{_EDGE}"} for number, role in enumerate(roles)]
     text = render(messages)
     parts: list[str | tuple[int, bool, bool]] = []
     end = 0
@@ -134,9 +132,7 @@ class BlindTemplates:
 
             def render(messages: list[dict[str, str]]) -> str:
                 return str(
-                    transformers_own.apply_chat_template(
-                        messages, chat_template=template, tokenize=False, **variables
-                    )
+                    transformers_own.apply_chat_template(messages, chat_template=template, tokenize=False, **variables)
                 )
 
             patterns[key] = split(render, roles)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import re
 import socket
@@ -16,53 +14,31 @@ import torch
 from safetensors.torch import load, save
 from transformers import PreTrainedTokenizerFast
 
+from attacks.hostile_bundle import HostileBundle
 from provider.core import ProviderCore
 from tenant_sdk import TenantClient
-from tenant_sdk.bundle import bundle_digest, without_unsafe
+from tenant_sdk.bundle import without_unsafe
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError, DatasetError, MalformedFrame, VeilbaseError
-from wire.manifest import BundleFile, Manifest, parse_manifest
+from wire.manifest import parse_manifest
 from wire.transport.inproc import InprocConnection
 
 
-class Liar:
-    """A provider that serves an honest one's model with other files or another manifest."""
+class Liar(HostileBundle):
+    """A provider that serves an honest one's model with other files or another manifest, and notes what is fetched."""
 
     def __init__(self, core: ProviderCore) -> None:
-        self._core = core
-        self.files = {file.name: b"".join(core.read_file(file.name)) for file in core.manifest().bundle}
-        self.announced: Manifest | None = None
+        super().__init__(core)
         self.fetched: list[str] = []
-
-    def announce(self, **changes: Any) -> None:
-        """A manifest that fits the files as they are now, config included, and the changes."""
-        files = tuple(
-            BundleFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-            for name, data in self.files.items()
-        )
-        content = self._core.manifest().model_dump() | {"bundle": files, "bundle_digest": bundle_digest(files)}
-        with contextlib.suppress(ValueError, KeyError, RecursionError):
-            config = json.loads(self.files["config.json"])
-            content |= {"config": config} if isinstance(config, dict) else {}
-        self.announced = Manifest.model_validate({**content, **changes})
-
-    def change_json(self, name: str, **changes: Any) -> None:
-        self.files[name] = json.dumps(json.loads(self.files[name]) | changes).encode()
 
     def change_scales(self, name: str, alpha: torch.Tensor | None) -> None:
         scales = load(self.files["scales.safetensors"])
         scales.pop(name)
         self.files["scales.safetensors"] = save(scales if alpha is None else {**scales, name: alpha})
 
-    def manifest(self) -> Manifest:
-        return self.announced or self._core.manifest()
-
-    def read_file(self, name: str) -> Iterator[bytes]:
-        self.fetched.append(name)
-        yield self.files[name]
-
-    def compute(self, *arguments: Any) -> torch.Tensor:
-        return self._core.compute(*arguments)
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        self.fetched.append(file_name)
+        return super().read_file(file_name)
 
 
 @pytest.fixture

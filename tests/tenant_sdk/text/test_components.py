@@ -16,7 +16,7 @@ SPACE = "\u2581"
 PLAIN: dict[str, Any] = json.loads(tiny.tokenizer().backend_tokenizer.to_str())
 
 REAL = {
-    "gpt2": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}},
+    "gpt2": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}},
     "llama-2": {
         "normalizer": {
             "type": "Sequence",
@@ -72,7 +72,7 @@ HOSTILE = {
     "a pattern spelled out": {"normalizer": replace({"Regex": "(secret)"}, " " * 200)},
     "a table of the provider's own": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
     "a long beginning": {"normalizer": {"type": "Prepend", "prepend": "x" * 500}},
-    "a replacement in the cutting": {"pre_tokenizer": {"type": "Metaspace", "replacement": "e", "prepend_scheme": "first"}},
+    "a replacement in the cutting": {"pre_tokenizer": {"type": "Metaspace", "replacement": "e"}},
     "a cutting nobody knows": {"pre_tokenizer": {"type": "Evil"}},
     "a drawn cutting": {"model": PLAIN["model"] | {"type": "BPE", "dropout": 0.5}},
     "no model": {"model": None},

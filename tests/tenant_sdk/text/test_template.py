@@ -78,7 +78,9 @@ def test_several_conversations_at_once() -> None:
 
 
 COUNTING = "{% for m in messages %}{{ m['content'] }}{{ ' ' * (m['content'] | length) }}{% endfor %}"
-LOOKING = "{% for m in messages %}{{ m['content'] }}{% if 'secret' in m['content'] %}{{ ' ' * 100 }}{% endif %}{% endfor %}"
+LOOKING = (
+    "{% for m in messages %}{{ m['content'] }}{% if 'secret' in m['content'] %}{{ ' ' * 100 }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("template", [COUNTING, LOOKING], ids=["counts", "looks"])

@@ -108,7 +108,7 @@ def test_canonical_values(chat_core: ProviderCore, tmp_path: Path) -> None:
     assert rewritten("tokenizer.json") == {}
     assert set(rewritten("config.json", rms_norm_eps=0.5)) == {"config"}
     assert set(rewritten("tokenizer.json", normalizer={"type": "NFC"})) == {"tokenizer"}
-    assert set(rewritten("tokenizer_config.json", eos_token="a")) == {"tokenizer"}  # noqa: S106
+    assert set(rewritten("tokenizer_config.json", eos_token="a")) == {"tokenizer"}
     assert set(rewritten("tokenizer_config.json", chat_template="x")) == {"template"}
     other = Manifest.model_validate(manifest.model_dump() | {"config": {**manifest.config, "rms_norm_eps": 0.5}})
     assert set(PARTS) == set(before)

@@ -1,0 +1,237 @@
+"""How many rows a text takes, and who decides it: sessions against bundles that read text by row counts."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attacks.hostile_bundle import HostileBundle
+from provider.core import ProviderCore
+from tenant_sdk import TenantClient
+from tenant_sdk.dataset import UnusableRowWarning
+from tenant_sdk.session import NotVerifiedWarning
+from tenant_sdk.text.rows import CutWarning
+from tests.tenant_sdk import tiny
+from wire.errors import ConfigurationError, DatasetError
+from wire.transport.inproc import InprocConnection
+
+READING = (
+    "{% for m in messages %}{{ m['content'] }}{% if 'a' in m['content'] %}{{ 'x' * 40 }}{% endif %}<|end|>{% endfor %}"
+)
+SPELLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 30}
+PROMPTS = ("who? abc", "who? xyz", "who? 123")
+Open = Callable[..., TenantClient]
+
+
+@pytest.fixture
+def hostile(chat_core: ProviderCore) -> HostileBundle:
+    return HostileBundle(chat_core)
+
+
+@pytest.fixture
+def connect(hostile: HostileBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(hostile))
+    opened: list[TenantClient] = []
+
+    def make(**options: Any) -> TenantClient:
+        hostile.announce()
+        hostile.num_rows.clear()
+        opened.append(TenantClient("inproc:hostile", mask="off", cache=tmp_path / "cache", progress=False, **options))
+        return opened[-1]
+
+    yield make
+    for client in opened:
+        client.close()
+
+
+def spell(hostile: HostileBundle) -> None:
+    hostile.change_json("tokenizer.json", normalizer=SPELLING)
+
+
+def rows_of(hostile: HostileBundle, client: TenantClient, prompt: str, adapter: Path | None = None) -> tuple[int, ...]:
+    hostile.num_rows.clear()
+    client.generate(prompt, adapter, max_new_tokens=2)
+    return tuple(hostile.num_rows)
+
+
+def test_a_template_never_sees_text(hostile: HostileBundle, connect: Open) -> None:
+    hostile.files["chat_template.jinja"] = READING.encode()
+    with connect() as client:
+        assert len({rows_of(hostile, client, prompt) for prompt in PROMPTS}) == 1
+
+
+def test_a_template_never_sees_training_rows(hostile: HostileBundle, connect: Open, tmp_path: Path) -> None:
+    hostile.files["chat_template.jinja"] = READING.encode()
+    seen = set()
+    with connect() as client:
+        for number, answer in enumerate(("abc", "xyz")):
+            hostile.num_rows.clear()
+            data = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}]
+            client.finetune(data, tiny.lora(), tmp_path / f"out{number}", max_steps=1, progress=False)
+            seen.add(tuple(hostile.num_rows))
+    assert len(seen) == 1
+
+
+def test_a_normalizer_that_spells_text_out_is_refused(hostile: HostileBundle, connect: Open, tmp_path: Path) -> None:
+    spell(hostile)
+    with connect() as client:
+        for use in (
+            lambda: client.generate(PROMPTS[0], max_new_tokens=2),
+            lambda: client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK),
+            lambda: client.tokenizer,
+        ):
+            with pytest.raises(ConfigurationError, match=r"normalizer Replace.*tokenizer='path or hub id'"):
+                use()
+    assert hostile.num_rows == []
+
+
+def test_a_named_tokenizer(hostile: HostileBundle, connect: Open, chat_folder: Path) -> None:
+    spell(hostile)
+    hostile.files["chat_template.jinja"] = READING.encode()
+    with connect(tokenizer=chat_folder) as client:
+        assert len({rows_of(hostile, client, prompt) for prompt in PROMPTS}) == 1
+
+
+def test_a_named_tokenizer_that_is_nowhere_is_refused_before_the_network(
+    hostile: HostileBundle, connect: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client = connect(tokenizer=tmp_path / "missing")
+    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: pytest.fail("a provider was asked"))
+    with pytest.raises(ConfigurationError, match="cannot find the tokenizer"):
+        client.connect()
+
+
+def test_padded_prompts(hostile: HostileBundle, connect: Open, chat_client: TenantClient) -> None:
+    with connect(pad_rows=48) as client:
+        seen = {rows_of(hostile, client, prompt) for prompt in (*PROMPTS, "?", "a longer question, so it is!")}
+    assert {rows[0] for rows in seen} == {48}
+    assert all(set(rows) == {48, 1} or set(rows) == {48} for rows in seen)
+
+
+@pytest.mark.parametrize("prompt", ["who?", "a longer question, is it not?"])
+def test_padding_changes_no_answer(connect: Open, chat_folder: Path, prompt: str) -> None:
+    """Against the same arithmetic without padding; a head of size 8 in float arithmetic leaves no room for ties."""
+    options: dict[str, Any] = {"arithmetic": "float", "weights": None}
+    with connect(**options) as plain, connect(pad_rows=48, **options) as padded:
+        assert padded.generate(prompt, max_new_tokens=12) == plain.generate(prompt, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma"])
+def test_padding_changes_no_answer_of_other_models(kind: str, tmp_path: Path) -> None:
+    folder = tiny.chat_model(tmp_path / kind, kind)
+    answers = []
+    for pad in (False, 32):
+        with TenantClient(
+            f"inproc:{folder}", weights="native", mask="off", arithmetic="float", pad_rows=pad, progress=False
+        ) as client:
+            answers.append(client.generate("who is it?", max_new_tokens=12))
+    assert answers[0] == answers[1]
+
+
+def test_padded_training_rows(hostile: HostileBundle, connect: Open, tmp_path: Path) -> None:
+    """Also at the head, which is remote here and computes only where labels are when nothing is padded."""
+    data = [[{"prompt": "ab", "completion": answer}] for answer in ("c", "cdefgh")]
+    seen = []
+    for pad in (False, 32):
+        seen.append(set())
+        with connect(pad_rows=pad) as client:
+            for number, rows in enumerate(data):
+                hostile.num_rows.clear()
+                client.finetune(rows, tiny.lora(), tmp_path / f"{pad}{number}", max_steps=1, progress=False)
+                seen[-1].add(tuple(hostile.num_rows))
+    assert [len(each) for each in seen] == [2, 1]
+    assert set(*seen[1]) == {32}
+
+
+def test_losses_do_not_change_with_padding(connect: Open, tmp_path: Path) -> None:
+    losses = []
+    for number, pad in enumerate((False, 48)):
+        with connect(pad_rows=pad, arithmetic="float") as client:
+            losses.append(client.finetune(tiny.ROWS, tiny.lora(), tmp_path / f"{number}", **tiny.QUICK).losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_prompt_longer_than_the_bucket_sends_as_many_rows(hostile: HostileBundle, connect: Open) -> None:
+    with connect(pad_rows=16) as client:
+        short = rows_of(hostile, client, "?")
+        with pytest.warns(CutWarning, match="pad_rows keeps the last 16"):
+            long = rows_of(hostile, client, "x" * 60)
+    assert short[0] == long[0] == 16
+
+
+def test_a_hostile_vocabulary_cannot_choose_which_rows_are_refused(
+    hostile: HostileBundle, connect: Open, tmp_path: Path
+) -> None:
+    """A text that its tokenizer makes too long, or makes vanish, is trained on no worse than visibly any other."""
+    content = json.loads(hostile.files["tokenizer.json"])
+    content["model"] = {"type": "BPE", "vocab": content["model"]["vocab"], "merges": [], "unk_token": None}
+    for letter in "abc":
+        del content["model"]["vocab"][letter]
+    hostile.files["tokenizer.json"] = json.dumps(content).encode()
+    hostile.files["chat_template.jinja"] = b"{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    seen = set()
+    with connect(pad_rows=16) as client:
+        for number, answer in enumerate(("abc", "xyz", "z" * 90)):
+            hostile.num_rows.clear()
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                rows = [{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": answer}]}]
+                client.finetune(rows, tiny.lora(), tmp_path / f"out{number}", max_steps=1, progress=False)
+            expected = {"abc": UnusableRowWarning, "xyz": None}.get(answer, CutWarning)
+            assert expected is None or any(issubclass(each.category, expected) for each in said)
+            seen.add(tuple(hostile.num_rows))
+    assert len(seen) == 1
+
+
+def test_a_trusted_tokenizer_still_refuses_long_rows(connect: Open, chat_folder: Path, tmp_path: Path) -> None:
+    with connect(pad_rows=16, tokenizer=chat_folder) as client, pytest.raises(DatasetError, match="at most 16 tokens"):
+        client.finetune([{"text": "x" * 60}], tiny.lora(), tmp_path / "out", max_steps=1, progress=False)
+
+
+def test_a_bucket_that_does_not_fit(connect: Open, tmp_path: Path) -> None:
+    with connect(pad_rows=True) as client:
+        with pytest.raises(ConfigurationError, match="pads to 512 tokens, the model's context has room for 127"):
+            client.generate("who?", max_new_tokens=1)
+        with pytest.raises(ConfigurationError, match="pads to 512 tokens, the model's context has room for 128"):
+            client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK)
+    with pytest.raises(ConfigurationError, match="pad_rows is True, False or a number"):
+        connect(pad_rows=-1)
+
+
+def test_answers_end_at_two_stop_tokens_and_at_no_other(hostile: HostileBundle, connect: Open) -> None:
+    """The tokenizer's end of text and the template's end of turn; the provider's generation settings are not asked."""
+    hostile.change_json("generation_config.json", eos_token_id=list(range(6, 101)), temperature=0.1, num_beams=3)
+    turn = "{% for m in messages %}{{ m['content'] }}{{ '<|assistant|>' if m['role'] == 'assistant' }}{% endfor %}"
+    hostile.files["chat_template.jinja"] = turn.encode()
+    with connect() as client:
+        settings = client.load_model().generation_config
+        assert settings.eos_token_id == [tiny.SPECIAL.index("<|end|>"), tiny.SPECIAL.index("<|assistant|>")]
+        assert (settings.num_beams, settings.temperature) in ((1, 1.0), (None, None))
+        rows = rows_of(hostile, client, "who?")
+    assert rows.count(1) > 0, "the answer ended at a token of the provider's choice"
+
+
+def test_what_explain_and_the_warning_say(connect: Open, chat_folder: Path, tmp_path: Path) -> None:
+    def said(**options: Any) -> tuple[str, str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", NotVerifiedWarning)
+            options = {"mask": "lattice", "mask_options": {"background": False}} | options
+            with TenantClient(f"inproc:{chat_folder}", cache=tmp_path / "cache", progress=False, **options) as client:
+                text = client.explain()
+        lines = {line.split("  ")[0]: line for line in text.splitlines()}
+        return lines["protected"] + lines["row counts"], "".join(str(each.message) for each in caught)
+
+    explained, warned = said()
+    assert "prompts and KV cache" not in explained
+    assert "NOT PROTECTED: prompts and training texts" in explained
+    assert "own tokenizer decides how text becomes rows" in warned
+    for options in ({"tokenizer": chat_folder}, {"pad_rows": 32}, {"verify": chat_folder}):
+        explained, warned = said(**options)
+        assert "prompts and KV cache" in explained, options
+        assert "NOT PROTECTED" not in explained, options
+        assert "own tokenizer decides" not in warned, options
