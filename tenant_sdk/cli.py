@@ -34,7 +34,7 @@ PadRows = Annotated[
 ]
 AcceptChange = Annotated[
     list[str] | None,
-    typer.Option(help="Accept that tokenizer, template, config or manifest changed since first use; may be repeated."),
+    typer.Option(help="Accept that model, tokenizer, template, config or manifest changed since first use."),
 ]
 Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.")]
 

@@ -89,8 +89,8 @@ class TenantClient:
                 as the provider's does. Without it, and without `verify`, the provider's own decides how text becomes
                 rows, whose number it sees.
             pad_rows: pads every prompt and training row to one number of tokens: True for 512, or the number.
-            accept_changes: parts of an unverified provider's bundle that may differ from first use: "tokenizer",
-                "template", "config", "manifest".
+            accept_changes: parts of an unverified provider's offer that may differ from first use: "model" (its
+                name), "tokenizer", "template", "config", "manifest".
 
         Raises:
             ConfigurationError: a URL, identity or option that cannot be.

@@ -27,7 +27,7 @@ from tenant_sdk.identity import issuer_of, tenant_name
 from tenant_sdk.model import context_length
 from tenant_sdk.remote_group import RemoteExecutor
 from tenant_sdk.text.source import TenantText, TokenizerSource, named_text, provider_text, verified_text
-from tenant_sdk.trust.pins import PARTS, Pins, canonical_digests
+from tenant_sdk.trust.pins import Pins, canonical_digests, name_digest
 from wire.errors import ConfigurationError
 from wire.limits import Limits
 from wire.manifest import Manifest
@@ -161,19 +161,21 @@ def open_bundle(plan: Plan, session: Session) -> Path:
     context_length(folder)  # raises where it is none
     if session.verifier is None and not plan.urls[0].startswith(embedded.SCHEME):
         current = canonical_digests(folder, manifest)
-        used = ("config", "manifest") if session.tokenizer_source is not None else tuple(PARTS)
-        place = plan.identities[0] or plan.cache or default_cache()
-        Pins(place).check(_pinned_as(plan, manifest), {part: current[part] for part in used}, plan.accepted_changes)
+        if session.tokenizer_source is not None:  # what is not used may change
+            current = {part: current[part] for part in ("config", "manifest")}
+        provider, pins = _pinned_as(plan), Pins(plan.identities[0] or plan.cache or default_cache())
+        pins.check(f"{provider} at {plan.urls[0]}", name_digest(manifest), plan.accepted_changes)
+        pins.check(f"{provider} serving {manifest.model_id}", current, plan.accepted_changes)
     return folder
 
 
-def _pinned_as(plan: Plan, manifest: Manifest) -> str:
-    """Authority, tenant and model; without an identity the URL stands for the first two."""
+def _pinned_as(plan: Plan) -> str:
+    """Authority and tenant; without an identity the URL stands for both."""
     folder = plan.identities[0]
     if folder is None:
-        return f"{plan.urls[0]} {manifest.model_id}"
+        return plan.urls[0]
     identity = load_identity(folder)
-    return f"{issuer_of(identity).hex()} {tenant_name(identity)} {manifest.model_id}"
+    return f"{issuer_of(identity).hex()} {tenant_name(identity)}"
 
 
 def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:

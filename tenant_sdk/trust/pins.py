@@ -23,6 +23,7 @@ from wire.errors import ConfigurationError, ProviderChanged
 from wire.manifest import Manifest
 
 PARTS = {
+    "model": "model's name",
     "tokenizer": "tokenizer",
     "template": "chat template",
     "config": "config",
@@ -38,8 +39,13 @@ _TEMPLATE_KEY = "chat_template"
 """In tokenizer_config.json, where older releases keep the template."""
 
 
+def name_digest(manifest: Manifest) -> dict[str, str]:
+    """SHA-256 of the model's name, which is pinned by URL: pins by model alone would let a provider rename its own."""
+    return {"model": _digest(manifest.model_id)}
+
+
 def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """SHA-256 of each part's canonical value.
+    """SHA-256 of the canonical value of each part of a bundle.
 
     Args:
         folder: the bundle.

@@ -44,7 +44,7 @@ def test_a_changed_template_is_refused_until_it_is_accepted_by_name(provider: Pr
     with client(provider, tmp_path) as first:
         answer = first.generate("who?", max_new_tokens=2)
     pins = json.loads((provider.folder / "acme" / "pins.json").read_text())
-    assert [key.split(" ")[1:] for key in pins] == [["acme", "tiny"]]
+    assert sorted(key.split(" ")[1:] for key in pins) == [["acme", "at", provider.url], ["acme", "serving", "tiny"]]
     serve_again(provider, tiny.chat_model(tmp_path / "two" / "tiny", template=OTHER))
     calls = 0
     for accepted in ([], ["tokenizer", "config"]):
@@ -65,6 +65,17 @@ def test_a_changed_template_is_refused_until_it_is_accepted_by_name(provider: Pr
     assert shell.exit_code == 0, shell.output
     with client(provider, tmp_path) as after:
         after.generate("who?", max_new_tokens=2)
+
+
+def test_a_model_under_another_name_is_a_change_too(provider: Provider, tmp_path: Path) -> None:
+    """A new name would else be a first use, and nothing pinned."""
+    with client(provider, tmp_path) as first:
+        first.generate("who?", max_new_tokens=2)
+    serve_again(provider, tiny.chat_model(tmp_path / "two" / "renamed", template=OTHER))
+    with client(provider, tmp_path) as again, pytest.raises(ProviderChanged, match="model's name changed"):
+        again.generate("who?", max_new_tokens=2)
+    with client(provider, tmp_path, accept_changes=["model"]) as accepted:
+        accepted.generate("who?", max_new_tokens=2)
 
 
 def test_another_tenant_of_the_same_provider_has_pins_of_its_own(provider: Provider, tmp_path: Path) -> None:
