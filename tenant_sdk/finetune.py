@@ -1,7 +1,8 @@
 """Fine-tuning on transformers' Trainer: the adapter, the data and the optimizer stay here.
 
 Guarantees: completion-only loss (tenant_sdk/dataset.py); a run that broke goes on from its last complete checkpoint
-when the same call is made again; the adapter folder appears whole or not at all and loads in stock PEFT.
+when the same call is made again; the adapter folder appears whole or not at all and loads in stock PEFT; the calls of a
+run do not depend on whether a value was finite (tenant_sdk/planned_calls.py).
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.dataset import Collator, load_rows, tokenize
 from tenant_sdk.model import context_length, ignore_renamings
+from tenant_sdk.planned_calls import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.progress import ProgressBar
-from wire.errors import ConfigurationError, VeilbaseError
+from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
@@ -147,6 +149,7 @@ def finetune(
     Raises:
         DatasetError: names the line.
         ConfigurationError: settings that do not fit, or a checkpoint of another run.
+        NotFinite: a value was NaN or infinite: with `verify` at once, without it at the planned end; no adapter.
         TransportError, ProtocolError, AccessError: the run can go on with the same call.
         VeilbaseError: the adapter or a checkpoint could not be written.
     """
@@ -174,12 +177,14 @@ def finetune(
     model = _adapted(client, peft_config)
     if gradient_checkpointing:
         _checkpoint_activations(model.get_base_model())
-    trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer))
+    course = planned_calls(model).course
+    trainer = _make_trainer(model, rows, settings, checkpoints, _pad_token(tokenizer), course)
     client.fetch_hints(backward=True)
     before, began = client.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
         with _quiet_trainer(), _progress_bar(trainer) if progress else nullcontext():
             trainer.train(resume_from_checkpoint=str(start) if start else None)
+        _check_finite(model, course, checkpoints)
         save_adapter(model, output_dir)
     seconds, after = time.monotonic() - began, client.traffic
     checkpoints.discard()
@@ -188,6 +193,16 @@ def finetune(
         after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
         int(start.name.rpartition("-")[2]) if start else 0,
     )  # fmt: skip
+
+
+def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
+    """Raises NotFinite at the end of a run that met such a value, also in the adapter's own weights."""
+    try:
+        course.check(trainable(model))
+        course.finish()
+    except NotFinite:
+        checkpoints.spoil()
+        raise
 
 
 def _room(context: int, num_virtual: int) -> int:
@@ -289,6 +304,7 @@ def _make_trainer(
     settings: _Settings,
     checkpoints: Checkpoints,
     pad: int,
+    course: Course,
 ) -> CompletionTrainer:
     arguments = TrainingArguments(
         output_dir=str(checkpoints.folder),
@@ -315,9 +331,15 @@ def _make_trainer(
         dataloader_num_workers=0,  # workers would fork after the connection is open
         dataloader_pin_memory=False,
     )
+
+    def is_sound() -> bool:
+        course.check(trainable(model))
+        return not course.sends_zeros
+
     trainer = CompletionTrainer(
-        model=model, args=arguments, train_dataset=rows, data_collator=Collator(pad), callbacks=[checkpoints.callback()]
-    )
+        model=model, args=arguments, train_dataset=rows, data_collator=Collator(pad),
+        callbacks=[KeepFinite(course), checkpoints.callback(is_sound)],
+    )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
