@@ -35,8 +35,8 @@ WARNING = (
     "answers wrongly: verify='path or hub id' would tell"
 )
 FAILED = (
-    "a value of this run was NaN or infinite, so nothing came of it: lower the learning rate, or name a checkpoint you "
-    "trust with verify, which tells whether the provider answered wrongly"
+    "a value was NaN or infinite, so nothing came of this run: the learning rate is too high, the adapter overflows, or "
+    "the provider answers wrongly, which verify='path or hub id' would tell"
 )
 
 
@@ -63,7 +63,7 @@ class Course:
             NotFinite: this run may stop at once.
         """
         if self.may_stop:
-            raise NotFinite("a value is NaN or infinite: nothing was sent")
+            raise NotFinite("a gradient, weight or logit is NaN or infinite: the run ended there")
         if not self.sends_zeros:
             self.sends_zeros = True
             _warn()
@@ -196,5 +196,7 @@ def masked_on_course(mask: Masking, rows: torch.Tensor, course: Course) -> Any:
         try:
             return mask(rows)
         except NotFinite:
+            if course.may_stop:
+                raise
             course.not_finite()
     return mask(torch.zeros_like(rows))
