@@ -161,11 +161,11 @@ class Site:
     def session(self, fault: Fault, stops_at_once: bool) -> Iterator[tuple[TenantClient, Overflower]]:
         """A tenant without a mask and without `verify`; as a control it stops at the first value that is not finite."""
         provider = Overflower(self.core, fault)
-        stopping = mock.patch.object(RemoteExecutor, "planned_calls", lambda executor: PlannedCalls(may_stop=True))
         with contextlib.ExitStack() as open_:
             open_.enter_context(mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)))
             if stops_at_once:
-                open_.enter_context(stopping)
+                at_once = PlannedCalls(may_stop=True)
+                open_.enter_context(mock.patch.object(RemoteExecutor, "planned_calls", return_value=at_once))
             client = TenantClient(
                 "inproc:overflow", mask="off", arithmetic=fault.arithmetic, cache=self.folder / "cache", progress=False
             )

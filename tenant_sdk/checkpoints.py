@@ -1,9 +1,9 @@
 """Checkpoints of one run, and adapters written whole or not at all.
 
 A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from;
-and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells. A run that met
-a value that is not finite writes its checkpoints as ever, so that a save takes its time, and marks them spoilt: none of
-that run is resumed from, not even an earlier one, because the step at which a run begins again can be seen.
+and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells. A run that
+met a value that is not finite writes its checkpoints as ever, so that a save takes its time, and marks them spoilt:
+none of that run is resumed from, not even an earlier one, because the step at which a run begins again can be seen.
 """
 
 from __future__ import annotations

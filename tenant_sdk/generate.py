@@ -123,7 +123,7 @@ def generate(
     client.fetch_hints()
     with torch.no_grad(), planned_calls(model).own_course(may_stop=not fixed_length) as course, _option_errors(options):
         finite = FiniteLogits(course, bounds=fixed_length)
-        settings["logits_processor"] = LogitsProcessorList([finite, *(options.get("logits_processor") or ())])
+        settings["logits_processor"] = LogitsProcessorList([finite, *_processors(options)])
         streamer = _Callback(tokenizer, on_text, stop_ids, course) if on_text is not None else None
         output = model.generate(inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, **settings)
     course.finish()
@@ -131,11 +131,24 @@ def generate(
     return str(tokenizer.decode(answer, skip_special_tokens=True))
 
 
+def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
+    """The user's own."""
+    given = options.get("logits_processor") or ()
+    if not isinstance(given, Iterable):
+        raise ConfigurationError(f"logits_processor is a list of logits processors, got {type(given).__name__}")
+    return given
+
+
 def _stop_ids(given: Any) -> tuple[int, ...]:
     """Stop tokens as transformers takes them: none, one or several."""
     if given is None:
         return ()
-    return tuple(map(int, given)) if isinstance(given, Iterable) else (int(given),)
+    try:
+        return tuple(map(int, torch.as_tensor(given).reshape(-1).tolist()))
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            f"eos_token_id is the number of a token or a list of them, got {type(given).__name__}"
+        ) from None
 
 
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:

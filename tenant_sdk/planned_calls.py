@@ -22,7 +22,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import TrainerCallback
@@ -35,8 +35,8 @@ WARNING = (
     "answers wrongly: verify='path or hub id' would tell"
 )
 FAILED = (
-    "a value was NaN or infinite, so nothing came of this run: the learning rate is too high, the adapter overflows, or "
-    "the provider answers wrongly, which verify='path or hub id' would tell"
+    "a value was NaN or infinite, so nothing came of this run: the learning rate is too high, the adapter overflows, "
+    "or the provider answers wrongly, which verify='path or hub id' would tell"
 )
 
 
@@ -120,7 +120,7 @@ AT_ONCE = PlannedCalls(may_stop=True)
 
 
 def planned_calls(model: Any) -> PlannedCalls:
-    """Those of a model of `TenantClient.load_model`, with or without an adapter; AT_ONCE for one with no remote layer."""
+    """Those of a model of `TenantClient.load_model`, adapted or not; AT_ONCE for one without remote layers."""
     for module in model.modules():
         found = getattr(module, "planned_calls", None)
         if isinstance(found, PlannedCalls):
@@ -180,11 +180,10 @@ def _warn() -> None:
         logging.getLogger(__name__).warning(WARNING)
 
 
-Masking = Callable[[torch.Tensor], Any]
-"""Real rows → the same rows masked, or `NotFinite`."""
+_Made = TypeVar("_Made")
 
 
-def masked_on_course(mask: Masking, rows: torch.Tensor, course: Course) -> Any:
+def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
     """What `mask` makes of the rows, or of as many zeros.
 
     Args:

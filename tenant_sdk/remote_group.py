@@ -3,7 +3,8 @@
 Guarantees: the autograd node keeps no tensor (a linear layer's input gradient is g·Wᵀ); members share a call only when
 they read the same tensor object at the same version; a backward call is made only when the input needs a gradient;
 after a reply that failed its check nothing is sent, and every call ends with the one fixed `VerificationFailed`,
-whichever thread met the lie; which calls are made does not depend on values (tenant_sdk/planned_calls.py). Nothing here can be pickled: a mask scheme holds secrets.
+whichever thread met the lie; which calls are made does not depend on values (tenant_sdk/planned_calls.py). Nothing here
+can be pickled: a mask scheme holds secrets.
 """
 
 from __future__ import annotations

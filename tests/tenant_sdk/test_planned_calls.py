@@ -226,9 +226,10 @@ def test_warnings_that_are_errors_do_not_end_the_run(
 ) -> None:
     expected = honest_calls(opened, tmp_path / "honest")
     client, provider = opened(Fault(FORWARD, math.nan, 5))
-    with warnings.catch_warnings(), caplog.at_level(logging.WARNING), pytest.raises(NotFinite):
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
         warnings.simplefilter("error", NotFiniteWarning)
-        train(client, tmp_path / "out")
+        with pytest.raises(NotFinite):
+            train(client, tmp_path / "out")
     assert provider.seen == expected
     assert "this model sends zeros from now on" in caplog.text
 
@@ -294,18 +295,19 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
         train(client, tmp_path / "out")
 
 
-def test_a_value_after_the_last_save_spoils_the_whole_folder(opened: Opened, tmp_path: Path) -> None:
+def test_a_value_after_the_last_save_spoils_the_whole_folder(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the same command would go on from a step that tells when it came."""
     client, _ = opened(HONEST)
-    model_check = "tenant_sdk.finetune.trainable"
     calls = [0]
 
     def trainable(model: Any) -> Iterator[torch.Tensor]:
         calls[0] += 1  # of three saves and the end
         return iter((torch.tensor(math.nan if calls[0] > 3 else 0.0),))
 
-    with pytest.MonkeyPatch.context() as patch, pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
-        patch.setattr(model_check, trainable)
+    monkeypatch.setattr("tenant_sdk.finetune.trainable", trainable)
+    with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
         train(client, tmp_path / "out")
     assert markers(tmp_path / "out.checkpoints") == {"checkpoint-2": ["complete"], "checkpoint-3": ["complete"]}
     with pytest.raises(ConfigurationError, match="none of them is resumed from"):
@@ -328,9 +330,7 @@ def stock(client: TenantClient, out: Path) -> Any:
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
-def test_a_stock_trainer_goes_on_to_its_end_and_is_told(
-    opened: Opened, tmp_path: Path, direction: Direction
-) -> None:
+def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path: Path, direction: Direction) -> None:
     client, provider = opened(HONEST)
     check_run(stock(client, tmp_path))
     expected = provider.seen
