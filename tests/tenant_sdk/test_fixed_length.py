@@ -99,7 +99,7 @@ def test_the_calls_are_those_of_the_longest_answer_and_the_text_ends_where_it_di
 @pytest.mark.parametrize("given", ["4711", [[4711], 1], object()], ids=["text", "ragged", "object"])
 def test_stop_tokens_that_are_none_are_one_line(opened: Opened, given: Any) -> None:
     client, provider = opened()
-    with pytest.raises(ConfigurationError, match="^eos_token_id is the number of a token or a list of them, got [a-z]+$"):
+    with pytest.raises(ConfigurationError, match=r"^eos_token_id is .* or a list of them, got [a-z]+$"):
         client.generate("who?", max_new_tokens=2, fixed_length=True, eos_token_id=given)
     assert provider.seen == []
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from peft import get_peft_model
+from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from attacks.overflow import Fault, Overflower, Seen
 from noise.params import LatticeParameters
 from provider.core import ProviderCore
 from tenant_sdk import TenantClient, embedded
-from tenant_sdk.planned_calls import FAILED, NotFiniteWarning, check_run, planned_calls
+from tenant_sdk.planned_calls import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, InvalidTensor, NotFinite, Unavailable
@@ -261,6 +262,8 @@ def test_saves_go_on_and_none_of_the_run_is_resumed_from(opened: Opened, tmp_pat
         train(client, tmp_path / "out")
     folder = tmp_path / "out.checkpoints"
     assert markers(folder) == {"checkpoint-2": ["not-finite"], "checkpoint-3": ["not-finite"]}
+    weights = load_file(folder / "checkpoint-3" / "adapter_model.safetensors")
+    assert are_finite(weights.values()), "some PEFT methods would raise on weights that are not"
     provider.seen, provider.fault = [], HONEST
     for resume in (None, True):
         with pytest.raises(ConfigurationError, match="NaN or infinite value: none of them is resumed from; pass resum"):
