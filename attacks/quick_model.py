@@ -24,7 +24,7 @@ FACTS = tuple(
 )  # fmt: skip
 
 
-def make(name: str, folder: Path) -> Path:
+def make(name: str, folder: Path, num_layers: int = 2) -> Path:
     """Saves one of NAMES as a Hugging Face folder. Weights are wider than transformers' own, so that adapters show."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
@@ -32,13 +32,13 @@ def make(name: str, folder: Path) -> Path:
     shared = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.15}
     if name == "tiny-llama":
         config: Any = LlamaConfig(
-            vocab_size=vocab_size, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=2,
+            vocab_size=vocab_size, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=num_layers,
             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False,
             **shared,
         )  # fmt: skip
     else:
         config = GPT2Config(
-            vocab_size=vocab_size, n_embd=HIDDEN, n_inner=INTERMEDIATE, n_layer=2, n_head=4, n_positions=256,
+            vocab_size=vocab_size, n_embd=HIDDEN, n_inner=INTERMEDIATE, n_layer=num_layers, n_head=4, n_positions=256,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shared,
         )  # fmt: skip
     torch.manual_seed(0)

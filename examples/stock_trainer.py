@@ -4,6 +4,8 @@
     python examples/stock_trainer.py --url grpcs://127.0.0.1:8443 --identity acme --verify smollm2-135m  # elsewhere
 
 `TenantClient.finetune` adds checks of the data set, resume after a broken run and a whole-or-nothing adapter folder.
+Without --verify a value that is NaN or infinite does not stop the Trainer: the model warns once, sends and gives zeros
+from then on, so that its calls do not show where that was, and `check_run` is the error at the end.
 The default mask, lattice, keeps 1.2 GB of hints for SmolLM2-135M in ~/.cache/veilbase; see docs/masks.md.
 """
 
@@ -21,6 +23,7 @@ from tenant_sdk import TenantClient
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
 
+from tenant_sdk.planned_calls import check_run
 from wire.errors import VeilbaseError
 
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
@@ -73,6 +76,7 @@ def main() -> None:
         )
         client.fetch_hints(backward=True)  # here with a progress bar; else each layer fetches when it is first used
         trainer.train()
+        check_run(model)
         # False: PEFT would look the base model up on a hub to see whether its vocabulary was changed
         model.save_pretrained(args.output, save_embedding_layers=False)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

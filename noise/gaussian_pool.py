@@ -77,12 +77,14 @@ class GaussianPool:
         check_finite(rows)
         noise, effect = self._pick(group, direction, rows.device)
         strength = self._sigma * root_mean_square(rows)
+        noisy = rows + strength * noise
+        check_finite(noisy)  # the sum of two finite numbers may be infinite
         call = Call(group.id, direction, Arithmetic.FLOAT)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             return replies[0] - strength * effect
 
-        return Masked((Message(call, rows + strength * noise),), unmask)
+        return Masked((Message(call, noisy),), unmask)
 
     def _pick(self, group: GroupSpec, direction: Direction, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         key = (group.id, direction)

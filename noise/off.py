@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from noise.scheme import EffectPath, GroupSpec, Masked, MaskedRow, Message, RowCodecs, decode_rows, encode_rows
-from wire.errors import InvalidTensor
+from wire.errors import NotFinite
 from wire.frame import HEADER_BYTES, ITEM_BYTES, Arithmetic, Call, Direction
 
 
@@ -55,7 +55,7 @@ class Off:
 
 
 def check_finite(rows: torch.Tensor) -> None:
-    """Raises InvalidTensor when a value is NaN or infinite: an error here, before anything is sent."""
+    """Raises NotFinite when a value is NaN or infinite: an error here, before anything is sent."""
     # |largest| and |smallest| in one pass; NaN spreads through both
     if rows.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(rows))).all()):
-        raise InvalidTensor("a row holds NaN or infinity: nothing was sent")
+        raise NotFinite("a row holds NaN or infinity: nothing was sent")

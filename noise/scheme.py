@@ -136,7 +136,7 @@ class MaskScheme(Protocol):
             rows: float32, shape (num_rows, request columns), on the tenant's device.
 
         Raises:
-            InvalidTensor: a value that is not finite; nothing was spent.
+            NotFinite: a value is NaN or infinite; nothing was spent.
             MaskError: no mask can be had.
         """
         ...

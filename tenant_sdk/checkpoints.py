@@ -1,7 +1,9 @@
 """Checkpoints of one run, and adapters written whole or not at all.
 
 A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from;
-and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells.
+and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells. A run that
+met a value that is not finite writes its checkpoints as ever, so that a save takes its time, and marks them spoilt:
+none of that run is resumed from, not even an earlier one, because the step at which a run begins again can be seen.
 New folders have mode 0700 and their files 0600, whatever the umask; an adapter that is replaced leaves its rights to
 the new one. Files of a checkpoint get their mode when it is complete; until then its folder alone keeps others out.
 """
@@ -13,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from noise.private_files import FILE_MODE, make_private, make_private_folder, ta
 from wire.errors import ConfigurationError
 
 _MARKER = "complete"
+_SPOILT = "not-finite"
+"""Marks a checkpoint, or the folder of a run, that went on with zeros after a value that was not finite."""
 
 
 def fingerprint(
@@ -61,10 +66,16 @@ class Checkpoints:
             The checkpoint to go on from, or None.
 
         Raises:
-            ConfigurationError: a checkpoint is demanded and there is none, or it belongs to another run.
+            ConfigurationError: a checkpoint is demanded and there is none, it belongs to another run, or a value of
+                the run was not finite.
         """
         if resume is False:
             self.discard()
+        if next(self.folder.glob(f"**/{_SPOILT}"), None) is not None:
+            raise ConfigurationError(
+                f"{self.folder} holds checkpoints of a run that met a NaN or infinite value: none of them is resumed "
+                "from; pass resume=False to start over"
+            )
         latest, owner = self._latest(), self._owner()
         if latest is not None and owner != run:
             raise ConfigurationError(
@@ -94,14 +105,22 @@ class Checkpoints:
         """Removes the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def callback(self) -> TrainerCallback:
-        """Marks each checkpoint complete after Trainer has written it."""
-        return _MarkComplete(self.folder)
+    def spoil(self) -> None:
+        """Nothing here is resumed from: the run ended without an adapter, because a value was not finite."""
+        (self.folder / _SPOILT).touch()
+
+    def callback(self, is_sound: Callable[[], bool] = lambda: True) -> TrainerCallback:
+        """Marks each checkpoint after Trainer has written it.
+
+        Args:
+            is_sound: whether what was written is worth resuming from; else it is marked as spoilt.
+        """
+        return _Mark(self.folder, is_sound)
 
 
-class _MarkComplete(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+class _Mark(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, folder: Path, is_sound: Callable[[], bool]) -> None:
+        self._folder, self._is_sound = folder, is_sound
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         checkpoint = self._folder / f"checkpoint-{state.global_step}"
@@ -109,7 +128,7 @@ class _MarkComplete(TrainerCallback):  # type: ignore[misc]
             path.chmod(FILE_MODE)
             with path.open("rb") as written:
                 os.fsync(written.fileno())
-        (checkpoint / _MARKER).touch(FILE_MODE)
+        (checkpoint / (_MARKER if self._is_sound() else _SPOILT)).touch(FILE_MODE)
 
 
 def check_replaceable(output_dir: Path) -> None:

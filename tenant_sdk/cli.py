@@ -142,6 +142,9 @@ def generate(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Length limit.", show_default="128, or what the context leaves")
     ] = None,
+    fixed_length: Annotated[
+        bool, typer.Option("--fixed-length", help="Send the calls of the longest answer, whatever the text is.")
+    ] = False,
 ) -> None:
     """Answer a prompt, printed as it is made."""
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -150,7 +153,9 @@ def generate(
 
         raise ConfigurationError(f"there is no adapter folder {adapter}")
     with _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change) as client:
-        client.generate(text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False))
+        client.generate(
+            text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False), fixed_length=fixed_length
+        )
     typer.echo()
 
 

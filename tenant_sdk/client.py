@@ -201,12 +201,14 @@ class TenantClient:
         adapter: str | Path | None = None,
         max_new_tokens: int | None = None,
         on_text: Callable[[str], None] | None = None,
+        *,
+        fixed_length: bool = False,
         **options: Any,
     ) -> str:
         """Answers a prompt; see `tenant_sdk.generate.generate`."""
         from tenant_sdk.generate import generate
 
-        return generate(self, prompt, adapter, max_new_tokens, on_text, **options)
+        return generate(self, prompt, adapter, max_new_tokens, on_text, fixed_length=fixed_length, **options)
 
     def fetch_hints(self, backward: bool = False) -> None:
         """Fetches what the lattice mask needs once per layer, with a progress bar; no work for other masks.

@@ -1,7 +1,8 @@
 """Fine-tuning on transformers' Trainer: the adapter, the data and the optimizer stay here.
 
 Guarantees: completion-only loss (tenant_sdk/dataset.py); a run that broke goes on from its last complete checkpoint
-when the same call is made again; the adapter folder appears whole or not at all and loads in stock PEFT.
+when the same call is made again; the adapter folder appears whole or not at all and loads in stock PEFT; the calls of a
+run do not depend on whether a value was finite (tenant_sdk/planned_calls.py).
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from transformers.utils import logging as transformers_logging
 from noise.private_files import make_private_folder
 from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
-from tenant_sdk.dataset import IGNORE_INDEX, Collator, Row, load_rows, tokenize
+from tenant_sdk.dataset import IGNORE_INDEX, Collator, load_rows
 from tenant_sdk.model import ignore_renamings
+from tenant_sdk.planned_calls import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.progress import ProgressBar
-from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_row
-from wire.errors import ConfigurationError, VeilbaseError
+from tenant_sdk.text.rows import pad_token
+from tenant_sdk.text.training_rows import training_rows
+from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
@@ -149,6 +152,7 @@ def finetune(
     Raises:
         DatasetError: names the line.
         ConfigurationError: settings that do not fit, or a checkpoint of another run.
+        NotFinite: a value was NaN or infinite: with `verify` at once, without it at the planned end; no adapter.
         TransportError, ProtocolError, AccessError: the run can go on with the same call.
         VeilbaseError: the adapter or a checkpoint could not be written.
     """
@@ -165,7 +169,7 @@ def finetune(
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     num_virtual = virtual_tokens(peft_config)
     room = _room(client.context_length, num_virtual)
-    rows = _tokenized(client, parsed, min(max_length or room, room), num_virtual)
+    rows = training_rows(parsed, client.text, min(max_length or room, room), client.bucket, num_virtual)
     output_dir = Path(output_dir)
     check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
@@ -176,13 +180,15 @@ def finetune(
     model = _adapted(client, peft_config)
     if gradient_checkpointing:
         _checkpoint_activations(model.get_base_model())
-    trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(client.tokenizer))
+    course = planned_calls(model).course
+    trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(client.tokenizer), course)
     trainer.same_rows_for_any_text = client.bucket is not None
     client.fetch_hints(backward=True)
     before, began = client.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
         with _quiet_trainer(), _progress_bar(trainer) if progress else nullcontext():
             trainer.train(resume_from_checkpoint=str(start) if start else None)
+        _check_finite(model, course, checkpoints)
         save_adapter(model, output_dir)
     seconds, after = time.monotonic() - began, client.traffic
     checkpoints.discard()
@@ -193,23 +199,14 @@ def finetune(
     )  # fmt: skip
 
 
-def _tokenized(
-    client: TenantClient, parsed: list[Row], max_length: int, num_virtual: int
-) -> list[dict[str, list[int]]]:
-    """Token rows; with a bucket, all of its length, and none refused that a provider's tokenizer may have spoilt."""
-    text, bucket = client.text, client.bucket
-    if bucket is None:
-        return tokenize(parsed, text.tokenizer, max_length, num_virtual_tokens=num_virtual)
-    check_fits(bucket, max_length, "")
-    rows = tokenize(
-        parsed, text.tokenizer, bucket, num_virtual_tokens=num_virtual, never_refuse=text.origin == "provider"
-    )
-    too_long = sum(len(row["input_ids"]) > bucket for row in rows)
-    if too_long:
-        said = f"{too_long} of {len(rows)} rows were cut to their last {bucket} tokens"
-        warnings.warn(said, CutWarning, stacklevel=3)
-    pad = pad_token(text.tokenizer)
-    return [padded_row(row, bucket, pad, IGNORE_INDEX) for row in rows]
+def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
+    """Raises NotFinite at the end of a run that met such a value, also in the adapter's own weights."""
+    try:
+        course.check(trainable(model))
+        course.finish()
+    except NotFinite:
+        checkpoints.spoil()
+        raise
 
 
 def _room(context: int, num_virtual: int) -> int:
@@ -315,6 +312,7 @@ def _make_trainer(
     settings: _Settings,
     checkpoints: Checkpoints,
     pad: int,
+    course: Course,
 ) -> CompletionTrainer:
     arguments = TrainingArguments(
         output_dir=str(checkpoints.folder),
@@ -341,9 +339,15 @@ def _make_trainer(
         dataloader_num_workers=0,  # workers would fork after the connection is open
         dataloader_pin_memory=False,
     )
+
+    def is_sound() -> bool:
+        course.check(trainable(model))
+        return not course.sends_zeros
+
     trainer = CompletionTrainer(
-        model=model, args=arguments, train_dataset=rows, data_collator=Collator(pad), callbacks=[checkpoints.callback()]
-    )
+        model=model, args=arguments, train_dataset=rows, data_collator=Collator(pad),
+        callbacks=[KeepFinite(course), checkpoints.callback(is_sound)],
+    )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer

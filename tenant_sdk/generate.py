@@ -7,16 +7,25 @@ user's own functions is passed on as it is.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import TextStreamer
+from transformers import LogitsProcessorList, TextStreamer
 
 from tenant_sdk.adapters import adapted_model, positive, virtual_tokens
 from tenant_sdk.dataset import RENDER_ERRORS
+from tenant_sdk.fixed_length import (
+    FiniteLogits,
+    cut_at_stop,
+    fixed_settings,
+    no_guessing,
+    refuse_early_ends,
+    refuse_guessing,
+)
+from tenant_sdk.planned_calls import Course, planned_calls
 from tenant_sdk.text.rows import check_fits, pad_token, padded_prompt
 from wire.errors import ConfigurationError
 
@@ -35,11 +44,27 @@ _OWN_OPTIONS = (
 
 
 class _Callback(TextStreamer):  # type: ignore[misc]
-    """Hands finished words to a function."""
+    """Hands finished words to a function, up to the first stop token, and none after a value that was not finite."""
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+    def __init__(
+        self, tokenizer: Any, on_text: Callable[[str], None], stop_ids: Collection[int], course: Course
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
+        self._on_text, self._stop_ids, self._course = on_text, stop_ids, course
+        self._is_over = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._is_over or self._course.sends_zeros:
+            return
+        is_prompt = self.next_tokens_are_prompt
+        super().put(value)
+        if not is_prompt and int(value.reshape(-1)[-1]) in self._stop_ids:
+            self.end()
+
+    def end(self) -> None:
+        if not self._is_over and not self._course.sends_zeros:
+            super().end()
+        self._is_over = True
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
@@ -52,6 +77,8 @@ def generate(
     adapter: str | Path | None = None,
     max_new_tokens: int | None = None,
     on_text: Callable[[str], None] | None = None,
+    *,
+    fixed_length: bool = False,
     **options: Any,
 ) -> str:
     """Answers a prompt; greedy unless `do_sample=True`.
@@ -63,6 +90,8 @@ def generate(
         max_new_tokens: length limit of the answer, which has to fit into the context with the prompt and an adapter's
             virtual tokens; None for DEFAULT_NEW_TOKENS, or fewer where the context leaves fewer.
         on_text: called with each piece of text as it is ready; not with beam search.
+        fixed_length: the provider gets the calls of an answer of `max_new_tokens`, whatever the tokens are; the text
+            still ends at the first stop token. Not with beam search or options that end an answer early.
         options: passed to transformers' `generate`.
 
     Returns:
@@ -70,14 +99,21 @@ def generate(
 
     Raises:
         ConfigurationError: no such adapter, or it does not fit the model; a length or an option that cannot be.
+        NotFinite: a value was NaN or infinite: at once, or with `fixed_length` and without `verify` at the planned end.
     """
     _check_options(max_new_tokens, on_text, options)
+    if fixed_length:
+        refuse_early_ends(options)
     tokenizer = client.tokenizer
     model = adapted_model(client, adapter)
     num_virtual = virtual_tokens(getattr(model, "active_peft_config", None))
     inputs, attention_mask = _inputs(client, model, tokenizer, prompt, num_virtual)
     num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, client.context_length)
-    settings = {"do_sample": False, "max_new_tokens": num_new, **options, "return_dict_in_generate": False}
+    settings = {"do_sample": False, "max_new_tokens": num_new, **no_guessing(), **options}
+    settings["return_dict_in_generate"] = False
+    stop_ids = _stop_ids(settings.get("eos_token_id", model.generation_config.eos_token_id)) if fixed_length else ()
+    if fixed_length:
+        settings |= fixed_settings()
     if on_text is not None:  # a checkpoint's generation config may ask for beams, which have no text before their end
         settings.setdefault("num_beams", 1)
     if not settings["do_sample"]:  # sampling defaults of a checkpoint's generation config would only warn
@@ -85,10 +121,34 @@ def generate(
     if model.generation_config.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
     client.fetch_hints()
-    streamer = _Callback(tokenizer, on_text) if on_text is not None else None
-    with torch.no_grad(), _option_errors(options):
+    with torch.no_grad(), planned_calls(model).own_course(may_stop=not fixed_length) as course, _option_errors(options):
+        finite = FiniteLogits(course, bounds=fixed_length)
+        settings["logits_processor"] = LogitsProcessorList([finite, *_processors(options)])
+        streamer = _Callback(tokenizer, on_text, stop_ids, course) if on_text is not None else None
         output = model.generate(inputs, attention_mask=attention_mask, streamer=streamer, **settings)
-    return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+    course.finish()
+    answer = cut_at_stop(output[0, inputs.shape[1] :].tolist(), stop_ids)
+    return str(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
+    """The user's own."""
+    given = options.get("logits_processor") or ()
+    if not isinstance(given, Iterable):
+        raise ConfigurationError(f"logits_processor is a list of logits processors, got {type(given).__name__}")
+    return given
+
+
+def _stop_ids(given: Any) -> tuple[int, ...]:
+    """Stop tokens as transformers takes them: none, one or several."""
+    if given is None:
+        return ()
+    try:
+        return tuple(map(int, torch.as_tensor(given).reshape(-1).tolist()))
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigurationError(
+            f"eos_token_id is the number of a token or a list of them, got {type(given).__name__}"
+        ) from None
 
 
 def _inputs(
@@ -112,6 +172,7 @@ def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[st
     for name in _OWN_OPTIONS:
         if name in options:
             raise ConfigurationError(f"generate does not take {name}: it reads the prompt and returns text")
+    refuse_guessing(options)
     for name in ("num_beams", "num_return_sequences"):
         if name in options:
             positive(name, options[name])

@@ -215,8 +215,10 @@ def _attach(
     alphas: dict[str, torch.Tensor],
     device: torch.device,
 ) -> None:
+    planned = executor.planned_calls()
     for info in manifest.groups:
-        group = RemoteGroup(executor, group_spec(info, alphas, device), [layer.out_features for layer in info.layers])
+        spec = group_spec(info, alphas, device)
+        group = RemoteGroup(executor, spec, [layer.out_features for layer in info.layers], planned)
         for index, layer in enumerate(info.layers):
             module = model.get_submodule(layer.name)
             if not isinstance(module, RemoteLinear | RemoteConv1D):

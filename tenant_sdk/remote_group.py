@@ -3,7 +3,8 @@
 Guarantees: the autograd node keeps no tensor (a linear layer's input gradient is g·Wᵀ); members share a call only when
 they read the same tensor object at the same version; a backward call is made only when the input needs a gradient;
 after a reply that failed its check nothing is sent, and every call ends with the one fixed `VerificationFailed`,
-whichever thread met the lie. Nothing here can be pickled: a mask scheme holds secrets.
+whichever thread met the lie; which calls are made does not depend on values (tenant_sdk/planned_calls.py). Nothing here
+can be pickled: a mask scheme holds secrets.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from noise.scheme import GroupSpec, Masked, MaskScheme, Message
 from noise.verify import FAILED, Verifier
+from tenant_sdk.planned_calls import AT_ONCE, Course, PlannedCalls, masked_on_course
 from wire.errors import InvalidTensor, VerificationFailed
 from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, ITEM_BYTES, Arithmetic, Call, Direction, row_of
@@ -68,13 +70,20 @@ class RemoteExecutor:
         if self._verifier is not None and self._verifier.failed:
             raise VerificationFailed(FAILED) from None
 
-    def run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
+    def planned_calls(self) -> PlannedCalls:
+        """A model's own."""
+        return PlannedCalls(may_stop=self._verifier is not None)
+
+    def run(
+        self, group: GroupSpec, direction: Direction, rows: torch.Tensor, planned: PlannedCalls = AT_ONCE
+    ) -> torch.Tensor:
         """One product.
 
         Args:
             group: which weight.
             direction: FORWARD or BACKWARD.
             rows: float32, shape (num_rows, request columns), any device.
+            planned: of the model that the call belongs to.
 
         Returns:
             float32, shape (num_rows, reply columns), same device; with bias where the provider adds it.
@@ -87,31 +96,36 @@ class RemoteExecutor:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
         self._check_honest()
         try:  # as `in_session`, which a decode step would enter a hundred times
-            return self._run(group, direction, rows)
+            return self._run(group, direction, rows, planned.course)
         except Exception:
             self._check_honest()
             raise
 
-    def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
+    def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
+        product = self._product(group, direction, rows, course)
+        return torch.zeros_like(product) if course.sends_zeros else product
+
+    def _product(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
         request_cols, reply_cols = group.widths(direction)
         num_rows = rows.shape[0]
         if num_rows == 0:
             return torch.empty(0, reply_cols, dtype=torch.float32, device=rows.device)
         if num_rows == 1:  # a token's, which is never too large
-            product = self._run_row(group, direction, rows, reply_cols)
-            return product if product is not None else self._result(self._ask(group, direction, rows, reply_cols), rows)
+            product = self._run_row(group, direction, rows, reply_cols, course)
+            if product is not None:
+                return product
         parts = rows.split(min(num_rows, self._rows_per_request(request_cols, reply_cols)))
-        waiting = [self._ask(group, direction, part, reply_cols) for part in parts]
+        waiting = [self._ask(group, direction, part, reply_cols, course) for part in parts]
         products = [self._result(each, rows) for each in waiting]
         return products[0] if len(products) == 1 else torch.cat(products)
 
     def _run_row(
-        self, group: GroupSpec, direction: Direction, row: torch.Tensor, reply_cols: int
+        self, group: GroupSpec, direction: Direction, row: torch.Tensor, reply_cols: int, course: Course
     ) -> torch.Tensor | None:
         """By the shorter way that some masks have; None where there is none."""
         if not row.is_cpu or not row.is_contiguous() or row.shape[1] * ITEM_BYTES > CHUNK_BYTES:
             return None
-        masked = self.scheme.mask_row(group, direction, row)
+        masked = masked_on_course(lambda row: self.scheme.mask_row(group, direction, row), row, course)
         if masked is None:
             return None
         self._check_honest()
@@ -121,8 +135,10 @@ class RemoteExecutor:
             self.check(call, row_of(call, message), reply)
         return unmask(reply)
 
-    def _ask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, reply_cols: int) -> _Asked:
-        masked = self.scheme.mask(group, direction, rows)
+    def _ask(
+        self, group: GroupSpec, direction: Direction, rows: torch.Tensor, reply_cols: int, course: Course
+    ) -> _Asked:
+        masked = masked_on_course(lambda rows: self.scheme.mask(group, direction, rows), rows, course)
         return masked, [self._send(message, reply_cols) for message in masked.messages]
 
     def _result(self, asked: _Asked, like: torch.Tensor) -> torch.Tensor:
@@ -277,9 +293,12 @@ class _Shared:
 class RemoteGroup:
     """The members of one group; each asks for its own output, and one call answers all that share an input."""
 
-    def __init__(self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int]) -> None:
-        """Args: spec: public facts; member_features: outputs of each layer, in manifest order."""
+    def __init__(
+        self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], planned: PlannedCalls
+    ) -> None:
+        """Args: spec: public facts; member_features: outputs of each layer, in manifest order; planned: the model's."""
         self._executor = executor
+        self.planned_calls = planned
         self.spec = spec
         self.member_features = list(member_features)
         self._local = threading.local()
@@ -293,9 +312,9 @@ class RemoteGroup:
         """`RemoteExecutor.run` in float32 with autocast off."""
         kind = rows.device.type
         if not torch.is_autocast_enabled(kind):
-            return self._executor.run(self.spec, direction, rows.to(torch.float32))
+            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
         with torch.autocast(kind, enabled=False):
-            return self._executor.run(self.spec, direction, rows.to(torch.float32))
+            return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
         """The product of member `index`.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tenant_sdk.planned_calls import PlannedCalls
 from tenant_sdk.remote_group import RemoteGroup
 from wire.errors import ConfigurationError
 
@@ -79,6 +80,11 @@ class _Remote(nn.Module):
         self._group, self._index, self._device = group, index, device
         if self.bias is not None:
             self.base_bias = self.bias.detach().clone()
+
+    @property
+    def planned_calls(self) -> PlannedCalls | None:
+        """How the model's calls go on after a value that is not finite; None before `attach`."""
+        return None if self._group is None else self._group.planned_calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x·W + b, computed by the provider under the tenant's mask. Shapes as of a local layer."""

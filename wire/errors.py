@@ -3,6 +3,7 @@
     VeilbaseError
     ├── RequestError            the request itself is wrong; sending it again will not help
     │   ├── InvalidTensor       shape, dtype, byte count or a non-finite value
+    │   │   └── NotFinite       of the tenant's own rows, gradients or logits
     │   ├── UnknownLayer        no such group, direction or arithmetic at this provider
     │   └── LimitExceeded       larger than the limits in the manifest
     ├── AccessError             who is asking
@@ -47,6 +48,10 @@ class RequestError(VeilbaseError):
 
 class InvalidTensor(RequestError):
     """Shape, dtype, byte count or a non-finite value."""
+
+
+class NotFinite(InvalidTensor):
+    """A value of the tenant's own is NaN or infinite; raised on the tenant's side only."""
 
 
 class UnknownLayer(RequestError):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wire import kernels
-from wire.errors import InvalidTensor, MaskOverflow
+from wire.errors import MaskOverflow, NotFinite
 from wire.memory import unwritten_tensor
 from wire.product import product, products, to_int32
 
@@ -50,7 +50,7 @@ def encode(
         x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), secret.
 
     Raises:
-        InvalidTensor: a value that is not finite.
+        NotFinite: a value is NaN or infinite.
         MaskOverflow: the layer is too wide for any scale.
     """
     d = rows.shape[1]
@@ -59,14 +59,14 @@ def encode(
         encoded = unwritten_tensor(rows.shape[0], d, torch.int32)
         scales = kernels.encode(rows, alpha, budget, _SMALLEST_SCALE, encoded)
         if scales is None:
-            raise InvalidTensor(_NOT_FINITE)
+            raise NotFinite(_NOT_FINITE)
         return encoded, scales
     if alpha is not None:
         rows = rows * alpha
     # float64 norm: squares of fp32 values neither overflow nor vanish in it
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     if not bool(torch.isfinite(norms).all()):
-        raise InvalidTensor(_NOT_FINITE)
+        raise NotFinite(_NOT_FINITE)
     beta = (norms / budget).clamp_min_(_SMALLEST_SCALE)
     encoded = torch.mul(rows, beta.reciprocal().to(torch.float32)).round_().to(torch.int32)
     return encoded, beta.to(torch.float32)
@@ -107,10 +107,10 @@ class RowCodec:
         self.add, self.decode = self._coded.add, self._coded.decode
 
     def encode(self, row: torch.Tensor, out: memoryview) -> Any:
-        """See `kernels.RowCodec.encode`; a value that is not finite is `InvalidTensor`."""
+        """See `kernels.RowCodec.encode`; a value that is not finite is `NotFinite`."""
         beta = self._coded.encode(row, out)
         if beta is None:
-            raise InvalidTensor(_NOT_FINITE)
+            raise NotFinite(_NOT_FINITE)
         return beta
 
 

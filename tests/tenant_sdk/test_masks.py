@@ -29,6 +29,7 @@ from provider.identity import StateDir
 from provider.tenants import enroll
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model import group_spec, load_alphas
+from tenant_sdk.planned_calls import NotFiniteWarning
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trusted import TrustedCheckpoint
 from tests.noise.test_lattice import DEFAULT, bounds, wide
@@ -37,7 +38,6 @@ from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire.errors import (
     ConfigurationError,
-    InvalidTensor,
     MalformedFrame,
     MaskError,
     RemoteFault,
@@ -354,20 +354,22 @@ def test_a_call_that_is_split_uses_each_row_once(site: Site, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nothing_is_sent_for_values_that_are_not_finite(site: Site, bad: float) -> None:
+def test_zeros_go_out_under_fresh_rows_for_values_that_are_not_finite(
+    site: Site, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, (watched,) = site.inproc("llama")
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     x = torch.randn(3, 64, requires_grad=True)
     y = layer(x)
-    sent = len(watched.seen)
-    used = client._open().scheme._ledger.audit()[0].used  # type: ignore[attr-defined]
+    rows, sent = taken(client, monkeypatch), len(watched.products())
     x.data[1, 7] = bad
-    with pytest.raises(InvalidTensor, match="nothing was sent"):
-        layer(x)
-    with pytest.raises(InvalidTensor, match="nothing was sent"):
-        y.backward(torch.full_like(y, bad))
-    assert len(watched.seen) == sent
-    assert client._open().scheme._ledger.audit()[0].used == used  # type: ignore[attr-defined]
+    with pytest.warns(NotFiniteWarning):
+        assert not layer(x).any()
+    y.backward(torch.full_like(y, bad))
+    assert x.grad is not None
+    assert not x.grad.any()
+    assert list(map(len, watched.products()))[sent:] == [3, 3], "as many rows as there would have been"
+    assert len(set(rows)) == len(rows) == 6
 
 
 # ---- lattice: interruptions, threads, forks --------------------------------------------------------------------------
