@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from attacks import quick_model
+from attacks import quick_model, row_counts
 from attacks.exit_status import exit_status
 from noise import sampling
 from noise.verify import FAILED
@@ -387,7 +387,7 @@ def _yes(value: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes active.json and active.md; exit status 1 where a session that verifies let a fault pass."""
+    """Writes active.json and active.md; status 1 where `verify` let a fault pass, or row counts told too much."""
     parser = argparse.ArgumentParser(prog="python -m attacks.active", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
     options = parser.parse_args(arguments)
@@ -399,12 +399,18 @@ def _measure_and_report(out: Path) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = measure(Path(scratch) / "faults")
         reading = read_secret(Path(scratch) / "secret")
-    table = lines(outcomes, reading)
-    data = {"outcomes": [asdict(one) for one in outcomes], "secret_reading": asdict(reading)}
+        leaks = row_counts.measure(Path(scratch) / "rows")
+    table = [*lines(outcomes, reading), "", *row_counts.lines(leaks)]
+    data = {
+        "outcomes": [asdict(one) for one in outcomes],
+        "secret_reading": asdict(reading),
+        "row_counts": [asdict(one) for one in leaks],
+    }
     (out / "active.json").write_text(json.dumps(data, indent=1) + "\n")
     (out / "active.md").write_text("\n".join(["# A provider that answers wrongly", "", *table, ""]))
     print("\n".join(table))
-    return 0 if all(one.caught for one in outcomes if one.verify and one.fault) else 1
+    caught = all(one.caught for one in outcomes if one.verify and one.fault)
+    return 0 if caught and row_counts.is_held_off(leaks) else 1
 
 
 if __name__ == "__main__":

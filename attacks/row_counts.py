@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -35,7 +36,7 @@ from wire.transport.inproc import InprocConnection
 NUM_SECRETS = 16
 PROMPTS = tuple(f"the pin is {number:02d}" for number in range(NUM_SECRETS))
 DATA = tuple(
-    ({"prompt": f"the pin? {number:02d}", "completion": " yes"}, {"prompt": "who signs? 0", "completion": " Ada"})
+    ({"prompt": f"the pin? {number:02d}", "completion": " yes"}, {"prompt": "who?", "completion": " A"})
     for number in range(NUM_SECRETS)
 )
 """Secrets of one length: an honest tokenizer makes the same number of tokens of each."""
@@ -95,9 +96,10 @@ def _guessing_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _word_vocabulary(bundle: HostileBundle) -> None:
-    """For texts without a template: each guess is cut into another number of tokens, within its own length."""
+    """For texts without a template: each guess is one token with another number of the letters before it."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
-    guesses = [f"{'.' * (number % 8)}{number:02d}" for number in range(NUM_SECRETS)]
+    before = "the pin? "
+    guesses = [re.escape(f"{before[number % len(before) :]}{number:02d}") for number in range(NUM_SECRETS)]
     tokenizer["pre_tokenizer"] = {
         "type": "Split", "pattern": {"Regex": "|".join([*guesses, r"[\s\S]"])}, "behavior": "Isolated", "invert": False,
     }  # fmt: skip
@@ -117,6 +119,17 @@ DEFENCES: dict[str, dict[str, Any]] = {
     "tokenizer=": {"tokenizer": True},
     "pad_rows=": {"pad_rows": BUCKET_TOKENS},
 }
+
+
+def is_held_off(leaks: Sequence[Leak]) -> bool:
+    """Whether every bundle wins on a stock tokenizer and reads nothing through the defences that claim so."""
+    for leak in leaks:
+        if leak.defence == STOCK and leak.bits == 0:
+            return False
+        is_bounded = leak.defence == "none" and leak.bundle in OUT_OF_BOUNDS
+        if (is_bounded or leak.defence in ("tokenizer=", "pad_rows=")) and leak.bits > 0:
+            return False
+    return True
 
 
 def entropy_bits(observed: Sequence[Hashable]) -> float:
