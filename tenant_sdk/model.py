@@ -6,10 +6,7 @@ base layers for remote ones before loading, so no model code is changed and buff
 
 from __future__ import annotations
 
-import contextlib
 import re
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from noise.scheme import GroupSpec
@@ -29,6 +25,7 @@ from tenant_sdk.few_cores import watch
 from tenant_sdk.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
+from wire.loading import loading
 from wire.manifest import GroupInfo, LayerInfo, Manifest
 
 _METHOD = "veilbase-remote"
@@ -109,7 +106,7 @@ def load_remote_model(
         ConfigurationError: an architecture this transformers does not know.
     """
     layers = {layer.name: layer for group in manifest.groups for layer in group.layers}
-    with quiet_transformers():
+    with loading():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -215,26 +212,7 @@ def load_tokenizer(folder: Path) -> Any:
         ConfigurationError: the provider ships none, or transformers cannot read it.
     """
     try:
-        with quiet_transformers():
+        with loading():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (KeyError, ValueError, OSError, TypeError) as exc:
         raise ConfigurationError(f"the provider's bundle holds no usable tokenizer ({type(exc).__name__})") from None
-
-
-def ignore_renamings() -> None:
-    """Inside `warnings.catch_warnings`: PEFT still uses names that transformers is about to drop."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No loading bars and no advice while a model is built."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
