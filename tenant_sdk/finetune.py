@@ -13,7 +13,6 @@ import json
 import math
 import pickle
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,18 +25,18 @@ from safetensors import SafetensorError
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.utils import logging as transformers_logging
 
 from noise.private_files import make_private_folder
 from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.dataset import IGNORE_INDEX, Collator, load_rows
-from tenant_sdk.model import ignore_renamings
+from tenant_sdk.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.planned_calls import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.text.training_rows import training_rows
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
+from wire.loading import loading, quiet_transformers
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
@@ -107,6 +106,7 @@ def default_peft_config() -> LoraConfig:
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
+@own_accelerate_state()
 def finetune(
     client: TenantClient,
     data: Any,
@@ -177,7 +177,7 @@ def finetune(
     start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)
 
     set_seed(seed)
-    model = _adapted(client, peft_config)
+    model = _adapted(client, peft_config, seed)
     if gradient_checkpointing:
         _checkpoint_activations(model.get_base_model())
     course = planned_calls(model).course
@@ -186,7 +186,7 @@ def finetune(
     client.fetch_hints(backward=True)
     before, began = client.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
-        with _quiet_trainer(), _progress_bar(trainer) if progress else nullcontext():
+        with quiet_transformers(), _progress_bar(trainer) if progress else nullcontext():
             trainer.train(resume_from_checkpoint=str(start) if start else None)
         _check_finite(model, course, checkpoints)
         save_adapter(model, output_dir)
@@ -218,14 +218,15 @@ def _room(context: int, num_virtual: int) -> int:
     return context - num_virtual
 
 
-def _adapted(client: TenantClient, peft_config: PeftConfig) -> Any:
+def _adapted(client: TenantClient, peft_config: PeftConfig, seed: int) -> Any:
     """A fresh model with the adapter on it.
 
     A copy of a base layer has no weight: nothing of it would be trained, and stock PEFT could not load the adapter.
     """
-    with _adapter_errors(), warnings.catch_warnings():
-        ignore_renamings()
-        model = get_peft_model(client.load_model(), peft_config)
+    with _adapter_errors():
+        base = client.load_model()
+        with loading(), DrawnFrom(seed):
+            model = get_peft_model(base, peft_config)
     copied = copied_base_layer(model)
     if copied is not None:
         name, setting = copied
@@ -306,6 +307,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         )
 
 
+@quiet_transformers()  # Trainer reads the log level and sets it again
 def _make_trainer(
     model: Any,
     rows: list[dict[str, list[int]]],
@@ -326,6 +328,7 @@ def _make_trainer(
         weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
+        data_seed=settings.seed,  # else the order comes from whichever seed a thread of the process has set last
         use_cpu=model.device.type == "cpu",
         logging_steps=1,
         logging_first_step=True,
@@ -408,19 +411,6 @@ def _full_disk(exc: BaseException) -> str | None:
     text = str(exc)
     writes = ("No space left", "Disk quota", "File too large", "PytorchStreamWriter", "unexpected pos", "os error")
     return "no space or no permission" if any(word in text for word in writes) else None
-
-
-@contextmanager
-def _quiet_trainer() -> Iterator[None]:
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*use_cache=True.*")
-            ignore_renamings()
-            yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:

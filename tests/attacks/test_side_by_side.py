@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from attacks import cli, evaluate
+from tests.waiting import WAIT_S
 
 STUCK = """
 import os, signal, sys, threading, time
@@ -68,7 +69,7 @@ def test_a_signal_to_the_whole_group_ends_them_all(tmp_path: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.read(4) == b"busy"
         os.killpg(child.pid, signal.SIGTERM)
-        assert child.wait(timeout=20) == 143
+        assert child.wait(timeout=WAIT_S) == 143
         assert child.stdout.read() == b""  # the end of all that had it open
     finally:
         child.kill()

@@ -23,9 +23,10 @@ from provider.schedule.policy import Policy
 from provider.server import Server
 from provider.shards.local import LocalShards
 from provider.shards.router import Shard
-from tenant_sdk import TenantClient
+from tenant_sdk import TenantClient, checkpoints
 from tests.rpc.test_cli import Serving, one_line_error, run
 from tests.tenant_sdk.tiny import QUICK, ROWS, chat_model, lora, make_core, serving
+from tests.waiting import WAIT_S, comes, end, until
 from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.transport.grpc_client import GrpcConnection
@@ -73,25 +74,30 @@ def finetune(url: str, out: Path, mask: str, **changes: Any) -> list[float]:
 
 
 class Killer:
-    """Kills processes in the middle of a run; `join` fails where the run was over before."""
+    """Kills processes in the middle of a run: after its first checkpoint; the sixth waits for that."""
 
-    def __init__(self, out: Path, pids: list[int]) -> None:
-        self._out, self._pids, self._is_done = out, pids, False
-        self._thread = threading.Thread(target=self._kill)
-        self._thread.start()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, out: Path, pids: list[int]) -> None:
+        self._pids, self._has_begun, self._is_done = pids, threading.Event(), threading.Event()
+        folder, on_save = out.with_name(out.name + ".checkpoints"), checkpoints._Mark.on_save
+
+        def watched(callback: Any, args: Any, state: Any, control: Any, **options: Any) -> None:
+            on_save(callback, args, state, control, **options)
+            if callback._folder == folder:
+                self._has_begun.set()
+                if state.global_step >= 12:
+                    comes(self._is_done, "the kill")
+
+        monkeypatch.setattr(checkpoints._Mark, "on_save", watched)
+        threading.Thread(target=self._kill, daemon=True).start()
 
     def _kill(self) -> None:
-        saved = self._out.with_name(self._out.name + ".checkpoints") / "checkpoint-2" / "complete"
-        while not saved.exists() and not self._out.exists():
-            time.sleep(0.002)
-        if not self._out.exists():
-            for pid in self._pids:
-                os.kill(pid, signal.SIGKILL)
-            self._is_done = True
+        comes(self._has_begun, "the first checkpoint")
+        for pid in self._pids:
+            os.kill(pid, signal.SIGKILL)
+        self._is_done.set()
 
     def join(self) -> None:
-        self._thread.join()
-        assert self._is_done, "the run was over before anything was killed"
+        comes(self._is_done, "the kill")
 
 
 @pytest.fixture(scope="module")
@@ -101,19 +107,20 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
         return finetune(f"grpc://127.0.0.1:{server.port}", tmp_path_factory.mktemp("plain") / "run", "off")
 
 
-def test_a_replica_that_is_lost_in_mid_run_changes_nothing(serve: Serve, tmp_path: Path, expected: list[float]) -> None:
+def test_a_replica_that_is_lost_in_mid_run_changes_nothing(
+    serve: Serve, tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sharded = serve("--shards", 2, "--replicas", 2)
     assert finetune(sharded.url, tmp_path / "sharded", "off") == expected
 
     pids = workers(sharded)
     assert len(pids) == 4
-    killer = Killer(tmp_path / "one lost", pids[::2])  # one replica of each shard
+    killer = Killer(monkeypatch, tmp_path / "one lost", pids[::2])  # one replica of each shard
     assert finetune(sharded.url, tmp_path / "one lost", "off") == expected
     killer.join()
 
-    while len(workers(sharded)) < 4 or set(pids[::2]) & set(workers(sharded)):
-        time.sleep(0.05)  # both are started again
-    killer = Killer(tmp_path / "masked", workers(sharded)[:1])
+    until(lambda: len(workers(sharded)) == 4 and not set(pids[::2]) & set(workers(sharded)), "both, started again")
+    killer = Killer(monkeypatch, tmp_path / "masked", workers(sharded)[:1])
     masked = finetune(sharded.url, tmp_path / "masked", "lattice")
     killer.join()
     assert masked == pytest.approx(expected, abs=5e-3)  # other masks: as far apart as rounding is
@@ -126,9 +133,11 @@ def test_a_replica_that_is_lost_in_mid_run_changes_nothing(serve: Serve, tmp_pat
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_shard_without_a_replica_is_waited_for(serve: Serve, tmp_path: Path, expected: list[float]) -> None:
+def test_a_shard_without_a_replica_is_waited_for(
+    serve: Serve, tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     sharded = serve("--shards", 2)
-    killer = Killer(tmp_path / "run", workers(sharded)[1:])
+    killer = Killer(monkeypatch, tmp_path / "run", workers(sharded)[1:])
     assert finetune(sharded.url, tmp_path / "run", "off") == expected
     killer.join()
     code, _, err = sharded.stop()
@@ -183,14 +192,13 @@ def test_killing_the_front_leaves_nothing(serve: Serve) -> None:
     pids = workers(sharded)
     sharded.process.kill()
     sharded.process.communicate()
-    give_up_at = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the shards")
     assert not {one for one in folder.glob("veilbase-*") if not one.name.startswith("veilbase-bundle")} - before
 
 
-def test_a_shard_on_another_host(model: Path, serve: Serve, tmp_path: Path, expected: list[float]) -> None:
+def test_a_shard_on_another_host(
+    model: Path, serve: Serve, tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The commands of the documentation; the other host is killed in mid-run, and comes back."""
     state, port = tmp_path / "state", free_port()
     joining: list[subprocess.Popen[str]] = []
@@ -210,17 +218,17 @@ def test_a_shard_on_another_host(model: Path, serve: Serve, tmp_path: Path, expe
         thread = threading.Thread(target=join)
         thread.start()  # before there is anything to join
         sharded = serve("--tls", "--state", state, "--shards", 2, "--remote-shards", "1", "--port", port)
-        thread.join(timeout=60)
+        end(thread)
         assert len(workers(sharded)) == 1
-        killer = Killer(tmp_path / "run", [joining[0].pid])
+        killer = Killer(monkeypatch, tmp_path / "run", [joining[0].pid])
         again = threading.Thread(target=lambda: (killer.join(), join()))
         again.start()
         with TenantClient(url, identity=tmp_path / "acme", mask="off") as client:
             result = client.finetune(ROWS, lora(), str(tmp_path / "run"), seed=3, **{**QUICK, "max_steps": 24})
-        again.join(timeout=60)
+        end(again)
         assert list(result.losses) == expected
         joining[1].terminate()
-        assert joining[1].wait(timeout=30) == 0
+        assert joining[1].wait(timeout=WAIT_S) == 0
         assert "(shard)" in run("tenants", "--state", state).stdout
     finally:
         for one in joining:

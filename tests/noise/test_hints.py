@@ -23,6 +23,7 @@ from noise.hints import HintKey, HintStore
 from noise.params import choose
 from noise.polynomial import product, secret_transform
 from tests.noise.test_pool import in_child
+from tests.waiting import WAIT_S
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, Unavailable, VerificationFailed
 from wire.frame import Direction
 
@@ -393,14 +394,14 @@ def test_an_unwritable_folder_is_one_clear_error(tmp_path: Path) -> None:
 
 def test_threads_fetch_one_hint_once(tmp_path: Path) -> None:
     for store in (HintStore(tmp_path), HintStore(None)):
-        provider, gate = Provider(exact_hint(70)), threading.Barrier(4)
+        provider, gate = Provider(exact_hint(70)), threading.Barrier(4, timeout=WAIT_S)
 
         def ask(store: HintStore = store, provider: Provider = provider, gate: threading.Barrier = gate) -> Hint:
             gate.wait()
             return provider.get(store)
 
         with ThreadPoolExecutor(4) as pool:
-            hints = [future.result() for future in [pool.submit(ask) for _ in range(4)]]
+            hints = [future.result(WAIT_S) for future in [pool.submit(ask) for _ in range(4)]]
         assert len(provider.asked) == 1
         assert all(hint is hints[0] for hint in hints)
 

@@ -26,7 +26,7 @@ from wire.frame import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 BLOCK_ROWS = 8
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 WORKER = "veilbase-masks"
 
 

@@ -22,6 +22,7 @@ import torch
 from noise import sampling
 from noise.params import PARAMETERS, LatticeParameters
 from noise.sampling import Csprng, centred_binomial, discrete_gaussian, error, error_bound, ternary
+from tests.waiting import end
 from wire.errors import ConfigurationError
 
 RNG = Csprng()
@@ -164,7 +165,7 @@ def test_each_thread_draws_under_a_key_of_its_own() -> None:
     for _ in range(2):
         thread = threading.Thread(target=draw)
         thread.start()
-        thread.join()
+        end(thread)
     assert len({id(one) for one in (*others, rng._streams.context)}) == 3
 
 
@@ -189,8 +190,7 @@ def test_threads_never_share_a_block() -> None:
     threads = [threading.Thread(target=draw) for _ in range(8)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    end(threads)
     blocks = [piece[start : start + 16] for piece in made for start in range(0, len(piece), 16)]
     assert len(blocks) == 8 << 14
     assert len(set(blocks)) == len(blocks)

@@ -12,6 +12,7 @@ import torch
 
 from noise import workers
 from noise.workers import share
+from tests.waiting import end
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -48,7 +49,7 @@ def number_in_a_new_thread() -> int:
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
-    thread.join()
+    end(thread)
     return seen[0]
 
 
@@ -90,8 +91,7 @@ def test_callers_may_be_many() -> None:
     threads = [threading.Thread(target=call) for _ in range(6)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    end(threads)
     assert totals == [sum(range(500))] * 6
 
 

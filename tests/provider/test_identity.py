@@ -34,7 +34,7 @@ from wire.errors import AccessError, Unauthenticated, WireCode, code_of
 
 ENDPOINT = "grpcs://localhost:8443"
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 @pytest.fixture

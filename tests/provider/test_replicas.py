@@ -20,6 +20,7 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from tests.provider.test_batch import CALL, COLS, Answer
+from tests.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable
 from wire.expand import Rows, count_rows
 from wire.frame import Call
@@ -88,7 +89,7 @@ def is_product(core: ProviderCore, rows: torch.Tensor, outcome: Outcome) -> bool
 
 
 def test_two_replicas_compute_at_the_same_time(core: ProviderCore) -> None:
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=WAIT_S)
     one, other = (Scripted(core, lambda number: both.wait() and None) for _ in range(2))
     with executor_of(core, one, other) as executor:
         rows = [ring_rows(16), ring_rows(16)]
@@ -100,30 +101,38 @@ def test_two_replicas_compute_at_the_same_time(core: ProviderCore) -> None:
 
 
 def test_pieces_of_one_request_that_end_out_of_order(core: ProviderCore) -> None:
-    last_is_done = threading.Event()
-    slow = Scripted(core, lambda number: last_is_done.wait(20) and None)
-    fast = Scripted(core)
+    has_one, last_is_done = threading.Event(), threading.Event()
+
+    def keep_one(number: int) -> None:
+        has_one.set()
+        comes(last_is_done, "all other pieces")
+
+    slow = Scripted(core, keep_one)
+    fast = Scripted(core, lambda number: comes(has_one, "a piece of the slow one's"))  # or it might make all of them
     with executor_of(core, slow, fast) as executor:
         rows = ring_rows(160)
         answer = submit(executor, rows)
-        while slow.num_asked == 0 or fast.num_made < 9:
-            time.sleep(0.001)
+        until(lambda: fast.num_made == 9, "the nine pieces that the slow one has not taken")
         assert not answer.outcomes  # the last row is there, a piece in the middle is not
         last_is_done.set()
         assert is_product(core, rows, answer.get())
 
 
 def test_what_a_lost_replica_had_begun_another_makes(core: ProviderCore) -> None:
-    dies_later = Scripted(core, lambda number: lost(number) if number == 3 else None)
-    other = Scripted(core)
+    is_dying = threading.Event()
+
+    def die_later(number: int) -> None:
+        if number == 3:
+            is_dying.set()
+            lost(number)
+
+    dies_later = Scripted(core, die_later)
+    other = Scripted(core, lambda number: comes(is_dying, "the loss"))  # or it might make everything before
     with executor_of(core, dies_later, other) as executor:
-        for _ in range(40):
-            rows = ring_rows(40)
-            assert is_product(core, rows, submit(executor, rows).get())
-            if dies_later.num_asked >= 3:
-                break
-        while executor.num_replicas != (1, 2):
-            time.sleep(0.001)
+        given = [ring_rows(40) for _ in range(2)]
+        answers = [submit(executor, each) for each in given]
+        assert all(is_product(core, each, answer.get()) for each, answer in zip(given, answers, strict=True))
+        until(lambda: executor.num_replicas == (1, 2), "the loss to be known")
         rows = ring_rows(40)
         assert is_product(core, rows, submit(executor, rows).get())
     assert dies_later.num_made == 2
@@ -194,8 +203,7 @@ def test_one_that_joined_is_waited_for(core: ProviderCore) -> None:
         executor.join(Scripted(core, lost))
         gone = submit(executor, ring_rows(3)).get()
         assert isinstance(gone, Unavailable)
-        while executor._lanes:
-            time.sleep(0.001)
+        until(lambda: not executor._lanes, "the end of the lost one's thread")
         assert submit(executor, ring_rows(3)).get().retry_s == RETRY_S  # type: ignore[union-attr]
         assert not executor.is_given_up
         executor._empty_since_s -= 1000
@@ -211,8 +219,7 @@ def test_without_a_replica_requests_are_refused_at_once(core: ProviderCore) -> N
     with executor_of(core, Scripted(core, lost)) as executor:
         first = submit(executor, ring_rows(3)).get()
         assert isinstance(first, Unavailable)
-        while executor._lanes:
-            time.sleep(0.001)
+        until(lambda: not executor._lanes, "the end of the lost one's thread")
         assert executor.num_replicas == (0, 1)
         assert executor.is_given_up
         assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
@@ -231,8 +238,7 @@ def test_a_replica_that_returns(core: ProviderCore) -> None:
         assert while_lost.retry_s == RETRY_S
         assert executor.num_replicas == (0, 1)
         replica.may_return.set()
-        while executor.num_replicas != (1, 1):
-            time.sleep(0.001)
+        until(lambda: executor.num_replicas == (1, 1), "the one that returns")
         rows = ring_rows(3)
         assert is_product(core, rows, submit(executor, rows).get())
 
@@ -256,8 +262,7 @@ def test_one_that_goes_away_while_idle_is_noticed(core: ProviderCore) -> None:
         assert executor.num_replicas == (0, 1)
         replica.is_alive = True
         replica.may_return.set()
-        while executor.num_replicas != (1, 1):
-            time.sleep(0.001)
+        until(lambda: executor.num_replicas == (1, 1), "the one that returns")
         rows = ring_rows(3)
         assert is_product(core, rows, submit(executor, rows).get())
 
@@ -281,7 +286,7 @@ def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: 
             asked.append(count_rows(rows))
             if len(asked) == 1:
                 entered.set()
-                assert go_on.wait(20)
+                comes(go_on, "the other requests")
             elif asked[-1] > 8:
                 raise InvalidTensor("no company")
             if len(asked) == 4:
@@ -289,17 +294,15 @@ def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: 
             return super().product(call, rows)
 
     is_lost = threading.Event()
-    other = Scripted(core, lambda number: is_lost.wait(20) and None)
+    other = Scripted(core, lambda number: comes(is_lost, "the loss"))
     with executor_of(core, Picky(core), other) as executor:
         blockers = [submit(executor, ring_rows(16)) for _ in range(2)]
-        assert entered.wait(20)
-        while not other.num_asked:
-            time.sleep(0.001)
+        comes(entered, "the first product")
+        until(lambda: other.num_asked, "the other one's")
         rows = [ring_rows(8), ring_rows(8)]
         answers = [submit(executor, each, name) for each, name in zip(rows, "ab", strict=True)]
         go_on.set()
-        while executor.num_replicas != (1, 2):
-            time.sleep(0.001)
+        until(lambda: executor.num_replicas == (1, 2), "the loss to be known")
         is_lost.set()
         assert all(isinstance(one.get(), torch.Tensor) for one in blockers)
         assert all(is_product(core, each, answer.get()) for each, answer in zip(rows, answers, strict=True))

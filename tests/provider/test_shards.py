@@ -23,6 +23,7 @@ from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
 from provider.shards.shared_rows import KEPT_BYTES, SharedRows
 from tests.conftest import make_tiny
+from tests.waiting import WAIT_S, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, UnknownLayer
 from wire.expand import SeededRows
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
@@ -165,7 +166,7 @@ def test_a_process_that_is_killed_in_a_product(core: ProviderCore) -> None:
         asking.join(timeout=0.5)
         assert not outcomes, "the process stands still with the request"
         os.kill(pid, signal.SIGKILL)
-        asking.join(timeout=20)
+        end(asking)
         (lost,) = outcomes
         assert isinstance(lost, ReplicaLost)
         assert lost.began
@@ -261,7 +262,7 @@ def test_processes_end_with_the_front_and_not_with_its_signals(core: ProviderCor
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()  # what the end of the front does
-    process.wait(timeout=20)
+    process.wait(timeout=WAIT_S)
     shards.close()
     for pid in pids:
         assert pid is not None

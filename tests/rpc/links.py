@@ -16,7 +16,8 @@ from wire.errors import MalformedFrame
 from wire.transport.grpc_client import STREAM_METHOD, open_channel
 from wire.transport.tls_socket import MessageSocket, client_context, handshake
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+"""No word on how fast the machine has to be: half of what a test may take."""
 BROKEN = (grpc.RpcError, OSError)
 """What reading raises after a stream was ended from either side without a word."""
 

@@ -32,11 +32,12 @@ from wire.transport.grpc_client import GrpcConnection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
 COLS, REPLY_COLS = 32, 64
-TIMEOUT_S = 10.0
-"""Until a thread counts as hanging; requests have 30 s here where a test does not say otherwise."""
+TIMEOUT_S = 25.0
+"""Until a thread counts as hanging. Less than the 30 s that requests have where a test does not say otherwise: their
+end would free it."""
 HELD_S = 0.3
 """How long a slow thread is kept from running, at most."""
-SHORT_S = 0.2
+SHORT_S = 0.5
 NUM_THREADS = 3
 LARGE_ROWS = 64
 LARGE_BYTES = LARGE_ROWS * (COLS + REPLY_COLS) * 4
@@ -92,7 +93,7 @@ class Script:
 
     def stop(self) -> None:
         self.reads.set()
-        self._server.stop(0).wait()
+        assert self._server.stop(0).wait(TIMEOUT_S), "the stand-in's streams have not ended"
 
 
 def _reply(request: Header) -> list[bytes]:
@@ -167,7 +168,7 @@ class Waiter(threading.Thread):
         seen: list[object] = []
         give_up_at = time.monotonic() + TIMEOUT_S
         while len(seen) < 4 or len({*seen[-4:]}) > 1:
-            assert time.monotonic() < give_up_at
+            assert time.monotonic() < give_up_at, "a thread was to wait for its reply"
             top = sys._current_frames().get(self.ident or 0)
             seen.append((id(top), top.f_lasti) if top is not None else None)
             threading.Event().wait(0.001)

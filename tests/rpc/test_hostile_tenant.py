@@ -26,6 +26,7 @@ from provider.tenants import revoke
 from tests.rpc.conftest import Provider
 from tests.rpc.links import TIMEOUT_S
 from tests.rpc.test_stream import CALL, COLS, RawStream, assert_served
+from tests.waiting import until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
@@ -45,14 +46,6 @@ LARGE_ROWS, SMALL_ROWS = 4096, 8
 NUM_REQUESTS = 12
 FIRST = 3
 """The first request that a stuck session has not seen."""
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Waits for what nothing announces."""
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < give_up_at, f"never came: {what}"
-        threading.Event().wait(0.005)
 
 
 def service_of(provider: Provider) -> ProviderService:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Rea
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
 from provider.tenants import enroll, revoke
+from tests.waiting import comes, end, until
 from wire import frame
 from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
 from wire.expand import SeededRows
@@ -65,7 +66,7 @@ class Site:
         thread = threading.Thread(target=joining.run)
         thread.start()
         self._joining.append((joining, thread))
-        wait_until(lambda: any(lane.replica not in before for lane in list(lanes)))
+        until(lambda: any(lane.replica not in before for lane in list(lanes)), "the shard that joins")
         return joining
 
     def load(self, assignment: Assignment) -> dict[int, ServedGroup]:
@@ -89,14 +90,7 @@ class Site:
         self.connection.close()
         self.server.stop()
         for _, thread in self._joining:
-            thread.join(timeout=20)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.005)
+            end(thread)
 
 
 @pytest.fixture
@@ -142,12 +136,12 @@ def test_a_host_that_leaves_and_one_that_comes(site: Site) -> None:
     expected = site.core.compute(call, rows)
     assert torch.equal(site.product(call, rows), expected)
     first.stop()
-    wait_until(lambda: site.service.num_replicas[0] == (0, 1))
+    until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
     answers: list[torch.Tensor] = []
     asking = threading.Thread(target=lambda: answers.append(site.product(call, rows)))
     asking.start()
     site.join(0, "another")
-    asking.join(timeout=30)
+    end(asking)
     assert torch.equal(answers[0], expected)
 
 
@@ -160,7 +154,7 @@ def test_one_of_two_hosts_is_lost(site: Site) -> None:
     for _ in range(30):
         rows = site.rows(call, 20)
         assert torch.equal(site.product(call, rows), site.core.compute(call, rows))
-    wait_until(lambda: site.service.num_replicas[0] == (1, 1))
+    until(lambda: site.service.num_replicas[0] == (1, 1), "the loss to be known")
 
 
 def test_a_tenant_is_no_shard_and_a_shard_no_tenant(site: Site) -> None:
@@ -179,7 +173,7 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
     site.service._executor.executors[0]._is_joined = False  # nobody else is expected
     with pytest.raises(Unavailable):
         site.product(call, site.rows(call, 20))
-    wait_until(lambda: site.service.num_replicas[0] == (0, 1))
+    until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
 
 
 @pytest.mark.parametrize("part", ["quantised", "bias", "native"])
@@ -207,16 +201,16 @@ def test_a_host_that_says_nothing_is_shown_out(site: Site) -> None:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
         door = site.service._door
         assert door is not None
-        wait_until(lambda: len(door._visits) == 1)
+        until(lambda: len(door._visits) == 1, "the visit")
         door.sweep(time.monotonic())
         assert len(door._visits) == 1
         door.sweep(time.monotonic() + 30)
         with pytest.raises(grpc.RpcError):
             next(silent)
-    wait_until(lambda: not door._visits)
+    until(lambda: not door._visits, "the end of the visit")
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
-        wait_until(lambda: len(door._visits) == 1)
+        until(lambda: len(door._visits) == 1, "the visit")
         revoke(site.state, "host")
         with pytest.raises(grpc.RpcError):
             next(silent)  # the provider looks by itself
@@ -225,7 +219,7 @@ def test_a_host_that_says_nothing_is_shown_out(site: Site) -> None:
 def test_an_idle_host_that_is_revoked_leaves(site: Site) -> None:
     site.join(0)
     revoke(site.state, "host")
-    wait_until(lambda: site.service.num_replicas[0] == (0, 1))
+    until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
 
 
 def test_a_provider_that_is_not_there_is_named_and_tried_again(site: Site, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,12 +229,9 @@ def test_a_provider_that_is_not_there_is_named_and_tried_again(site: Site, caplo
         joining = JoiningShard(url, site.identity("host", "shard"), 0, site.load)
         running = threading.Thread(target=joining.run)
         running.start()
-        give_up_at = time.monotonic() + 20
-        while len(caplog.records) < 2 and time.monotonic() < give_up_at:
-            time.sleep(0.01)
+        until(lambda: len(caplog.records) >= 2, "a second try")
         joining.stop()
-        running.join(60)
-    assert not running.is_alive()
+        end(running)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) >= 2
     assert set(messages) == {f"no provider at {url} (Unavailable); trying again"}
@@ -284,7 +275,7 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
     def words() -> Iterator[bytes]:
         yield pack(Join(protocol=PROTOCOL_VERSION, shard=0))
         yield pack(Ready(digests={one: site.core.fingerprints[one] for one in site.plan[0]}))
-        asked.wait(30)
+        comes(asked, "a request")
         header = headers[0]
         reply = Header(FrameType.REPLY, header.request_id, header.call, header.rows, 64, 0, header.rows * 64 * 4)
         if what == "shape":
@@ -294,7 +285,7 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
         elif what == "kind":
             reply.kind = FrameType.WELCOME
         yield b"x" if what == "bytes" else reply.pack() + bytes(64)
-        answered.wait(30)
+        comes(answered, "the other host's answer")
 
     asked, headers = threading.Event(), []
 
@@ -312,18 +303,18 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
 
     thread = threading.Thread(target=host)
     thread.start()
-    wait_until(lambda: site.service.num_replicas[0][0] == 1)
+    until(lambda: site.service.num_replicas[0][0] == 1, "the host")
     call = Call(0, Direction.FORWARD, RING)
     rows = site.rows(call, 20)
     answers: list[torch.Tensor] = []
     asking = threading.Thread(target=lambda: answers.append(site.product(call, rows)))
     asking.start()
-    asked.wait(30)
+    comes(asked, "a request")
     site.join(0, "another")
-    asking.join(timeout=40)
+    end(asking)
     assert torch.equal(answers[0], site.core.compute(call, rows))
     answered.set()
-    thread.join(timeout=20)
+    end(thread)
 
 
 def test_without_tls_nobody_joins(tiny_core: ProviderCore) -> None:

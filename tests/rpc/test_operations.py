@@ -34,6 +34,7 @@ from tests.rpc.conftest import Provider
 from tests.rpc.test_cli import CALL as CLI_CALL
 from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
 from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from tests.waiting import end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.expand import SeededRows
 from wire.frame import FrameType, Header, Purpose
@@ -70,9 +71,8 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
     stream.send(*stream.request(1, ring_rows(100)))
     assert held.begun.wait(TIMEOUT_S)
     stream.send(*stream.request(2, ring_rows(200)))  # later, or it might join the first one's product
+    until(lambda: provider.service.queue_depth >= 1, "the second request in the queue")
     give_up_at = time.monotonic() + TIMEOUT_S
-    while provider.service.queue_depth < 1 and time.monotonic() < give_up_at:
-        time.sleep(0.01)
     stopping = threading.Thread(target=provider.server.stop, args=(TIMEOUT_S,))
     stopping.start()
     number, code = 0, None
@@ -108,10 +108,7 @@ def test_what_nobody_wants_any_more_leaves_the_queue(
     assert held.begun.wait(TIMEOUT_S)
 
     def wait_for(depth: int) -> None:
-        give_up_at = time.monotonic() + TIMEOUT_S
-        while provider.service.queue_depth != depth and time.monotonic() < give_up_at:
-            time.sleep(0.01)
-        assert provider.service.queue_depth == depth
+        until(lambda: provider.service.queue_depth == depth, f"{depth} requests in the queue")
 
     other.send(*other.request(1, ring_rows(200)), *other.request(2, ring_rows(300)))
     wait_for(2)
@@ -139,8 +136,16 @@ def test_a_drain_ends_when_its_time_is_over(
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
     assert held.begun.wait(TIMEOUT_S)
-    threading.Timer(2.0, held.free.set).start()
+
+    def let_go() -> None:
+        """Once the drain is over, which what is held does not lengthen."""
+        until(lambda: "not answered within" in caplog.text, "the end of the drain")
+        held.free.set()
+
+    letting_go = threading.Thread(target=let_go)
+    letting_go.start()
     provider.server.stop(0.3)
+    end(letting_go)
     stream.expect_error(0, WireCode.UNAVAILABLE)
     assert "not answered within" in caplog.text
     stream.close()
@@ -346,10 +351,10 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
                 if message.startswith(f"{name} at "):
                     ports[name] = int(message.rsplit(":", 1)[1].partition("/")[0])
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=10) as reply:
+        with opener.open(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=TIMEOUT_S) as reply:
             assert b"veilbase_streams 0.0" in reply.read()
         with grpc.insecure_channel(f"127.0.0.1:{ports['health']}", [("grpc.enable_http_proxy", 0)]) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         assert serving.stop()[0] == 0

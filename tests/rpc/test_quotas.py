@@ -21,8 +21,8 @@ from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import DECODE_IN_FLIGHT, RequestClass
 from provider.session import Session
 from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.links import TIMEOUT_S
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from tests.waiting import until
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
 from wire.expand import Rows, SeededRows
@@ -129,9 +129,7 @@ def test_small_requests_of_many_streams_are_not_all_decode(
         streams.append(stream := RawStream(provider, "acme"))
         stream.send(stream.request(1, ring_rows(1))[0][: frame.HEADER_BYTES + 4])  # is in flight until it is whole
     streams.append(last := RawStream(provider, "acme"))
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while admission.of("acme").num_decode < DECODE_IN_FLIGHT and time.monotonic() < give_up_at:
-        time.sleep(0.01)
+    until(lambda: admission.of("acme").num_decode == DECODE_IN_FLIGHT, "all that may count as decode")
     last.send(*last.request(1, ring_rows(1)))
     assert last.receive().kind is FrameType.REPLY
     assert count() == {"DECODE": 0, "PREFILL": 1, "FINETUNE": 0}
@@ -139,9 +137,7 @@ def test_small_requests_of_many_streams_are_not_all_decode(
     assert count()["DECODE"] == 1
     for stream in streams:
         stream.close()
-    while admission.of("acme").num_decode and time.monotonic() < give_up_at:
-        time.sleep(0.01)
-    assert admission.of("acme").num_decode == 0
+    until(lambda: admission.of("acme").num_decode == 0, "the end of what was in flight")
 
 
 def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_core: ProviderCore) -> None:
@@ -164,14 +160,12 @@ def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, ti
     stream.send(*stream.request(2, ring_rows(1)))
     assert stream.receive().request_id == 2
     stream.close()
-    give_up_at = time.monotonic() + 20
-    while time.monotonic() < give_up_at:
+
+    def is_free() -> bool:
         quota = admission.of("acme")._quota
-        assert quota is not None
-        if quota._rows_in_flight == quota._bytes_in_flight == 0:
-            return
-        time.sleep(0.01)
-    pytest.fail("rows of a tenant that went away still count")
+        return quota is not None and quota._rows_in_flight == quota._bytes_in_flight == 0
+
+    until(is_free, "the end of what a tenant that went away had in flight")
 
 
 @pytest.mark.parametrize(

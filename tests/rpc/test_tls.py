@@ -22,7 +22,7 @@ from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseErro
 from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
 from wire.transport.identity import TlsIdentity
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 TLS_1_3 = 0x0304
 
 

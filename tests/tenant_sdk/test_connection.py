@@ -46,7 +46,7 @@ from wire.transport.identity import TlsIdentity
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
 COLS, REPLY_COLS = 32, 64
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 Frames = Iterator[bytes]
 
 
@@ -97,7 +97,7 @@ class FakeProvider:
 
     def stop(self) -> None:
         self.done.set()
-        self._server.stop(0).wait()
+        assert self._server.stop(0).wait(TIMEOUT_S), "the stand-in's streams have not ended"
 
 
 @pytest.fixture
@@ -143,16 +143,18 @@ def test_a_request_that_is_never_answered(
 def test_cancel_is_sent_for_what_expired(
     fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    works(connection)  # so that the deadline is not over before the stream is open
+    assert fake.next_received().request_id == 1
     monkeypatch.setattr(multiplex, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
     pending = connection.submit(CALL, rows(), REPLY_COLS)
     assert fake.next_received().kind is FrameType.REQUEST
     cancel = fake.next_received()  # nobody waits for the reply: the watchdog alone ends it
-    assert (cancel.kind, cancel.request_id) == (FrameType.CANCEL, 1)
-    with pytest.raises(DeadlineExceeded, match="request 1"):
+    assert (cancel.kind, cancel.request_id) == (FrameType.CANCEL, 2)
+    with pytest.raises(DeadlineExceeded, match="request 2"):
         pending.result()
     monkeypatch.undo()
-    fake.script = lambda request: [answer(replace(request, request_id=1), 9.0), answer(request)]  # late, and ours
+    fake.script = lambda request: [answer(replace(request, request_id=2), 9.0), answer(request)]  # late, and ours
     works(connection)
 
 

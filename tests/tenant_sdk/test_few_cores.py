@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from noise.scheme import GroupSpec
 from noise.slots import Slots
 from tenant_sdk import few_cores
 from tenant_sdk.few_cores import watch
+from tests.waiting import end
 from wire.frame import Arithmetic, Call, Direction
 from wire.threads import all_cores, return_cores, spare_cores
 from wire.transport.inproc import InprocConnection
@@ -76,6 +78,30 @@ def test_a_decode_step_has_one_core_and_its_thread_all_of_them_afterwards() -> N
         decoder(inputs_embeds=torch.zeros(2, 4, WIDTH), past_key_values=cache_of(10))
     assert decoder.seen == [1, 1, 1]
     assert decoder.within == [3, 3, 3]
+    assert torch.get_num_threads() == 3
+
+
+def test_two_clients_in_threads_do_not_change_each_other_s_cores() -> None:
+    """One begins and ends a step in the middle of the other's."""
+    mine, theirs = Decoder(), Decoder()
+    after: list[int] = []
+
+    def step() -> None:
+        with torch.no_grad():
+            theirs(tokens(1, 1), past_key_values=cache_of(10))
+        after.append(torch.get_num_threads())
+
+    def between(*arguments: object) -> None:
+        thread = threading.Thread(target=step)
+        thread.start()
+        end(thread)
+        after.append(torch.get_num_threads())
+
+    mine.register_forward_pre_hook(between)  # after the one that spares cores
+    with torch.no_grad():
+        mine(tokens(1, 1), past_key_values=cache_of(10))
+    assert (theirs.seen, mine.seen) == ([1], [1])
+    assert after == [3, 1]
     assert torch.get_num_threads() == 3
 
 

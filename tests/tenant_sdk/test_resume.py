@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from provider.tenants import enroll
 from tenant_sdk import TenantClient
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.waiting import until
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 from wire.frame import Call
 
@@ -168,10 +168,8 @@ def test_goes_on_with_the_config_object_of_the_broken_run(
 def test_a_broken_run_leaves_no_progress_bar_behind(chat_client: Any, breaking: Breaking, tmp_path: Path) -> None:
     before = set(threading.enumerate())
     break_in_step(chat_client, breaking, tmp_path / "out", 3, progress=True)
-    give_up_at = time.monotonic() + 10  # the bar's thread is told to end, and not waited for
-    while set(threading.enumerate()) != before and time.monotonic() < give_up_at:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) == before
+    # the bar's thread is told to end, and not waited for
+    until(lambda: set(threading.enumerate()) == before, "the end of the bar's thread")
 
 
 class GoesAway:

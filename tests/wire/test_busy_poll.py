@@ -12,7 +12,7 @@ from wire.errors import ConfigurationError
 from wire.transport import busy_poll
 from wire.transport.busy_poll import LONGEST_S, MOST_S, VARIABLE, BusyPoll, is_worthwhile, tenants_most_s
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 STEP_S = 0.0001
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.waiting import WAIT_S, end
 from wire import kernels, ring
 from wire import product as plain
 from wire.errors import InvalidTensor
@@ -353,7 +354,7 @@ def test_rows_that_are_no_matrix_are_refused(shape: tuple[int, ...]) -> None:
 def test_threads_at_once_do_not_share_scratch_memory() -> None:
     cases = [draw(num_rows, 64 + num_rows, 48) for num_rows in (1, 3, 40, 200)]
     expected = [plain._plain_product(*case) for case in cases]
-    begin = threading.Barrier(len(cases))
+    begin = threading.Barrier(len(cases), timeout=WAIT_S)
     right: list[bool] = []
 
     def run(index: int) -> None:
@@ -363,6 +364,5 @@ def test_threads_at_once_do_not_share_scratch_memory() -> None:
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(cases))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    end(threads)
     assert right == [True] * 50 * len(cases)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.waiting import end
 from wire import memory
 from wire.memory import unwritten, unwritten_tensor
 
@@ -167,8 +168,7 @@ def test_threads_never_share_it() -> None:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        end(threads)
     finally:
         sys.setswitchinterval(before)
     assert faults == []

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.vectors import load
+from tests.waiting import WAIT_S, end
 from wire import kernels as compiled
 from wire import product as kernels
 from wire import ring
@@ -75,7 +76,7 @@ def in_new_thread(work: Callable[[], bool]) -> bool:
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(work()))
     thread.start()
-    thread.join()
+    end(thread)
     return found == [True]
 
 
@@ -285,7 +286,7 @@ def test_a_product_made_in_inference_mode_leaves_later_ones_alone(num_rows: int)
 def test_threads_do_not_share_scratch_memory() -> None:
     cases = [draw(num_rows, 64 + num_rows, 48, seed=num_rows) for num_rows in (1, 3, 40, 200)]
     expected = [kernels._plain_product(*case) for case in cases]
-    begin = threading.Barrier(len(cases))
+    begin = threading.Barrier(len(cases), timeout=WAIT_S)
     right: list[bool] = []
 
     def run(index: int) -> None:
@@ -295,8 +296,7 @@ def test_threads_do_not_share_scratch_memory() -> None:
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(cases))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    end(threads)
     assert right == [True] * 50 * len(cases)
 
 

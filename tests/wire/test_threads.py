@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.waiting import WAIT_S, end
 from wire import threads
 from wire.threads import share, use_one_core
 
@@ -50,7 +51,7 @@ def test_only_the_thread_that_asks_is_alone() -> None:
     before = counts()
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join()
+    end(thread)
     assert seen == [(1, min(1, before[1]))]
     assert counts() == before
     assert before[0] == 2
@@ -63,7 +64,7 @@ def taking(taken: list[tuple[int, str]], meet: threading.Barrier | None = None) 
         for item in items:
             taken.append((item, threading.current_thread().name))
             if meet is not None:
-                meet.wait(30)
+                meet.wait(WAIT_S)
 
     return work
 
@@ -95,7 +96,7 @@ def test_one_thread_works_in_the_callers() -> None:
 
     thread = threading.Thread(target=run, name="caller")
     thread.start()
-    thread.join()
+    end(thread)
     assert names == ["caller"] * 3
 
 
@@ -103,14 +104,14 @@ def test_a_busy_helper_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     release, busy = threading.Event(), []
     for _ in range(os.cpu_count() or 1):
-        busy.append(threads._executor().submit(release.wait, 30))
+        busy.append(threads._executor().submit(release.wait, WAIT_S))
     try:
         taken: list[tuple[int, str]] = []
         share(taking(taken), [0, 1, 2])
         assert [name for _, name in taken] == [threading.current_thread().name] * 3
     finally:
         release.set()
-    assert all(each.result() for each in busy)
+    assert all(each.result(WAIT_S) for each in busy)
 
 
 def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +120,7 @@ def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def work(items: Iterator[int]) -> None:
         for item in items:
-            meet.wait(30)
+            meet.wait(WAIT_S)
             if item:
                 raise ValueError("the second")
 

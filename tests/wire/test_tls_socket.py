@@ -37,7 +37,7 @@ from wire.transport.tls_socket import (
     server_context,
 )
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
 SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]
 LENGTH = struct.Struct("<I")

@@ -28,6 +28,7 @@ from provider.operations.status import check, look, parse, render
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Piece, Ticket
+from tests.waiting import WAIT_S, until
 from wire.errors import ConfigurationError, WireCode
 from wire.frame import Arithmetic, Call, Direction
 
@@ -119,14 +120,14 @@ def test_a_histogram_counts_a_value_at_its_bound_below_it() -> None:
 def test_metrics_on_a_loopback_port(monitor: Monitor) -> None:
     port = monitor.serve_metrics(0)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+    with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S) as reply:
         assert reply.status == 200
         assert b"veilbase_queue_depth 3.0" in reply.read()
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        opener.open(f"http://127.0.0.1:{port}/other", timeout=10)
+        opener.open(f"http://127.0.0.1:{port}/other", timeout=WAIT_S)
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", data=b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError, match="501"):
-        opener.open(request, timeout=10)
+        opener.open(request, timeout=WAIT_S)
     with pytest.raises(ConfigurationError, match="in use"):
         monitor.serve_metrics(port)
 
@@ -160,13 +161,13 @@ def test_the_next_provider_takes_the_socket_when_the_last_one_ends(
     assert following.serve_socket(tmp_path)
     assert look(tmp_path).get("veilbase_streams") == 2
     monitor.close()
-    give_up_at = time.monotonic() + 20
-    while time.monotonic() < give_up_at:
+
+    def is_taken() -> bool:
         with contextlib.suppress(ConfigurationError):
-            if look(tmp_path).get("veilbase_streams") == 7:
-                break
-        time.sleep(0.02)
-    assert look(tmp_path).get("veilbase_streams") == 7
+            return look(tmp_path).get("veilbase_streams") == 7
+        return False
+
+    until(is_taken, "the next provider at the socket")
     (tmp_path / SOCKET_NAME).unlink()
     (tmp_path / SOCKET_NAME).write_text("somebody else's")
     following.close()
@@ -201,9 +202,9 @@ def test_health_follows_the_provider(monitor: Monitor) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", SERVICE_NAME):
             asked = health_pb2.HealthCheckRequest(service=name)
-            assert stub.Check(asked, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+            assert stub.Check(asked, timeout=WAIT_S).status == health_pb2.HealthCheckResponse.SERVING
         monitor.not_serving()
-        assert stub.Check(asked, timeout=10).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert stub.Check(asked, timeout=WAIT_S).status == health_pb2.HealthCheckResponse.NOT_SERVING
     with pytest.raises(ConfigurationError, match="in use"):
         monitor.serve_health(port)
 

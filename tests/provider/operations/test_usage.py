@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from provider.operations import usage as usage_module
 from provider.operations.usage import Usage, UsageBook, read_usage
 from provider.schedule.request_class import RequestClass
+from tests.waiting import end, until
 from wire.errors import ConfigurationError, WireCode
 
 
@@ -64,13 +64,12 @@ def test_what_came_before_the_last_minute_survives_a_crash(tmp_path: Path, monke
     book.keep_saving()
     for times in (1, 2):  # again and again, and without `close`
         work(book)
-        give_up_at = time.monotonic() + 20
-        while time.monotonic() < give_up_at:
+
+        def is_saved(rows: int = 2 * times) -> bool:
             saved = read_usage(path).get("acme")
-            if saved is not None and saved.rows["decode"] == 2 * times:
-                break
-            time.sleep(0.01)
-        assert read_usage(path)["acme"].rows["decode"] == 2 * times
+            return saved is not None and saved.rows["decode"] == rows
+
+        until(is_saved, "what was counted in the file")
     book.close()
 
 
@@ -88,8 +87,7 @@ def test_threads_lose_nothing(tmp_path: Path) -> None:
         one.start()
     while any(one.is_alive() for one in threads):
         assert book.save()
-    for one in threads:
-        one.join()
+    end(threads)
     book.close()
     assert read_usage(tmp_path / "usage.json")["acme"].rows["decode"] == 4000
 

@@ -1,0 +1,205 @@
+"""Several clients in one process: results are those of a client alone, and nobody waits for another's loading."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import set_seed
+
+from provider.core import ProviderCore
+from provider.identity import StateDir
+from provider.server import Server
+from provider.tenants import enroll
+from tenant_sdk import TenantClient, finetune, model
+from tests.tenant_sdk import tiny
+from tests.tenant_sdk.test_masks import TOY_OPTIONS
+from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from wire.loading import loading
+
+pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
+
+TIMEOUT_S = 100.0
+DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
+EXACT: dict[str, Any] = {"mask": "off", "arithmetic": "ring"}
+"""Products of integers: what else the provider computes in the same batch changes no bit."""
+
+
+@pytest.fixture
+def many_switches() -> Iterator[None]:
+    """Threads take turns fifty times as often, so that they meet in every short stretch of code."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture(scope="module")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GPT-2's head is its embedding, which a model loses when two are loaded at once."""
+    return tiny.chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
+
+
+@pytest.fixture(scope="module")
+def tied_core(tied_folder: Path) -> ProviderCore:
+    return tiny.make_core(tied_folder, "int8")
+
+
+@pytest.fixture
+def provider(tied_core: ProviderCore, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
+    state = StateDir(tmp_path / "state")
+    server = Server("127.0.0.1", 0, state)
+    server.start(tied_core)
+    yield server, state
+    server.stop()
+
+
+def identity_of(provider: tuple[Server, StateDir], name: str, folder: Path) -> Path:
+    server, state = provider
+    enroll(state, name, folder / name, f"grpcs://127.0.0.1:{server.port}")
+    return folder / name
+
+
+def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What each call gives, all begun together in threads."""
+    together = threading.Barrier(len(calls))
+
+    def begin(call: Callable[[], Any]) -> Any:
+        together.wait(TIMEOUT_S)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result(TIMEOUT_S) for each in [pool.submit(begin, call) for call in calls]]
+
+
+def trained(url: str, out: Path, options: dict[str, Any], **settings: Any) -> list[float]:
+    """The losses of one client's fine-tuning."""
+    with TenantClient(url, progress=False, cache=out.with_name("cache"), **options) as client:
+        losses: list[float] = client.finetune(ROWS, lora(), out, **{**QUICK, "max_steps": 4, **settings}).losses
+    assert (out / "adapter_model.safetensors").is_file()
+    return losses
+
+
+def alone_and_at_once(run: Callable[[int, Path], list[float]], tmp_path: Path, count: int = 4) -> None:
+    alone = [run(number, tmp_path / f"alone{number}") for number in range(count)]
+    together = at_once([lambda number=number: run(number, tmp_path / f"together{number}") for number in range(count)])
+    assert together == alone
+
+
+def test_four_identities_of_different_dtypes(
+    provider: tuple[Server, StateDir], tmp_path: Path, many_switches: None
+) -> None:
+    folders = [identity_of(provider, f"tenant{number}", tmp_path) for number in range(4)]
+
+    def run(number: int, out: Path) -> list[float]:
+        options = {"identity": folders[number], "dtype": DTYPES[number], **EXACT}
+        return trained(f"grpcs://127.0.0.1:{provider[0].port}", out, options, seed=number)
+
+    alone_and_at_once(run, tmp_path)
+
+
+def test_four_clients_of_one_identity(provider: tuple[Server, StateDir], tmp_path: Path, many_switches: None) -> None:
+    folder = identity_of(provider, "acme", tmp_path)
+
+    def run(number: int, out: Path) -> list[float]:
+        options = {"identity": folder, "dtype": DTYPES[number], **EXACT}
+        return trained(f"grpcs://127.0.0.1:{provider[0].port}", out, options, seed=number)
+
+    alone_and_at_once(run, tmp_path)
+
+
+def test_four_clients_of_one_identity_behind_the_lattice_mask(
+    provider: tuple[Server, StateDir], tmp_path: Path, many_switches: None
+) -> None:
+    """They share the ledger and the folder of hints; the mask's own error is all that tells their losses apart."""
+    folder, url = identity_of(provider, "acme", tmp_path), f"grpcs://127.0.0.1:{provider[0].port}"
+    lattice = {"identity": folder, "mask": "lattice", "mask_options": TOY_OPTIONS}
+    plain = trained(url, tmp_path / "plain", {"identity": folder, **EXACT})
+    masked = at_once([lambda name=name: trained(url, tmp_path / name, lattice) for name in "abcd"])
+    for losses in masked:
+        assert losses == pytest.approx(plain, abs=5e-3)
+
+
+def test_providers_and_trusted_checkpoints_are_loaded_beside_tenants(
+    tied_folder: Path, tmp_path: Path, many_switches: None
+) -> None:
+    def run(number: int, out: Path) -> list[float]:
+        options = {"dtype": DTYPES[number], "verify": tied_folder if number % 2 else None, **EXACT}
+        return trained(f"inproc:{tied_folder}", out, options, seed=number)
+
+    alone_and_at_once(run, tmp_path)
+
+
+def test_steps_of_one_run_are_not_left_out_because_another_accumulates(
+    chat_folder: Path, tmp_path: Path, many_switches: None
+) -> None:
+    """accelerate keeps for the whole process whether an optimizer acts now."""
+
+    def run(number: int, out: Path) -> list[float]:
+        options = {"mask": "off", "arithmetic": "float", "weights": "native"}
+        return trained(f"inproc:{chat_folder}", out, options, seed=number, gradient_accumulation_steps=1 + number % 2)
+
+    alone_and_at_once(run, tmp_path)
+
+
+def test_adapter_and_order_of_rows_come_from_the_run_s_seed_alone(
+    chat_client: TenantClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever another thread does to the generators of the process, at the worst of times."""
+    options = {**QUICK, "seed": 3, "batch_size": 2}
+    expected = chat_client.finetune(ROWS, lora(), tmp_path / "alone", **options).losses
+    make_peft, make_trainer = finetune.get_peft_model, finetune._make_trainer
+
+    def peft_model(*args: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(set_seed, 99).result(TIMEOUT_S)
+        return make_peft(*args)
+
+    def trainer(*args: Any) -> Any:
+        made = make_trainer(*args)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(set_seed, 98).result(TIMEOUT_S)
+        return made
+
+    monkeypatch.setattr(finetune, "get_peft_model", peft_model)
+    monkeypatch.setattr(finetune, "_make_trainer", trainer)
+    assert chat_client.finetune(ROWS, lora(), tmp_path / "disturbed", **options).losses == expected
+
+
+def test_dropout_too_is_the_same_in_runs_one_after_the_other(chat_client: TenantClient, tmp_path: Path) -> None:
+    """In threads it is not: dropout draws from the generator of the process."""
+    first = chat_client.finetune(ROWS, lora(lora_dropout=0.3), tmp_path / "first", **QUICK).losses
+    torch.rand(7)
+    assert chat_client.finetune(ROWS, lora(lora_dropout=0.3), tmp_path / "second", **QUICK).losses == first
+
+
+def test_generation_does_not_wait_while_another_client_loads(chat_client: TenantClient) -> None:
+    expected = chat_client.generate("who?", max_new_tokens=4)
+    with loading(), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(chat_client.generate, "who?", max_new_tokens=4).result(TIMEOUT_S) == expected
+
+
+def test_a_client_in_bfloat16_changes_the_default_dtype_of_no_other_thread(
+    chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks are made in other threads, and a number there in sixteen bits would be a wrong one."""
+    seen: set[torch.dtype] = set()
+    swap = model._swap
+
+    def watched(*args: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            seen.add(pool.submit(lambda: torch.zeros(1).dtype).result(TIMEOUT_S))
+        swap(*args)
+
+    monkeypatch.setattr(model, "_swap", watched)
+    options = {"mask": "off", "weights": "native", "dtype": torch.bfloat16, "cache": tmp_path, "progress": False}
+    with TenantClient(f"inproc:{chat_folder}", **options) as client:
+        loaded = client.load_model()
+    assert seen == {torch.float32}
+    assert loaded.get_input_embeddings().weight.dtype is torch.bfloat16

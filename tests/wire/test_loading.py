@@ -1,0 +1,114 @@
+"""One thread builds a model at a time; the others notice nothing of it."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import wire.loading
+from tests.conftest import make_tiny
+from wire.loading import loading, quiet_transformers
+
+TIMEOUT_S = 60.0
+
+
+def elsewhere(work: Callable[[], Any]) -> Any:
+    """What a call gives in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(TIMEOUT_S)
+
+
+def default_dtypes() -> set[torch.dtype]:
+    return {
+        torch.get_default_dtype(), torch.zeros(1).dtype, torch.tensor([0.5]).dtype, torch.full((1,), 0.5).dtype,
+        torch.arange(0.0, 2.0).dtype, nn.Linear(1, 1).weight.dtype, torch.normal(0.0, 1.0, size=(1,)).dtype,
+    }  # fmt: skip
+
+
+def test_a_default_dtype_that_is_set_while_loading_is_that_thread_s_own() -> None:
+    with loading():
+        torch.set_default_dtype(torch.bfloat16)
+        assert default_dtypes() == {torch.bfloat16}
+        assert elsewhere(default_dtypes) == {torch.float32}
+        elsewhere(lambda: torch.set_default_dtype(torch.float32))  # theirs does not change this one either
+        assert default_dtypes() == {torch.bfloat16}
+        assert torch.ones(1, dtype=torch.float64).dtype is torch.float64
+        assert torch.tensor([1]).dtype is torch.int64
+        assert torch.as_tensor(torch.zeros(1, dtype=torch.float32).numpy()).dtype is torch.float32
+    assert default_dtypes() == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "auto"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])
+def test_a_model_is_the_same_bits_as_without(kind: str, dtype: Any, tmp_path: Path) -> None:
+    make_tiny(kind, tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    with loading():
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    expected = dict([*plain.named_parameters(), *plain.named_buffers()])
+    got = dict([*ours.named_parameters(), *ours.named_buffers()])
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype is tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
+
+
+def test_no_two_threads_load_at_once() -> None:
+    """The second comes in when the first has left: shown by who waits, with nothing timed."""
+    order: list[str] = []
+    asks = threading.Event()
+
+    def second() -> None:
+        asks.set()
+        with loading():
+            order.append("second in")
+
+    with ThreadPoolExecutor(1) as pool:
+        with loading():
+            waiting = pool.submit(second)
+            assert asks.wait(TIMEOUT_S)
+            assert elsewhere(lambda: wire.loading._lock.acquire(blocking=False)) is False
+            order.append("first out")
+        waiting.result(TIMEOUT_S)
+    assert order == ["first out", "second in"]
+
+
+def test_settings_come_back_when_the_last_thread_leaves_in_whatever_order() -> None:
+    filters, verbosity = list(warnings.filters), transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    first, second = quiet_transformers(), quiet_transformers()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert transformers_logging.get_verbosity() == transformers_logging.ERROR
+    assert not transformers_logging.is_progress_bar_enabled()
+    second.__exit__(None, None, None)
+    assert transformers_logging.get_verbosity() == verbosity
+    assert transformers_logging.is_progress_bar_enabled() == bars
+    assert warnings.filters == filters
+
+
+def test_an_error_leaves_nothing_behind() -> None:
+    verbosity = transformers_logging.get_verbosity()
+
+    def breaks() -> None:
+        with loading():
+            torch.set_default_dtype(torch.float16)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        breaks()
+    assert default_dtypes() == {torch.float32}
+    assert transformers_logging.get_verbosity() == verbosity
+    with loading():  # the lock is free
+        pass

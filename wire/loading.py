@@ -1,0 +1,144 @@
+"""What transformers and PEFT change for a whole process while they build a model, kept from its other threads.
+
+Loading replaces methods of transformers' classes (a second load that ends meanwhile puts the wrong ones back, for good)
+and sets torch's default dtype; log level, progress bars and warning filters are everybody's as well.
+
+Guarantees: inside `loading` one thread of the process builds at a time, whether a tenant's or a provider's in the same
+process; a model in bfloat16 that is being loaded changes the default dtype of no other thread; log level, bars and
+warning filters are again what they were when the last of the threads that wanted quiet leaves. Whoever only computes
+waits for nothing here. It does not guarantee anything beside a `from_pretrained` of the user's own in another thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_lock = threading.RLock()
+_quiet_lock = threading.Lock()
+_num_quiet = 0
+_undo_quiet = contextlib.ExitStack()
+
+_FLOATS = frozenset({
+    torch.empty, torch.empty_strided, torch.empty_permuted, torch.zeros, torch.ones, torch.rand, torch.randn,
+    torch.eye, torch.linspace, torch.logspace, torch.bartlett_window, torch.blackman_window, torch.hamming_window,
+    torch.hann_window, torch.kaiser_window,
+})  # fmt: skip
+"""Functions whose result has the default dtype wherever no other is named."""
+_BY_VALUE = frozenset({
+    torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.full, torch.arange, torch.range,
+})  # fmt: skip
+"""Functions whose result has the default dtype where the numbers given are Python's floats."""
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Builds or reads a model, an adapter or a tokenizer: one thread at a time, quietly, with its own default dtype.
+
+    A thread inside must not wait for a lock that another may hold while it waits for this one: a client's, for example.
+    """
+    with _lock, quiet_transformers(), _own_default_dtype():
+        yield
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No bars, no advice of transformers and no warnings about its own coming renamings, for as long as this lasts.
+
+    These settings belong to the process: the first thread to come changes them, the last to leave puts them back.
+    """
+    global _num_quiet, _undo_quiet
+    with _quiet_lock:
+        if _num_quiet == 0:
+            _undo_quiet = _hush()
+        _num_quiet += 1
+    try:
+        yield
+    finally:
+        with _quiet_lock:
+            _num_quiet -= 1
+            if _num_quiet == 0:
+                _undo_quiet.close()
+
+
+def _hush() -> contextlib.ExitStack:
+    from transformers.utils import logging as transformers_logging
+
+    undo = contextlib.ExitStack()
+    undo.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", message=".*use_cache=True.*")
+    # PEFT still uses names that transformers is about to drop
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    undo.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
+    transformers_logging.set_verbosity_error()
+    if transformers_logging.is_progress_bar_enabled():
+        undo.callback(transformers_logging.enable_progress_bar)
+        transformers_logging.disable_progress_bar()
+    return undo
+
+
+class _OwnDefaultDtype(TorchFunctionMode):
+    """The calling thread's default dtype: torch has one for all threads, and calls modes of the calling thread only.
+
+    The dtype of arithmetic on integers alone, such as a quotient, stays the process's.
+    """
+
+    def __init__(self, everybodys: torch.dtype) -> None:
+        super().__init__()
+        self.everybodys = self.dtype = everybodys
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.dtype is self.everybodys or kwargs.get("dtype") is not None or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        if func in _FLOATS or (func is torch.normal and not _has_tensor(args, kwargs)):
+            return func(*args, **{**kwargs, "dtype": self.dtype})
+        made = func(*args, **kwargs)
+        if func in _BY_VALUE and made.dtype is self.everybodys and not _has_tensor(args, kwargs):
+            return func(*args, **{**kwargs, "dtype": self.dtype})
+        return made
+
+
+def _has_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a tensor, or an array of numpy's, is among the arguments: its dtype goes before any default."""
+    return any(hasattr(each, "dtype") for each in (*args, *kwargs.values()))
+
+
+@contextlib.contextmanager
+def _own_default_dtype() -> Iterator[None]:
+    """Inside the lock: `torch.set_default_dtype` and `torch.get_default_dtype` of this thread mean its own."""
+    loader, real_set, real_get = threading.get_ident(), torch.set_default_dtype, torch.get_default_dtype
+    own = _OwnDefaultDtype(real_get())
+
+    def set_default_dtype(dtype: torch.dtype, /) -> None:
+        if threading.get_ident() == loader:
+            own.dtype = dtype
+        else:
+            real_set(dtype)
+
+    def get_default_dtype() -> torch.dtype:
+        return own.dtype if threading.get_ident() == loader else real_get()
+
+    torch.set_default_dtype, torch.get_default_dtype = set_default_dtype, get_default_dtype
+    try:
+        with own:
+            yield
+    finally:
+        torch.set_default_dtype, torch.get_default_dtype = real_set, real_get
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _quiet_lock
+    _lock, _quiet_lock = threading.RLock(), threading.Lock()  # whoever held them is not in this process
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
