@@ -27,6 +27,11 @@ from provider.descriptors import (
 TIMEOUT_S = 60
 
 
+def _take_all(taken: list[int]) -> None:
+    while True:
+        taken.append(os.dup(taken[0]))
+
+
 @contextlib.contextmanager
 def exhausted() -> Iterator[list[int]]:
     """No descriptor is left in this process; yields those that were taken, the last of which may be given back."""
@@ -35,11 +40,9 @@ def exhausted() -> Iterator[list[int]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, limits[1]))
     taken = [os.open(os.devnull, os.O_RDONLY)]
     try:
-        try:
-            while True:
-                taken.append(os.dup(taken[0]))
-        except OSError as exc:
-            assert exc.errno == errno.EMFILE
+        with pytest.raises(OSError) as caught:
+            _take_all(taken)
+        assert caught.value.errno == errno.EMFILE
         yield taken
     finally:
         for fd in taken:
