@@ -10,8 +10,9 @@ import resource
 import selectors
 import socket
 import sys
+import time
 
-_LOOK_S = 0.05
+_LOOK_S, _PATIENCE_S = 0.05, 10.0
 
 
 class Flood:
@@ -54,15 +55,17 @@ class Flood:
 
 
 def main() -> None:
-    """Writes a line when as many were dropped as there are clients: from then on it is a flood, and not a queue."""
+    """Writes a line when as many were dropped as there are clients, from when on it is a flood and not a queue; or after
+    a while, where nobody is dropped and all who wait hold what they have."""
     port, num_clients = map(int, sys.argv[1:])
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     flood, num_dropped, was_told = Flood(port, num_clients), 0, False
     flood.fill()
+    told_by = time.monotonic() + _PATIENCE_S
     while True:
         num_dropped += flood.step()
-        if num_dropped >= num_clients and not was_told:
+        if not was_told and (num_dropped >= num_clients or time.monotonic() >= told_by):
             was_told = True
             print("flooding", flush=True)
 
