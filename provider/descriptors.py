@@ -25,6 +25,8 @@ MOST_STREAMS = 256
 """At the tensor port. Each holds a thread as well."""
 FILES_PER_STREAM = 2
 """Its socket, and what wakes the thread that waits for it."""
+_FEW_CONNECTIONS = 1024
+"""Fewer are worth a line in the log: a flood is then soon ahead of tenants."""
 _STREAMS_PART = 0.6
 """Of the free descriptors that streams may take; at the usual soft limit of 1,024 that is just above all of them."""
 _LOGGER = logging.getLogger(__name__)
@@ -69,9 +71,9 @@ def raise_file_limit() -> None:
         with suppress(OSError, ValueError):  # some systems allow less than they say
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     limit = file_limit()
-    wanted = RESERVED_FILES + FILES_PER_STREAM * MOST_STREAMS + MOST_RPC_CONNECTIONS
-    if limit < wanted:
-        here = shares(limit, has_tensor_port=True)
+    here = shares(limit, has_tensor_port=True)
+    if here.rpc_connections < _FEW_CONNECTIONS:
+        wanted = RESERVED_FILES + FILES_PER_STREAM * MOST_STREAMS + MOST_RPC_CONNECTIONS
         _LOGGER.warning(
             "at most %d files can be open here, which leaves room for %d connections and %d streams: "
             "raise the hard limit (ulimit -Hn) to %d or more for all %d and %d",

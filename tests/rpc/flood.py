@@ -55,8 +55,10 @@ class Flood:
 
 
 def main() -> None:
-    """Writes a line when as many were dropped as there are clients, from when on it is a flood and not a queue; or after
-    a while, where nobody is dropped and all who wait hold what they have."""
+    """Floods until it is ended; writes a line when that has begun.
+
+    That is when as many were dropped as there are clients, or after a while, where nobody is dropped and all stay.
+    """
     port, num_clients = map(int, sys.argv[1:])
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

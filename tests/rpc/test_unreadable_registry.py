@@ -27,7 +27,7 @@ from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType
 from wire.limits import RETRY_METADATA
-from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel
+from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel, translate_status
 from wire.transport.identity import TlsIdentity
 
 RETRY_MS = int(1000 * RETRY_S)
@@ -182,6 +182,32 @@ def test_a_malformed_registry_still_counts_as_revoked(
         reached.connect("raw").manifest()
     assert len(caplog.messages) == 1
     stream.close()
+
+
+class Status(grpc.RpcError):
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return ""
+
+    def trailing_metadata(self) -> list[tuple[str, object]] | None:
+        return None if self._value is None else [("other", "7"), (RETRY_METADATA, self._value)]
+
+
+@pytest.mark.parametrize(
+    ("value", "retry_s"),
+    [(None, 0), ("", 0), ("5000", 5), ("1", 0.001), ("999999999", 3600), ("9" * 5000, 0), ("-1", 0), ("1e3", 0),
+     ("٣", 0), (b"5000", 0)],
+)  # fmt: skip
+def test_a_time_that_a_provider_names_is_read_with_care(value: object, retry_s: float) -> None:
+    exc = translate_status(Status(value))
+    assert isinstance(exc, Unavailable)
+    assert exc.retry_s == retry_s
+    assert "in 0 s" not in str(exc)
 
 
 def test_a_shard_that_is_in_is_sent_away_once_nobody_can_say() -> None:

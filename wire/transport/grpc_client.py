@@ -12,6 +12,7 @@ is sent on a stream before the provider at its other end has been seen to serve 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -138,7 +139,8 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
         return MalformedFrame("the two ends do not understand each other: is the URL a Veilbase provider?")
     retry_s = _named_retry_s(exc)
     if retry_s > 0:
-        return Unavailable(f"the provider takes nothing new at the moment: try again in {retry_s:.0f} s", retry_s)
+        when = f"try again in {math.ceil(retry_s)} s"
+        return Unavailable(f"the provider takes nothing new at the moment: {when}", retry_s)
     details = str(exc.details() or "") if hasattr(exc, "details") else ""
     if not connected and _DROPPED in details:
         return ConnectionDropped(
