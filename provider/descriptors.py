@@ -20,8 +20,8 @@ MOST_FILES = 1 << 16
 RESERVED_FILES = 128
 """Neither port takes these: a provider that idles has 16 open, and bundles, pipes to shards and accounts need a few."""
 MOST_RPC_CONNECTIONS = 4096
-"""At the gRPC port, those that are still shaking hands included. One that is silent takes 20 KB, one that has said hello
-and no more up to 50 (the growth of the process over a thousand of either), so all of them 200 MB at most."""
+"""At the gRPC port, those that are still shaking hands included. A silent one takes 20 KB, one that has said hello and
+no more up to 50 (the growth of the process over a thousand of either), so all of them take 200 MB at most."""
 MOST_STREAMS = 256
 """At the tensor port. Each holds a thread as well."""
 FILES_PER_STREAM = 2
