@@ -13,7 +13,7 @@ from wire.errors import REVOKED, NotPermitted, Unauthenticated, WireCode
 
 @dataclass(frozen=True)
 class Access:
-    """Who calls; `refusal` is asked again on every request."""
+    """Who calls; `refusal` is asked again on every request, and raises `RegistryUnreadable` where nobody can say."""
 
     tenant: str
     refusal: Callable[[], WireCode | None]
@@ -36,10 +36,12 @@ class Gate:
         Raises:
             Unauthenticated: not a certificate of this role, or not one of this provider's.
             NotPermitted: it was revoked.
+            RegistryUnreadable: nobody can say just now.
         """
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)
         peer = peer_identity(cert_pem, role)
+        self._revocations.check_current()
         access = Access(peer.name, lambda: self._refusal(peer.serial))
         code = access.refusal()
         if code is WireCode.NOT_PERMITTED:

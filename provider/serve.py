@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
+from provider.descriptors import raise_file_limit
 from provider.parallel.environment import rank_here
 from wire.errors import ConfigurationError
 
@@ -37,6 +39,7 @@ _FREE_BYTES_KEPT = 64 << 20
 out) for pages given back and taken again (docs/benchmarks_history.md, memory)."""
 _MAPPED_BYTES = 1 << 20
 """A chunk of the wire: a block of this size that fits nowhere in the heap is mapped, and goes back when it is freed."""
+_NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -52,6 +55,9 @@ def serve(settings: ProviderSettings) -> None:
     settings.check_conflicts()
     rank = rank_here(settings.parallel)
     share_one_heap()
+    raise_file_limit()
+    if settings.tls:
+        refuse_tls_1_2()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees it
@@ -125,6 +131,19 @@ def share_one_heap() -> None:
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_TRIM_THRESHOLD, _FREE_BYTES_KEPT)
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def refuse_tls_1_2() -> None:
+    """Makes gRPC's ports of this process speak TLS 1.3 alone; before anything imports grpc, which reads this then.
+
+    gRPC for Python has no setting for the lowest version. Its list of cipher suites is for TLS 1.2 only (those of 1.3
+    are BoringSSL's own, and stay), so a list of what no provider of ours can do leaves 1.2 without any: a suite that is
+    authenticated by RSA, where the key of every server certificate is P-256 (`provider.identity`). The operator's own
+    list is overruled, since any that names ECDSA opens TLS 1.2 again.
+    """
+    if "grpc" in sys.modules:
+        _LOGGER.warning("gRPC was loaded before the provider was started: its port takes TLS 1.2 as well as 1.3")
+    os.environ["GRPC_SSL_CIPHER_SUITES"] = _NO_SUITE_OF_OURS
 
 
 def _open_state(settings: ProviderSettings) -> StateDir | None:

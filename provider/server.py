@@ -15,6 +15,7 @@ import grpc
 
 from provider.admission import Admission
 from provider.core import ProviderCore
+from provider.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares
 from provider.identity import StateDir, issue_server_certificate
 from provider.operations.usage import UsageBook
 from provider.profile import make_scheduler
@@ -34,12 +35,23 @@ _STOP_GRACE_S = 2.0
 _TRY_AGAIN_S = 60.0
 _RENEW_S = 30 * 86_400.0
 """Age of the server's certificate at which the next handshake gets a new one; it would live for 397 days."""
+_HANDSHAKE_MS = 3000
+"""For TLS and HTTP/2's first frame: one round trip after the connection is there, so this allows for a slow link and a
+lost packet. The shorter it is, the sooner strangers who only connect make room for a tenant."""
 _LOGGER = logging.getLogger(__name__)
 
 
-def server_options() -> list[tuple[str, Any]]:
-    """gRPC options of the server: message limits, keepalive both ways, one process per port."""
+def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[str, Any]]:
+    """gRPC options of the server: message limits, keepalive both ways, one process per port, and few strangers.
+
+    Args:
+        most_connections: those that are open at a time; one too many is closed as soon as it comes.
+    """
     return [
+        # Anybody can connect and say nothing. Without the first of these two as many as there may be would stay for
+        # two minutes and shut tenants out; without the second there may be as many as the process can open files.
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_allowed_incoming_connections", most_connections),
         ("grpc.max_send_message_length", MAX_FRAME_BYTES),
         ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
@@ -81,10 +93,12 @@ class Server:
         self._service: ProviderService | None = None
         self._certificates: _Certificates | None = None
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="veilbase-rpc")
-        self._server = grpc.server(threads, options=server_options(), maximum_concurrent_rpcs=MAX_THREADS)
+        share = shares(file_limit(), has_tensor_port=state is not None and tensor_port is not None)
+        options = server_options(share.rpc_connections)
+        self._server = grpc.server(threads, options=options, maximum_concurrent_rpcs=MAX_THREADS)
         self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host, names)
         has_tensor_port = self._certificates is not None and tensor_port is not None
-        self._tensors = TensorPort(host, tensor_port or 0) if has_tensor_port else None
+        self._tensors = TensorPort(host, tensor_port or 0, share.streams) if has_tensor_port else None
 
     @property
     def tensor_port(self) -> int | None:

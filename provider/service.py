@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import ssl
 import threading
 import time
@@ -27,7 +28,7 @@ from provider.session import SWEEP_S, Session
 from provider.shards.door import ShardDoor
 from provider.shards.router import Shard, ShardedExecutor
 from provider.stream import carry_rpc
-from provider.tenants import RevocationList
+from provider.tenants import RegistryUnreadable, RevocationList
 from provider.tensor_port import carry
 from wire.errors import (
     NotPermitted,
@@ -37,9 +38,8 @@ from wire.errors import (
     UnknownLayer,
     VeilbaseError,
     WireCode,
-    code_of,
 )
-from wire.limits import CHUNK_BYTES, Limits
+from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits
 from wire.transport.busy_poll import MOST_S, BusyPoll
 from wire.transport.tls_socket import MessageSocket
 
@@ -53,10 +53,19 @@ _DRAIN_LOOK_S = 0.02
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
     NotPermitted: (grpc.StatusCode.PERMISSION_DENIED, "revoked"),
+    RegistryUnreadable: (grpc.StatusCode.UNAVAILABLE, "cannot tell who is enrolled"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
 }
 """Fixed texts: nothing that happened here is told."""
 _LOGGER = logging.getLogger(__name__)
+
+
+def _is_refused(access: Access) -> bool:
+    """Of a shard, which comes again by itself: where nobody can say, it is sent away rather than trusted."""
+    try:
+        return access.refusal() is not None
+    except Unavailable:
+        return True
 
 
 class ProviderService:
@@ -163,7 +172,7 @@ class ProviderService:
         finally:
             self._drop(session)
 
-    def serve(self, connection: MessageSocket) -> WireCode | None:
+    def serve(self, connection: MessageSocket) -> VeilbaseError | None:
         """A stream on the tensor port, until it ends.
 
         Args:
@@ -178,7 +187,7 @@ class ProviderService:
             if not self._take_place(access.tenant):
                 raise QuotaExceeded("too many calls at once")
         except VeilbaseError as exc:
-            return code_of(exc)
+            return exc
         session = None
         try:
             session = self._open(access, connection.close)
@@ -210,7 +219,7 @@ class ProviderService:
             return
         access = self._admit(context, "shard")
         self._occupy(f"shard {access.tenant}", context)  # no tenant can be called so
-        yield from self._door.serve(access.tenant, messages, context, lambda: access.refusal() is not None)
+        yield from self._door.serve(access.tenant, messages, context, lambda: _is_refused(access))
 
     def _enter(self, context: Any) -> str:
         """The tenant that calls; ends the RPC where it may not."""
@@ -224,6 +233,8 @@ class ProviderService:
         try:
             return self._look_up(chain[0] if chain else b"", role)
         except (Unauthenticated, NotPermitted, Unavailable) as exc:
+            if isinstance(exc, Unavailable) and exc.retry_s > 0:
+                context.set_trailing_metadata(((RETRY_METADATA, str(math.ceil(1000 * exc.retry_s))),))
             context.abort(*next(status for kind, status in _STATUS.items() if isinstance(exc, kind)))
             raise  # not reached: `abort` raises
 

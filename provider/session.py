@@ -52,7 +52,8 @@ INLINE_PRODUCTS = 1 << 23
 """And of at most so many multiplications, a millisecond or so."""
 MAX_REQUESTS = 1 << 14
 """Requests in flight, and answers that wait to be sent: without it, empty requests would cost nothing and add up."""
-SWEEP_S = 2.0
+SWEEP_S = 0.5
+"""A stream that only waits learns of a revocation, or of a deadline, after so long at most."""
 HANDSHAKE_S = 20.0
 _END = object()
 _LOGGER = logging.getLogger(__name__)
@@ -105,6 +106,13 @@ def _is_whole_row(header: Header, payload: memoryview, request_class: RequestCla
     )
 
 
+def error_frame(request_id: int, error: VeilbaseError) -> bytes:
+    """What is said of a request, or by id 0 of the whole stream: a number, and a time where there is one."""
+    retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
+    retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
+    return Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack()
+
+
 class Session:
     """The provider's end of one stream."""
 
@@ -126,7 +134,8 @@ class Session:
         admission, usage: the tenant's, shared by its streams.
         check: call and columns to the columns of the reply; raises `wire.errors`.
         executor: computes.
-        refusal: why this tenant may not go on, or None; asked on every request.
+        refusal: why this tenant may not go on, or None; asked on every request. Unavailable, raised, answers that
+            request alone: nobody can say just now.
         hang_up: ends the RPC from outside.
 
         `notify` may be set before the first message: it is called, in any thread, when there may be a frame to send.
@@ -216,10 +225,10 @@ class Session:
         now = time.monotonic()
         if now >= self._sweep_at:
             self.sweep(now)
-        code = self._refusal()
-        if code is not None:
-            raise _Refused(code)
         try:
+            code = self._refusal()
+            if code is not None:
+                raise _Refused(code)
             if self._draining:
                 raise Unavailable("the provider is shutting down")
             return self._admit(header, payload, now)
@@ -383,7 +392,10 @@ class Session:
             expired = [number for number, request in self._requests.items() if now >= request.expires_at]
         for number in expired:
             self._fail(number, DeadlineExceeded("not answered in time"))
-        code = self._refusal()
+        try:
+            code = self._refusal()
+        except Unavailable:
+            code = None  # it may be back in a moment, and until then every request is refused
         if code is None and not self._greeted and now >= self._greet_by:
             code = WireCode.MALFORMED
         if code is not None:
@@ -469,9 +481,7 @@ class Session:
         code = code_of(error)
         if code is WireCode.INTERNAL:  # the tenant is told to ask for this line, so it comes first
             _LOGGER.error("a request failed", extra=self._named(request_id))
-        retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
-        retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
-        last = Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code).pack()
+        last = error_frame(request_id, error)
         if not is_admitted:
             self._output.put(last)
         elif not self._forget(request_id, last):

@@ -1,15 +1,19 @@
 """The tenant registry: who was enrolled, who is revoked, and the check that every request makes.
 
 Guarantees: `tenants.json` is replaced whole, under the state directory's lock and fsynced, so a reader sees the old or
-the new registry and a revocation that was reported is on disk; a registry that is missing, unreadable or malformed
-admits nobody.
+the new registry and a revocation that was reported is on disk; a registry that is missing or malformed admits nobody;
+one that cannot be read for want of descriptors, or by a fault of the disk, lets nobody new in, and counts as it was for
+a minute at most.
 Does not: close open connections. The service asks `RevocationList` on every request, inside open streams too.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +22,7 @@ from typing import Annotated
 from cryptography.hazmat.primitives import serialization
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from provider.descriptors import SpareDescriptor
 from provider.identity import (
     TENANT_NAME_PATTERN,
     AlreadyEnrolled,
@@ -32,6 +37,24 @@ from provider.identity import (
     issue_tenant_certificate,
     sync_directory,
 )
+from wire.errors import Unavailable
+
+HELD_OVER_S = 60.0
+"""So long after it was last seen to be current, the registry counts as it was while it cannot be read. It covers a
+flood that takes every descriptor; a revocation that is made meanwhile comes later by no more than this."""
+RETRY_S = 5.0
+"""After so long whoever was refused may ask again: a descriptor or a disk comes back at no known time."""
+_PASSING = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "this machine has too many open"}
+_PASSING[errno.EIO] = "look at the disk"
+"""What says nothing about the registry, and what the operator can do about it."""
+_LOGGER = logging.getLogger(__name__)
+
+
+class RegistryUnreadable(Unavailable):
+    """Nobody can say just now who is enrolled; being Unavailable, it has a code on the wire."""
+
+    def __init__(self) -> None:
+        super().__init__("the registry of tenants cannot be read at the moment", RETRY_S)
 
 
 class TenantRecord(BaseModel):
@@ -160,42 +183,117 @@ def _now() -> datetime:
 class RevocationList:
     """Answers from `tenants.json` on every request: one stat, and a reload only when the file has changed.
 
-    Safe to share between threads. While the file is missing, unreadable or malformed everything counts as revoked; it
-    recovers by itself when the file does.
+    Safe to share between threads. While the file is missing or malformed everything counts as revoked. While it cannot
+    be read for want of descriptors (one is kept spare for it) or by a fault of the disk, what was read last counts, for
+    `HELD_OVER_S`; then every question is `RegistryUnreadable`. It recovers by itself when the file does.
     """
 
-    def __init__(self, state: StateDir, *, clock: Callable[[], datetime] = _now) -> None:
+    def __init__(
+        self,
+        state: StateDir,
+        *,
+        clock: Callable[[], datetime] = _now,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args.
+
+        state: the provider's state.
+        clock: the time that certificates' dates are compared with.
+        monotonic: seconds, for how long a registry that cannot be read has counted.
+        """
         self._path, self._name = state.tenants_path, str(state.tenants_path)
-        self._clock = clock
+        self._clock, self._monotonic = clock, monotonic
         self._reloading = threading.Lock()
         # Stamp and records change together, as one reference, so that a reader without the lock sees a matching pair.
         self._snapshot: tuple[_Stamp | None, dict[int, TenantRecord] | None] = (None, None)
+        self._seen_at = float("-inf")
+        """When the file was last seen to be what the snapshot says, or to be gone."""
+        self._spare = SpareDescriptor()
+        self._noting = threading.Lock()
+        self._trouble: str | None = None
 
     def is_revoked(self, serial: int) -> bool:
-        """Whether this certificate was revoked; True for all while the registry cannot be read."""
-        records = self._current()
+        """Whether this certificate was revoked; True for all while the registry is missing or malformed.
+
+        Raises:
+            RegistryUnreadable: it has been out of reach for too long.
+        """
+        records = self._known()
         if records is None:
             return True
         record = records.get(serial)
         return record is not None and record.revoked_at is not None
 
     def is_enrolled(self, serial: int) -> bool:
-        """Whether this certificate is registered, not revoked and not expired: TLS checks dates only at a handshake."""
-        records = self._current()
+        """Whether this certificate is registered, not revoked and not expired: TLS checks dates only at a handshake.
+
+        Raises:
+            RegistryUnreadable: see `is_revoked`.
+        """
+        records = self._known()
         record = None if records is None else records.get(serial)
         return record is not None and record.is_live(self._clock())
 
+    def check_current(self) -> None:
+        """For whoever is new, and so has no claim to what was read some time ago.
+
+        Raises:
+            RegistryUnreadable: the registry cannot be read.
+        """
+        try:
+            self._current()
+        except OSError as exc:
+            self._note(f"cannot be read ({os.strerror(exc.errno or 0)})", self._consequence(exc))
+            raise RegistryUnreadable from None
+
+    def _known(self) -> dict[int, TenantRecord] | None:
+        """The newest records that count, or None where nobody is to be admitted."""
+        try:
+            return self._current()
+        except OSError as exc:
+            is_over = self._monotonic() - self._seen_at >= HELD_OVER_S
+            what = f"cannot be read ({os.strerror(exc.errno or 0)})"
+            if is_over:
+                self._note(f"still {what}", f"every request is refused until it can: {_PASSING[exc.errno or 0]}")
+                raise RegistryUnreadable from None
+            self._note(what, self._consequence(exc))
+            return self._snapshot[1]
+
+    @staticmethod
+    def _consequence(exc: OSError) -> str:
+        advice = _PASSING[exc.errno or 0]
+        return f"nobody new is let in, and open streams go on for {HELD_OVER_S:.0f} s at most: {advice}"
+
     def _current(self) -> dict[int, TenantRecord] | None:
+        """What the file says now; OSError where that cannot be found out, for a reason that is in `_PASSING`."""
         try:
             stamp, records = self._snapshot
-            if stamp == _stamp(os.stat(self._name)):
-                return records
-            with self._reloading:
-                return self._reload()
-        except OSError:
-            return None
+            if stamp != _stamp(os.stat(self._name)):
+                with self._reloading:
+                    records = self._reload()
+        except OSError as exc:
+            if exc.errno in _PASSING:
+                raise
+            records = None
+            self._snapshot = (None, None)  # what was enrolled before does not count again when reading fails later
+        self._seen_at = self._monotonic()
+        self._spare.take_back()
+        if records is None:
+            self._note("is missing or malformed", "nobody is admitted: restore it from a backup")
+        elif self._trouble is not None:
+            self._note(None, "")
+        return records
 
     def _reload(self) -> dict[int, TenantRecord] | None:
+        try:
+            return self._read()
+        except OSError as exc:
+            if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            with self._spare.lent():
+                return self._read()
+
+    def _read(self) -> dict[int, TenantRecord] | None:
         with self._path.open("rb") as file:
             # Stamped before it is read, through the open file: a change while reading makes the next call read again.
             stamp = _stamp(os.fstat(file.fileno()))
@@ -208,6 +306,17 @@ class RevocationList:
             records = None
         self._snapshot = (stamp, records)
         return records
+
+    def _note(self, trouble: str | None, consequence: str) -> None:
+        """One line in the log whenever something else is the matter, and one when nothing is any more."""
+        with self._noting:
+            if trouble == self._trouble or (self._trouble or "").startswith(f"still {trouble}"):
+                return
+            self._trouble = trouble
+        if trouble is None:
+            _LOGGER.warning("tenants.json can be read again")
+        else:
+            _LOGGER.error("tenants.json %s: %s", trouble, consequence)
 
 
 _Stamp = tuple[int, int, int, int]

@@ -16,36 +16,41 @@ import os
 import select
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable
 
-from provider.session import Session
-from wire.errors import ConfigurationError, MalformedFrame, WireCode
-from wire.frame import FrameType, Header
+from provider.descriptors import MOST_STREAMS
+from provider.session import Session, error_frame
+from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, WireCode
+from wire.frame import FrameType
 from wire.transport.busy_poll import BusyPoll
 from wire.transport.tls_socket import MessageSocket, handshake
 
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = MOST_STREAMS
 """Those that are still shaking hands included. Each holds a thread."""
 _BACKLOG = 64
 _LINGER_S = 2.0
 """So long a tenant may take to read the last frame."""
 _STOP_S = 2.0
 _PAUSE_S = 0.1
+_WAKE = (1).to_bytes(8, sys.byteorder)
+"""What eventfd takes: a number to add to its count. A pipe takes anything."""
 _LOGGER = logging.getLogger(__name__)
-Serve = Callable[[MessageSocket], WireCode | None]
+Serve = Callable[[MessageSocket], VeilbaseError | None]
 
 
 class TensorPort:
     """A bound port; `start` lets connections in."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, most: int = MOST_STREAMS) -> None:
         """Binds.
 
         Args:
             host: an address or a name of this machine.
             port: 0 picks one.
+            most: connections, fewer than `MAX_CONNECTIONS` where the process may not open so many files.
 
         Raises:
             ConfigurationError: the port is taken, or the address is not this machine's.
@@ -59,7 +64,7 @@ class TensorPort:
                 f"cannot listen on {host}, port {port}, for tensors: is it in use, or not an address of this machine?"
             ) from None
         self.port: int = self._listener.getsockname()[1]
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._places = threading.BoundedSemaphore(min(most, MAX_CONNECTIONS))
         self._lock = threading.Lock()
         self._open: dict[socket.socket | MessageSocket, threading.Thread] = {}
         self._guests: dict[socket.socket | MessageSocket, None] = {}
@@ -71,8 +76,8 @@ class TensorPort:
 
         Args:
             context: the newest, asked for at each handshake.
-            serve: called in a thread of its own for each connection, which ends when that returns; where it returns a
-                code, with that.
+            serve: called in a thread of its own for each connection, which ends when that returns; where it returns an
+                error, with that.
         """
         threading.Thread(target=self._accept, args=(context, serve), name="veilbase-tensors", daemon=True).start()
 
@@ -124,9 +129,9 @@ class TensorPort:
             connection = handshake(plain, context())
             is_welcome = self._note(connection, is_guest=False)
             self._forget(plain)
-            code = serve(connection) if is_welcome else None
-            if code is not None and self._note(connection, is_guest=True):
-                _refuse(connection, code)
+            refusal = serve(connection) if is_welcome else None
+            if refusal is not None and self._note(connection, is_guest=True):
+                _refuse(connection, refusal)
         except OSError:
             pass  # whoever it was is no tenant, or has gone
         except Exception as exc:  # noqa: BLE001 - one connection's fault is nobody else's
@@ -171,10 +176,10 @@ def _shut(connection: socket.socket | MessageSocket) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _refuse(connection: MessageSocket, code: WireCode) -> None:
+def _refuse(connection: MessageSocket, error: VeilbaseError) -> None:
     """Ends a connection with one error about all of it."""
     with contextlib.suppress(OSError):
-        connection.send(Header(FrameType.ERROR, 0, code=code).pack())
+        connection.send(error_frame(0, error))
         connection.finish(_LINGER_S)
 
 
@@ -189,13 +194,23 @@ def carry(session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> N
     _Carrier(session, connection, busy_poll).run()
 
 
+def _wake_ends() -> tuple[int, int]:
+    """Descriptors that a thread waits for, and that another writes `_WAKE` to; one and the same where there is eventfd,
+    since descriptors are few (provider/descriptors.py)."""
+    if hasattr(os, "eventfd"):
+        both = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return both, both
+    wake_end, waker = os.pipe()  # pragma: no cover - not Linux
+    os.set_blocking(waker, False)  # pragma: no cover
+    return wake_end, waker  # pragma: no cover
+
+
 class _Carrier:
     def __init__(self, session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
         self._session, self._connection, self._busy_poll = session, connection, busy_poll
         self._is_reading = True
         self._has_news = self._is_waiting = self._has_replied = False
-        self._wake_end, self._waker = os.pipe()
-        os.set_blocking(self._waker, False)
+        self._wake_end, self._waker = _wake_ends()
         self._poll = select.poll()
         self._poll.register(self._wake_end, select.POLLIN)
         self._lock = threading.Lock()
@@ -207,7 +222,7 @@ class _Carrier:
         if self._is_waiting:
             with self._lock, contextlib.suppress(BlockingIOError):
                 if self._waker >= 0:
-                    os.write(self._waker, b"\0")
+                    os.write(self._waker, _WAKE)
 
     def run(self) -> None:
         try:
@@ -221,8 +236,8 @@ class _Carrier:
             self._session.stop_sending()
             self._session.notify = lambda: None  # or the two would hold each other
             with self._lock:
-                os.close(self._waker)
-                os.close(self._wake_end)
+                for one in {self._waker, self._wake_end}:
+                    os.close(one)
                 self._waker = -1
 
     def _send(self) -> bool:

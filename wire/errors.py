@@ -185,7 +185,8 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
     WireCode.DEADLINE: (DeadlineExceeded, "the provider dropped the request: its deadline had passed"),
     WireCode.UNAVAILABLE: (
         Unavailable,
-        "the provider cannot answer: it is shutting down, or has lost what this layer needs; its operator knows more",
+        "the provider cannot answer: it is shutting down, cannot read who is enrolled, or has lost what this layer "
+        "needs; its operator knows more",
     ),
     WireCode.VERSION: (VersionMismatch, "the provider speaks another protocol version: install matching releases"),
     WireCode.MALFORMED: (MalformedFrame, "the provider could not read what it received"),

@@ -22,6 +22,8 @@ MAX_GROUPS = 1 << 16
 MAX_DEADLINE_MS = 3_600_000
 MAX_RETRY_S = 60.0
 """Longest time that a refusal for quota names; one who names more is refusing (SPEC.md, section 6)."""
+RETRY_METADATA = "veilbase-retry-ms"
+"""Trailing metadata of gRPC's status UNAVAILABLE: what retry_ms is in a frame."""
 
 KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000

@@ -329,15 +329,15 @@ def test_the_port_goes_on_after_the_machine_had_no_thread_left(
     assert free._value == port_module.MAX_CONNECTIONS - 1  # type: ignore[attr-defined]
 
 
-def test_a_stream_for_which_no_pipe_is_left_costs_only_itself(
+def test_a_stream_for_which_no_descriptor_is_left_costs_only_itself(
     unhandled: None, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
 
-        def full() -> tuple[int, int]:
+        def full(count: int, flags: int) -> int:
             raise OSError(24, "Too many open files")
 
-        patch.setattr(os, "pipe", full)
+        patch.setattr(os, "eventfd", full)
         connection = connect(provider, "unlucky")
         with pytest.raises(OSError):
             hear(connection)

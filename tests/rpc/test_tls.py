@@ -17,6 +17,7 @@ from provider.core import ProviderCore
 from provider.identity import StateDir, current_time
 from provider.tenants import enroll, revoke
 from tests.rpc.conftest import Provider
+from tests.rpc.test_cli import Serving, model  # noqa: F401 - model is a fixture
 from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
 from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
@@ -148,6 +149,53 @@ def test_openssl_negotiates_tls_1_3(provider: Provider) -> None:
         context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
     ):
         assert secured.version() == "TLSv1.3"
+
+
+def versions(port: int, ca_pem: bytes, identity: Path, highest: ssl.TLSVersion) -> str | None:
+    """What a client of OpenSSL's, which offers every suite it has, agrees on; None where it is refused."""
+    context = ssl.create_default_context(cadata=ca_pem.decode())
+    context.load_cert_chain(identity / "cert.pem", identity / "key.pem")
+    context.set_alpn_protocols(["h2"])
+    context.set_ciphers("ALL:COMPLEMENTOFALL:@SECLEVEL=0")
+    context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, highest
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as plain:
+        try:
+            with context.wrap_socket(plain, server_hostname="127.0.0.1") as secured:
+                return secured.version()
+        except OSError:
+            return None
+
+
+def test_a_server_in_a_process_that_had_loaded_grpc_takes_tls_1_2_as_well(provider: Provider) -> None:
+    """What docs/threat-model.md says of servers that are not `provider serve`; and the client below can do it."""
+    provider.identity()
+    for highest, agreed in ((ssl.TLSVersion.TLSv1_2, "TLSv1.2"), (ssl.TLSVersion.TLSv1_3, "TLSv1.3")):
+        found = versions(provider.server.port, provider.state.ca.pem, provider.folder / "acme", highest)
+        assert found == agreed
+
+
+def test_provider_serve_speaks_tls_1_3_alone(
+    model: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRPC_SSL_CIPHER_SUITES", "ECDHE-ECDSA-AES256-GCM-SHA384")  # the operator's, which allows 1.2
+    serving = Serving("--tls", "--model", model, "--port", 0, "--state", tmp_path / "state")
+    try:
+        state, folder = StateDir(tmp_path / "state"), tmp_path / "acme"
+        enroll(state, "acme", folder, serving.url)
+        connection = GrpcConnection(serving.url, TlsIdentity.read(folder))
+        tensor_port = connection.manifest().tensor_port
+        connection.close()
+        assert tensor_port is not None
+        port = int(serving.url.rsplit(":", 1)[1])
+        assert versions(port, state.ca.pem, folder, ssl.TLSVersion.TLSv1_2) is None
+        assert versions(port, state.ca.pem, folder, ssl.TLSVersion.TLSv1_3) == "TLSv1.3"
+        assert versions(tensor_port, state.ca.pem, folder, ssl.TLSVersion.TLSv1_2) is None
+    finally:
+        code, _, err = serving.stop()
+    assert code == 0, err
+    assert "TLS 1.2" not in err
 
 
 class Relay:

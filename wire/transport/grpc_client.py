@@ -12,8 +12,10 @@ is sent on a stream before the provider at its other end has been seen to serve 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,8 +43,10 @@ from wire.frame import Call
 from wire.limits import (
     KEEPALIVE_TIME_MS,
     KEEPALIVE_TIMEOUT_MS,
+    MAX_DEADLINE_MS,
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
+    RETRY_METADATA,
     deadline_s,
 )
 from wire.manifest import Manifest, parse_manifest
@@ -51,14 +55,26 @@ from wire.transport.base import Pending, Traffic
 from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.multiplex import Multiplexer
-from wire.transport.patience import PatientRequest
+from wire.transport.patience import PatientRequest, with_jitter
 
 STREAM_METHOD = "/veilbase.v1.Provider/Stream"
 MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
+_CROWDED_S = 15.0
+"""So long a provider that closes new connections at once is tried again: one that is flooded with them takes another
+as soon as one of them has run out of time."""
+_CROWDED_PAUSE_S = 0.01
+_DROPPED = "Handshake read failed"
+"""Part of gRPC's own text where the other side closed before TLS had begun. A certificate that it refuses reads
+differently, and so does a port without TLS; with another text of a later gRPC the first try would be the last."""
+_MOST_DIGITS = 9
 DEFAULT_PORT = 8443
 _LOGGER = logging.getLogger(__name__)
+
+
+class ConnectionDropped(Unavailable):
+    """The other side closed the connection before a word was said: nobody was refused, since nobody was named."""
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
@@ -121,7 +137,16 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
         return DeadlineExceeded("the provider did not answer in time")
     if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
         return MalformedFrame("the two ends do not understand each other: is the URL a Veilbase provider?")
+    retry_s = _named_retry_s(exc)
+    if retry_s > 0:
+        when = f"try again in {math.ceil(retry_s)} s"
+        return Unavailable(f"the provider takes nothing new at the moment: {when}", retry_s)
     details = str(exc.details() or "") if hasattr(exc, "details") else ""
+    if not connected and _DROPPED in details:
+        return ConnectionDropped(
+            "the provider closed the connection at once: it has as many as it takes, or the URL is of something else; "
+            "try again later"
+        )
     if not connected and any(
         word in details for word in ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")
     ):
@@ -134,6 +159,15 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
         "the provider cannot be reached or went away: check its URL and that it runs; "
         "a fine-tuning run that broke goes on from its last checkpoint when it is started again"
     )
+
+
+def _named_retry_s(exc: grpc.RpcError) -> float:
+    """Seconds after which the provider says that it may be asked again; 0 where it does not."""
+    metadata = exc.trailing_metadata() if hasattr(exc, "trailing_metadata") else None
+    text = next((value for key, value in metadata or () if key == RETRY_METADATA), "")
+    if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        return 0.0
+    return min(int(text), MAX_DEADLINE_MS) / 1000
 
 
 class GrpcConnection:
@@ -178,10 +212,22 @@ class GrpcConnection:
             return self._manifest
 
     def _fetch_manifest(self) -> Manifest:
+        give_up_at = time.monotonic() + _CROWDED_S
+        while True:
+            try:
+                return self._try_to_fetch_manifest()
+            except ConnectionDropped:
+                if time.monotonic() >= give_up_at:
+                    raise
+            time.sleep(with_jitter(_CROWDED_PAUSE_S))
+
+    def _try_to_fetch_manifest(self) -> Manifest:
         try:
             data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
-        except Unavailable:
+        except Unavailable as exc:
             self._drop_channel()
+            if isinstance(exc, ConnectionDropped) or exc.retry_s > 0:
+                raise
             raise Unavailable(f"no provider can be reached at {self.url}: check the URL and that it runs") from None
         except TransportError:
             self._drop_channel()

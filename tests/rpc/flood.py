@@ -1,0 +1,76 @@
+"""Clients without a certificate that connect, say nothing, and connect again when they are dropped.
+
+For a process of its own, so that they do not wait for the interpreter of the test: `python flood.py PORT CLIENTS`.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import selectors
+import socket
+import sys
+import time
+
+_LOOK_S, _PATIENCE_S = 0.05, 10.0
+
+
+class Flood:
+    """Keeps so many connections open or on their way."""
+
+    def __init__(self, port: int, num_clients: int) -> None:
+        self._address, self._num_clients = ("127.0.0.1", port), num_clients
+        self._selector = selectors.DefaultSelector()
+
+    def _connect(self) -> None:
+        plain = socket.socket()
+        plain.setblocking(False)
+        if plain.connect_ex(self._address) in (0, errno.EINPROGRESS):
+            self._selector.register(plain, selectors.EVENT_READ)
+        else:
+            plain.close()
+
+    def fill(self) -> None:
+        while len(self._selector.get_map()) < self._num_clients:
+            self._connect()
+
+    def step(self) -> int:
+        """Replaces what was dropped. Returns: how many."""
+        num_dropped = 0
+        for key, _ in self._selector.select(_LOOK_S):
+            plain = key.fileobj
+            assert isinstance(plain, socket.socket)
+            try:
+                if plain.recv(1 << 12):  # what TLS says before it ends
+                    continue
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass
+            self._selector.unregister(plain)
+            plain.close()
+            num_dropped += 1
+        self.fill()
+        return num_dropped
+
+
+def main() -> None:
+    """Floods until it is ended; writes a line when that has begun.
+
+    That is when as many were dropped as there are clients, or after a while, where nobody is dropped and all stay.
+    """
+    port, num_clients = map(int, sys.argv[1:])
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    flood, num_dropped, was_told = Flood(port, num_clients), 0, False
+    flood.fill()
+    told_by = time.monotonic() + _PATIENCE_S
+    while True:
+        num_dropped += flood.step()
+        if not was_told and (num_dropped >= num_clients or time.monotonic() >= told_by):
+            was_told = True
+            print("flooding", flush=True)
+
+
+if __name__ == "__main__":
+    main()

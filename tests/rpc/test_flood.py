@@ -1,0 +1,215 @@
+"""Strangers who only connect, again and again: tenants come in, stay in, and are revoked all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import provider.server as server_module
+from provider.core import ProviderCore
+from provider.descriptors import Shares
+from provider.identity import StateDir
+from provider.tenants import enroll, revoke
+from tests.conftest import SLOW_TIMEOUT_S, make_tiny
+from tests.rpc.conftest import Provider
+from tests.rpc.test_hostile_tenant import until
+from tests.rpc.test_stream import CALL, REPLY_COLS, assert_served, ring_rows
+from wire.errors import AccessError, Unauthenticated, Unavailable
+from wire.transport import grpc_client
+from wire.transport.grpc_client import GrpcConnection
+from wire.transport.identity import TlsIdentity
+
+NUM_CLIENTS, NUM_FILES = 2000, 1024
+NEWCOMER_S, REVOKED_S = 15.0, 1.0
+"""The bars."""
+TIMEOUT_S = 60.0
+
+
+def ask(connection: GrpcConnection) -> None:
+    assert connection.submit(CALL, ring_rows(3), REPLY_COLS).result().shape == (3, REPLY_COLS)
+
+
+def ask_on(connection: GrpcConnection) -> None:
+    give_up_at = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < give_up_at:
+        ask(connection)
+
+
+# ---- a few, in this process -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Goes before `provider`."""
+    monkeypatch.setattr(server_module, "shares", lambda *_, **__: Shares(4, 256))
+    return 4
+
+
+def dial(provider: Provider) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", provider.server.port), TIMEOUT_S)
+
+
+def wait_for_the_end(plain: socket.socket) -> None:
+    plain.settimeout(TIMEOUT_S)
+    with contextlib.suppress(ConnectionError):
+        while plain.recv(1 << 12):
+            pass
+    plain.close()
+
+
+def test_connections_that_say_nothing_are_ended(
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore
+) -> None:
+    monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 200)
+    provider = start(tiny_core)
+    began = time.monotonic()
+    wait_for_the_end(dial(provider))
+    assert time.monotonic() - began < 20  # gRPC's own patience is two minutes
+
+
+def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_free_place(
+    few_connections: int, monkeypatch: pytest.MonkeyPatch, start: Callable[[ProviderCore], Provider],
+    tiny_core: ProviderCore,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 60_000)
+    provider = start(tiny_core)
+    silent = [dial(provider) for _ in range(few_connections)]
+    wait_for_the_end(dial(provider))
+    monkeypatch.setattr(grpc_client, "_CROWDED_S", 0.1)
+    with pytest.raises(Unavailable, match="as many as it takes") as caught:  # and not that the identity is wrong
+        provider.connect().manifest()
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(grpc_client, "_CROWDED_S", TIMEOUT_S)
+    for one in silent:
+        one.close()
+    assert_served(provider.connect(), provider.core)
+
+
+def test_a_certificate_that_is_refused_is_not_tried_again(
+    provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = StateDir(tmp_path / "other")
+    enroll(other, "acme", tmp_path / "acme", provider.url)
+    theirs = TlsIdentity.read(tmp_path / "acme")
+    num_tries, fetch = [], GrpcConnection._try_to_fetch_manifest
+    monkeypatch.setattr(GrpcConnection, "_try_to_fetch_manifest", lambda self: [num_tries.append(1), fetch(self)][1])
+    connection = GrpcConnection(provider.url, TlsIdentity(provider.state.ca.pem, theirs.cert_pem, theirs.key_pem))
+    with pytest.raises(Unauthenticated):
+        connection.manifest()
+    connection.close()
+    assert len(num_tries) == 1
+
+
+# ---- two thousand, at a provider with 1,024 files -------------------------------------------------------------------
+
+
+class Limited:
+    """`provider serve` where no more than `NUM_FILES` files can be open, not even by raising the soft limit."""
+
+    def __init__(self, folder: Path) -> None:
+        make_tiny("llama", folder / "model")
+        command = [sys.executable, "-m", "provider", "serve", "--tls", "--threads", "1", "--port", "0"]
+        command += ["--model", str(folder / "model"), "--state", str(folder / "state")]
+        self.process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=(folder / "log").open("w"),
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_FILES, NUM_FILES)),
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split()[1]
+        self.state, self._folder = StateDir(folder / "state"), folder
+
+    def connect(self, name: str) -> GrpcConnection:
+        enroll(self.state, name, self._folder / name, self.url)
+        return GrpcConnection(self.url, TlsIdentity.read(self._folder / name))
+
+    @property
+    def log(self) -> str:
+        return (self._folder / "log").read_text()
+
+    def num_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[Limited]:
+    one = Limited(tmp_path)
+    yield one
+    one.process.terminate()
+    one.process.wait(TIMEOUT_S)
+
+
+@contextlib.contextmanager
+def flooded(*ports: int) -> Iterator[None]:
+    script = str(Path(__file__).with_name("flood.py"))
+    floods = [
+        subprocess.Popen([sys.executable, script, str(port), str(NUM_CLIENTS)], stdout=subprocess.PIPE, text=True)
+        for port in ports
+    ]
+    try:
+        for one in floods:
+            assert one.stdout is not None
+            assert one.stdout.readline() == "flooding\n"
+        yield
+    finally:
+        for one in floods:
+            one.kill()
+            one.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SLOW_TIMEOUT_S)
+@pytest.mark.parametrize("where", ["grpc", "both"])
+def test_a_flood_of_connections_shuts_nobody_out(limited: Limited, where: str) -> None:
+    stays, fired = limited.connect("stays"), limited.connect("fired")
+    tensor_port = stays.manifest().tensor_port
+    ask(stays)
+    ask(fired)
+    assert tensor_port is not None
+    ports = [int(limited.url.rsplit(":", 1)[1])] + ([tensor_port] if where == "both" else [])
+    with flooded(*ports):
+        for number in range(3):
+            newcomer = limited.connect(f"newcomer{number}")
+            began = time.monotonic()
+            ask(newcomer)
+            assert time.monotonic() - began < NEWCOMER_S
+            newcomer.close()
+            ask(stays)
+        revoke(limited.state, "fired")
+        began = time.monotonic()
+        with pytest.raises(AccessError):
+            ask_on(fired)
+        assert time.monotonic() - began < REVOKED_S
+        ask(stays)
+        assert limited.num_files() < NUM_FILES  # what the registry and the accounts need was left
+    ask(stays)
+    for connection in (stays, fired):
+        connection.close()
+    lines = [line for line in limited.log.splitlines() if " INFO " not in line and "no tokenizer" not in line]
+    assert len(lines) == 1, lines
+    assert f"at most {NUM_FILES} files can be open here" in lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SLOW_TIMEOUT_S)
+def test_an_idle_stream_is_ended_within_a_second_of_its_revocation(limited: Limited) -> None:
+    idle = limited.connect("idle")
+    ask(idle)
+    stream = idle._stream
+    assert stream is not None
+    with flooded(int(limited.url.rsplit(":", 1)[1])):
+        revoke(limited.state, "idle")
+        assert stream._ended.wait(REVOKED_S)
+    idle.close()
+    until(lambda: limited.num_files() < 100, "the flood's end")
