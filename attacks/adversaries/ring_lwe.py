@@ -203,19 +203,21 @@ class Stream:
         ]
 
 
-def streams(view: View, opened: Opened | None = None) -> Iterator[Stream]:
+def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
     """The rows to attack: backward first, high groups first, since their gradients are zero where no label is.
 
     Args:
         view: one tenant's.
         opened: rows that are known already; then only those serve as known plaintext.
+        forward_first: the other way round: low groups are given the same rows again wherever a prompt is repeated.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
     for message in view.with_tensors().products():
         if message.arithmetic == "ring":
             by_place.setdefault((message.direction, message.group), []).append(message)
     left = MOST_BYTES
-    for _, group in sorted(((d != "backward", -g), (d, g)) for d, g in by_place):
+    order = sorted(((d != "backward", -g), (d, g)) for d, g in by_place)
+    for _, group in reversed(order) if forward_first else order:
         made = _stream(by_place[group], opened or {}, left)
         if made is not None:
             left -= made.rows.numel() * 8
