@@ -44,6 +44,7 @@ attacks: $(READY)
 	$(BIN)/python -m attacks.extract_lora --out report
 	$(BIN)/python -m attacks.game --out report
 	$(BIN)/python -m attacks.active --out report
+	$(BIN)/python -m attacks.weakenings --out report
 	$(BIN)/python -m attacks.growth --out report
 
 clean:

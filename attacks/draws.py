@@ -23,11 +23,12 @@ import torch
 
 from noise import polynomial, sampling
 from noise.lattice import Lattice
-from noise.params import LatticeParameters
+from noise.params import PARAMETERS, LatticeParameters
 from noise.pool import Block
 from noise.scheme import GroupSpec
 from wire.frame import Direction
 
+DEFAULT = PARAMETERS["default"]
 CORNER_ROWS, CORNER_FEATURES, PREFIX = 16, 32, 2048
 """What is kept of a block's errors, or a piece's, for comparison with all others: the first features of the first rows,
 and the first numbers in the order in which they lie in memory. A row's first `CORNER_FEATURES` numbers are hashed."""
@@ -157,16 +158,16 @@ class Watch:
 
     def _look_at(self, place: Place, blocks: Sequence[Block], in_pieces: bool) -> None:
         """Takes A·s off the masks that a thread has just made, and keeps what is left."""
-        matrix, secrets_hat = self._here.last or (None, None)
-        known = self._known.get(id(secrets_hat))
-        if known is None:
+        last: tuple[polynomial.Transforms, torch.Tensor] | None = self._here.last
+        known = self._known.get(id(last[1])) if last is not None else None
+        if last is None or known is None:
             self.num_unknown += 1
             return
         if not known.numbers or not in_pieces or self.places[known.numbers[0]] != place:  # else the same block goes on
             known.numbers = range(len(self.secrets), len(self.secrets) + len(known.secrets))
             self.secrets += known.secrets.unbind()
             self.places += [place] * len(known.secrets)
-        pure = self._combine(matrix, secrets_hat)  # int32, (B, N, features)
+        pure = self._combine(*last)  # int32, (B, N, features)
         starts = [(index, 0) for index in range(len(blocks))]
         if in_pieces:
             starts = [(0, first) for first in known.next_rows([len(block.mask) for block in blocks])]

@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
@@ -104,8 +105,9 @@ class Statistics:
     def keep(self, errors: Errors) -> None:
         """Adds one block's, or piece's; see `Watch`."""
         numbers, unit = errors.numbers, errors.unit
-        values, counts = numbers.unique(return_counts=True)
-        self.histogram.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        most = max(self.distribution) + 1
+        counts = numbers.clamp(-most, most).add(most).flatten().bincount(minlength=2 * most + 1)
+        self.histogram.update(dict(zip(range(-most, most + 1), counts.tolist(), strict=True)))
         self.num_errors += numbers.numel()
         wide = numbers.to(torch.float64)
         self._test_unit(wide)
@@ -321,13 +323,28 @@ def _padded(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> tuple[torc
     numbers = torch.zeros(len(parts), *shape, dtype=torch.int16)
     is_there = torch.zeros_like(numbers)
     for index, part in enumerate(parts):
-        places = (index, *(slice(0, size) for size in part.shape))
-        numbers[places], is_there[places] = part, 1
+        for whole, value in ((numbers[index], part), (is_there[index], torch.ones_like(part))):
+            for axis, size in enumerate(part.shape):
+                whole = whole.narrow(axis, 0, size)
+            whole.copy_(value)
     return numbers.flatten(1), is_there.flatten(1)
 
 
 def _farthest(distances: torch.Tensor) -> float:
     return float(distances.flatten()[distances.abs().argmax()])
+
+
+def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
+    """For json, which has no infinity: null where chance is none."""
+    return [
+        asdict(one) | {"log10_chance": one.log10_chance if math.isfinite(one.log10_chance) else None} for one in checks
+    ]
+
+
+def from_json(said: Sequence[dict[str, Any]]) -> list[Check]:
+    """What `to_json` wrote."""
+    return [Check(**(one | {"log10_chance": -math.inf if one["log10_chance"] is None else one["log10_chance"]}))
+            for one in said]  # fmt: skip
 
 
 def alarms(checks: Sequence[Check]) -> list[str]:
@@ -338,14 +355,6 @@ def alarms(checks: Sequence[Check]) -> list[str]:
         for one in checks
         if one.is_alarm
     ]  # fmt: skip
-
-
-def by_place(places: Sequence[Place]) -> Mapping[Place, int]:
-    """How many secrets each group and direction had."""
-    found: dict[Place, int] = defaultdict(int)
-    for place in places:
-        found[place] += 1
-    return found
 
 
 def total_tests(checks: Sequence[Check]) -> int:

@@ -2,8 +2,8 @@
 
 A real tenant sends a prompt again and again, answers one, and trains a step, through a provider that notes what it
 sees. Beside it, in the same process, attacks/draws.py looks at what its masks are made of, and
-attacks/draws_statistics.py says whether chance makes that. Then each weakness of attacks/controls/weak_lattice.py is put
-into the mask, and the same is done again. Adversaries get what the provider noted, and nothing else.
+attacks/draws_statistics.py says whether chance makes that. Then each weakness of attacks/controls/weak_lattice.py is
+put into the mask, and the same is done again. Adversaries get what the provider noted, and nothing else.
 
 Exit status: 0 when honest tenants pass, every weakness is noticed from inside, and those that an adversary should
 notice from outside it does; 1 when not; 2 for what cannot be done.
@@ -222,7 +222,10 @@ def controls() -> list[ControlResult]:
 
 def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
     """Markdown: tenants, the honest ones' farthest tests, and controls."""
-    table = ["| tenant | secrets, blocks or pieces | from inside | from outside | as it should be |", "|---|---|---|---|---|"]
+    table = [
+        "| tenant | secrets, blocks or pieces | from inside | from outside | as it should be |",
+        "|---|---|---|---|---|",
+    ]
     for one in outcomes:
         said = [f"{name} ({count})" for name, count in one.claims.items() if count]
         inside = "; ".join(one.alarms[:2]) + (f" and {len(one.alarms) - 2} more" if len(one.alarms) > 2 else "")
@@ -239,7 +242,9 @@ def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[
     table += ["", "| control | setting | value | needed | wins |", "|---|---|---|---|---|"]
     for control in checks:
         won = "yes" if control.wins else "NO"
-        table.append(f"| {control.adversary} | {control.setting} | {control.value:.3g} | ≤ {control.needed:.3g} | {won} |")
+        table.append(
+            f"| {control.adversary} | {control.setting} | {control.value:.3g} | ≤ {control.needed:.3g} | {won} |"
+        )
     return table
 
 
@@ -257,9 +262,12 @@ def _measure_and_report(out: Path) -> int:
         outcomes = measure(Path(folder))
     checks = controls()
     table = lines(outcomes, checks)
-    data = {"outcomes": [asdict(one) for one in outcomes], "controls": [asdict(one) for one in checks]}
-    (out / "weakenings.json").write_text(json.dumps(data, indent=1, default=str) + "\n")
-    (out / "weakenings.md").write_text("\n".join(["# Weaknesses of the lattice mask, put there on purpose", "", *table, ""]))
+    told = [asdict(one) | {"checks": draws_statistics.to_json(one.checks)} for one in outcomes]
+    data = {"outcomes": told, "controls": [asdict(one) for one in checks]}
+    (out / "weakenings.json").write_text(json.dumps(data, indent=1) + "\n")
+    (out / "weakenings.md").write_text(
+        "\n".join(["# Weaknesses of the lattice mask, put there on purpose", "", *table, ""])
+    )
     print("\n".join(table))
     return 0 if all(one.is_right for one in outcomes) and all(one.wins for one in checks) else 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from attacks.adversaries.shared_error import ADVERSARY, SHARED
@@ -44,7 +46,7 @@ def differences_error(made: Traffic, claims: list[Claim]) -> float:
         true = (one - other).to(torch.float64)
         wrong += float((said.get((seq, seq + 8), torch.zeros_like(true)) - true).square().sum())
         total += float(true.square().sum())
-    return (wrong / total) ** 0.5
+    return math.sqrt(wrong / total)
 
 
 def control() -> ControlResult:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ import torch
 from noise import sampling
 from noise.lattice import Lattice
 from noise.params import LatticeParameters
+from wire.frame import Direction
 
 FEW_TRITS = 3
 _Draw = Callable[..., torch.Tensor]
@@ -51,7 +52,7 @@ def _binary(draw: _Draw) -> _Draw:
 
 
 def _trits(_: _Draw) -> _Draw:
-    ternary = sampling.ternary
+    ternary: _Draw = sampling.ternary
     return lambda rng, shape, parameters: ternary(rng, shape)
 
 
@@ -86,11 +87,11 @@ def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
 
 
 @contextlib.contextmanager
-def _same_secrets(shared_by: Callable[[Any, Any, int], Any]) -> Iterator[None]:
+def _same_secrets(shared_by: Callable[[int, Direction, int], Hashable]) -> Iterator[None]:
     """The secret of a group, direction and number of the block is that of all others with the same `shared_by`."""
     lock, here = threading.Lock(), threading.local()
     counts: Counter[Any] = Counter()
-    kept: dict[Any, torch.Tensor] = {}
+    kept: dict[Hashable, torch.Tensor] = {}
     draw = sampling.ternary
 
     def noting(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +105,8 @@ def _same_secrets(shared_by: Callable[[Any, Any, int], Any]) -> Iterator[None]:
         with lock:
             secrets = []
             for _ in range(shape[0]):
-                key = shared_by(*here.place, counts[here.place])
+                group, direction = here.place
+                key = shared_by(group, direction, counts[here.place])
                 counts[here.place] += 1
                 if key not in kept:
                     kept[key] = draw(rng, (1, *shape[1:]))[0]
