@@ -45,7 +45,6 @@ OTHER_PROGRAMS = {
 """Adversaries that need more than a recording, or none: --list names them, `--adversaries` does not take them."""
 
 if TYPE_CHECKING:
-    from attacks.draws_statistics import Check
     from attacks.evaluate import Case
     from attacks.report import Result
     from attacks.view import View
@@ -61,6 +60,8 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     options = parser.parse_args(arguments)
     if options.view is not None and options.peft != "lora":
         parser.error("--view takes a recording as it is: --peft is for a victim")
+    if options.view is not None and options.draws:
+        parser.error("--view has no victim to look into: leave --draws out")
     if options.view is None and options.tenant is not None:
         parser.error("--tenant is for --view")
     before = signal.signal(
@@ -245,13 +246,6 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _drawn(file: Path) -> list[Check]:
-    """What the victim wrote about its draws; nothing where it was not watched."""
-    from attacks.draws_statistics import from_json
-
-    return from_json(json.loads(file.read_text())) if file.exists() else []
-
-
 def _checked_view(view: View, label: str, num_prompts: int) -> View:
     """The view of one run; a mask that was not seen whole must not pass for one that held.
 
@@ -308,8 +302,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each mask, and what the report must say about the traffic."""
-    from attacks import harness, profiles
-    from attacks.draws_statistics import total_tests
+    from attacks import check, harness, profiles
     from attacks.evaluate import Case
     from attacks.gain import PrivateTask
     from attacks.load import load_public
@@ -334,8 +327,9 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
         sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
         trained = read_batches(profile.job.truth / f"{run.label}-batches.json")
         seen_here = _checked_view(view.of_tenant(run.label), run.label, len(sent))
-        drawn = _drawn(profile.job.truth / f"{run.label}-draws.json")
+        drawn = []
+        if job.watched and run.mask == "lattice":
+            drawn = check.from_json(json.loads((job.truth / f"{run.label}-draws.json").read_text()))
+            notes.append(f"{run.label}: {check.total_tests(drawn)} tests of what its masks are made of, from inside")
         cases.append(Case(run.label, run.mask, seen_here, public, truth, sent, task, trained, draws=drawn))
-        if drawn:
-            notes.append(f"{run.label}: {total_tests(drawn)} tests of what its masks are made of, from inside")
     return cases, notes

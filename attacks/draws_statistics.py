@@ -17,18 +17,16 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
 from attacks import tails
+from attacks.check import FALSE_ALARM, Check
 from attacks.draws import CORNER_FEATURES, CORNER_ROWS, PREFIX, Errors, Place, Watch
 from noise.params import NOMINAL_SIGMA, LatticeParameters
 from wire.errors import ConfigurationError
 
-FALSE_ALARM = 1e-6
-"""Of a whole report, by chance."""
 ETA = 21
 """The centred binomial of docs/parameters.md, stated here once more: a sampler that is changed must not change what it
 is compared with."""
@@ -38,26 +36,6 @@ _RUN = 64
 _HASH_BYTES = 16
 _MOST_POLYNOMIALS, _MOST_UNITS = 6144, 4096
 """Compared with each other; the first ones of a longer run."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """The farthest of the tests of one kind.
-
-    Attributes:
-        name: what was tested.
-        num_tests: of this kind.
-        value: of the farthest, in the words of `unit`.
-        log10_chance: of the bound on how likely chance gives it, one test; minus infinity for what cannot be.
-        is_alarm: whether that is too little for all tests together.
-    """
-
-    name: str
-    num_tests: int
-    value: float
-    unit: str
-    log10_chance: float
-    is_alarm: bool
 
 
 @dataclass
@@ -332,31 +310,3 @@ def _padded(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> tuple[torc
 
 def _farthest(distances: torch.Tensor) -> float:
     return float(distances.flatten()[distances.abs().argmax()])
-
-
-def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """For json, which has no infinity: null where chance is none."""
-    return [
-        asdict(one) | {"log10_chance": one.log10_chance if math.isfinite(one.log10_chance) else None} for one in checks
-    ]
-
-
-def from_json(said: Sequence[dict[str, Any]]) -> list[Check]:
-    """What `to_json` wrote."""
-    return [Check(**(one | {"log10_chance": -math.inf if one["log10_chance"] is None else one["log10_chance"]}))
-            for one in said]  # fmt: skip
-
-
-def alarms(checks: Sequence[Check]) -> list[str]:
-    """What is too far out, in words."""
-    return [
-        f"{one.name}: {one.value:.4g} {one.unit}, chance below 10^{one.log10_chance:.0f}"
-        if math.isfinite(one.log10_chance) else f"{one.name}: {one.value:.4g} {one.unit}, which cannot be"
-        for one in checks
-        if one.is_alarm
-    ]  # fmt: skip
-
-
-def total_tests(checks: Sequence[Check]) -> int:
-    """T of the module's text."""
-    return sum(one.num_tests for one in checks)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attacks.adversaries import byte_statistics, shared_error, slot_reuse
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
-from attacks.draws_statistics import Check
+from attacks.check import Check
 from attacks.finding import KL, Finding, unclaimed, verdict_on
 from attacks.gain import Gain, PrivateTask, Worth
 from attacks.gate import METADATA

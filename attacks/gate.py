@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from attacks.draws_statistics import Check, alarms
+from attacks.check import Check, alarms
 from attacks.finding import KL, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
 from attacks.report import Result
 

@@ -121,13 +121,13 @@ def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> 
 @contextmanager
 def _watched(file: Path) -> Iterator[None]:
     """Looks at the default lattice masks that are made within, and writes what it found: no sample is in it."""
-    from attacks import draws, draws_statistics
+    from attacks import check, draws, draws_statistics
 
     statistics = draws_statistics.Statistics(draws.DEFAULT)
     watch = draws.Watch(draws.DEFAULT, statistics.keep)
     with watch():
         yield
-    file.write_text(json.dumps(draws_statistics.to_json(statistics.checks(watch))))
+    file.write_text(json.dumps(check.to_json(statistics.checks(watch))))
 
 
 @contextmanager

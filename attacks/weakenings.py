@@ -25,16 +25,15 @@ from unittest import mock
 
 import torch
 
-from attacks import draws_statistics, quick_model
+from attacks import check, quick_model
 from attacks.adversaries import no_error, shared_error, slot_reuse, sparse_secret
-from attacks.adversary import Adversary
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import no_model
 from attacks.controls.shared_error import control as shared_error_control
 from attacks.controls.sparse_secret import control as sparse_secret_control
 from attacks.controls.weak_lattice import WEAKNESSES, Weakness
 from attacks.draws import Watch
-from attacks.draws_statistics import Check, Statistics
+from attacks.draws_statistics import Statistics
 from attacks.exit_status import exit_status
 from attacks.synthetic import Exchange, write_recording
 from noise import kernels
@@ -91,14 +90,14 @@ class Outcome:
     weakness: str | None
     num_secrets: int
     num_pieces: int
-    checks: list[Check]
+    checks: list[check.Check]
     claims: dict[str, int]
     expected: str | None = None
 
     @property
     def alarms(self) -> list[str]:
         """From inside."""
-        return draws_statistics.alarms(self.checks)
+        return check.alarms(self.checks)
 
     @property
     def is_right(self) -> bool:
@@ -198,11 +197,7 @@ class Site:
     def _attacked(self, seen: Sequence[Exchange]) -> dict[str, int]:
         with tempfile.TemporaryDirectory() as folder:
             view = write_recording(Path(folder) / "seen", self._core.manifest(), seen)
-            return {one.name: _count(one, one.attack(view, no_model(), None)) for one in ADVERSARIES}
-
-
-def _count(adversary: Adversary, claims: Sequence[Any]) -> int:
-    return len(claims)
+            return {one.name: len(one.attack(view, no_model(), None)) for one in ADVERSARIES}
 
 
 def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Sequence[Weakness] = WEAKNESSES,
@@ -229,16 +224,16 @@ def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[
     for one in outcomes:
         said = [f"{name} ({count})" for name, count in one.claims.items() if count]
         inside = "; ".join(one.alarms[:2]) + (f" and {len(one.alarms) - 2} more" if len(one.alarms) > 2 else "")
-        tests = draws_statistics.total_tests(one.checks)
+        tests = check.total_tests(one.checks)
         name = f"**{one.weakness}**" if one.weakness else f"honest: {one.setting}"
         table.append(
             f"| {name} | {one.num_secrets}, {one.num_pieces} | {inside or f'nothing, in {tests} tests'} "
             f"| {', '.join(said) or 'nobody'} | {'yes' if one.is_right else 'NO'} |"
         )
     table += ["", "| test, the first tenant | how many | farthest | chance of one below |", "|---|---|---|---|"]
-    for check in outcomes[0].checks:
-        chance = f"10^{check.log10_chance:.1f}"
-        table.append(f"| {check.name} | {check.num_tests} | {check.value:.4g} {check.unit} | {chance} |")
+    for test in outcomes[0].checks:
+        chance = f"10^{test.log10_chance:.1f}"
+        table.append(f"| {test.name} | {test.num_tests} | {test.value:.4g} {test.unit} | {chance} |")
     table += ["", "| control | setting | value | needed | wins |", "|---|---|---|---|---|"]
     for control in checks:
         won = "yes" if control.wins else "NO"
@@ -262,7 +257,7 @@ def _measure_and_report(out: Path) -> int:
         outcomes = measure(Path(folder))
     checks = controls()
     table = lines(outcomes, checks)
-    told = [asdict(one) | {"checks": draws_statistics.to_json(one.checks)} for one in outcomes]
+    told = [asdict(one) | {"checks": check.to_json(one.checks)} for one in outcomes]
     data = {"outcomes": told, "controls": [asdict(one) for one in checks]}
     (out / "weakenings.json").write_text(json.dumps(data, indent=1) + "\n")
     (out / "weakenings.md").write_text(

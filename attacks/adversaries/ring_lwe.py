@@ -11,6 +11,7 @@ EUROCRYPT 2010, section 1 (a ring sample is N samples).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -116,7 +117,18 @@ class PublicMatrix:
         Returns:
             int64, shape (features,), centred.
         """
-        return centred(self.equations(offset) @ secret)
+        return centred(self._first_row @ turned(secret.view(-1, self.degree), offset).flatten())
+
+    @functools.cached_property
+    def _first_row(self) -> torch.Tensor:
+        return self.equations(0)
+
+
+def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
+    """X^-places times each, −N < places < N: what falls out on one side comes back negated on the other."""
+    if places < 0:
+        return -turned(polynomials, places + polynomials.shape[1])  # X^N = −1
+    return torch.cat((polynomials[:, places:], -polynomials[:, :places]), dim=1)
 
 
 # ---- recorded rows --------------------------------------------------------------------------------------------------

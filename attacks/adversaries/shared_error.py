@@ -20,14 +20,23 @@ Source: own derivation; the two-time pad (`slot-reuse`), with a mask that differ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from attacks.adversaries.binary_system import BinarySystem
 from attacks.adversaries.no_error import MOST_DIMENSION, MOST_WINDOW_ROWS, SURPLUS, bits
-from attacks.adversaries.ring_lwe import SMALL, PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
+from attacks.adversaries.ring_lwe import (
+    SMALL,
+    PublicMatrix,
+    Stream,
+    centred,
+    public_seeds,
+    ring_degrees,
+    streams,
+    turned,
+)
 from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact
 from attacks.passes import Opened
 from attacks.public_model import PublicModel
@@ -97,18 +106,19 @@ class _System:
             return []
         stream.restart()
         public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
-        met: dict[int, _Differences] = {}
+        said: list[Claim] = []
         for distance in distances(self._degree, self._num_rows):
             starts = self._starts(stream, distance)
-            for start, found in self._solved(stream, starts, distance):
-                if distance < self._degree:
-                    secret = undone(found, distance, self._degree)
-                    if secret is not None and not bool(stream.is_done[start]):
-                        stream.open_around(public, secret, start, self._num_rows)
-                else:
-                    pairs = met.setdefault(distance, _Differences(stream, distance))
+            pairs = _Differences(stream, distance)
+            for start, found in self._solved(stream, starts, distance, pairs.rows):
+                if distance >= self._degree:
                     pairs.extend(public, found, start)
-        return [claim for pairs in met.values() for claim in pairs.claims()]
+                    continue
+                secret = undone(found, distance, self._degree)
+                if secret is not None:
+                    stream.open_around(public, secret, start, self._num_rows)
+            said += pairs.claims()
+        return said
 
     def _starts(self, stream: Stream, distance: int) -> list[int]:
         """First rows of windows both of which are there; known, where anything is."""
@@ -121,13 +131,15 @@ class _System:
             if all(start + row in stream.known and start + distance + row in stream.known for row in run)
         ][: MOST_IN_STREAM // _MOST_DISTANCES]  # fmt: skip
 
-    def _solved(self, stream: Stream, starts: Sequence[int], distance: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Windows whose difference is A·u: first row and u."""
+    def _solved(
+        self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Windows whose difference is A·u: first row and u. Rows that are done, or `known` by now, are passed over."""
         differences = stream.rows[:-distance] - stream.rows[distance:] if starts else stream.rows[:0]
-        for row, known in stream.known.items() if starts else ():
+        for row, plain in stream.known.items() if starts else ():
             for place, sign in ((row, -1), (row - distance, 1)):
                 if 0 <= place < len(differences):
-                    differences[place] += sign * known
+                    differences[place] += sign * plain
         flat, width = differences.flatten(), stream.num_features
         low = bits(flat)
         for first in range(0, len(starts), _CHUNK):
@@ -135,6 +147,8 @@ class _System:
             sides = np.stack([low[start * width : start * width + self._num_equations] for start in chunk], axis=1)
             for index in np.flatnonzero(self._binary.consistent(sides)):
                 start = chunk[int(index)]
+                if start in known or bool(stream.is_done[start]):
+                    continue
                 side = centred(flat[start * width : start * width + self._num_equations])
                 found = self._solve(side) if bool(side.any()) else None  # the same rows again are no two masks
                 if found is not None:
@@ -158,33 +172,26 @@ class _System:
 
 def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | None:
     """The ternary s with (1 − X^-distance)·s = found, polynomial by polynomial; None where there is none."""
-    turned = total = found.view(-1, degree)
+    term = total = found.view(-1, degree)
     for _ in range(degree // math.gcd(degree, distance) - 1):
-        turned = _turned(turned, distance)
-        total = total + turned
+        term = turned(term, distance)
+        total = total + term
     secret = total.div(2, rounding_mode="floor")
     right = bool((2 * secret == total).all()) and int(secret.abs().max()) <= 1
-    right = right and torch.equal(secret - _turned(secret, distance), found.view_as(secret))
+    right = right and torch.equal(secret - turned(secret, distance), found.view_as(secret))
     return secret.flatten() if right else None
 
 
-def _turned(polynomials: torch.Tensor, distance: int) -> torch.Tensor:
-    """X^-distance times each: what falls out below comes back negated on top."""
-    return torch.cat((polynomials[:, distance:], -polynomials[:, :distance]), dim=1)
-
-
 class _Differences:
-    """Rows of a stream against those at a distance, as far as they are known."""
+    """Rows of a stream against those at a distance, as far as they are known: `rows` by the first of the two."""
 
     def __init__(self, stream: Stream, distance: int) -> None:
         self._stream, self._distance = stream, distance
-        self._rows: dict[int, torch.Tensor] = {}
+        self.rows: dict[int, torch.Tensor] = {}
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
         """Goes from a window both ways while differences come out small, and opens rows whose partner is known."""
-        if start in self._rows:
-            return
         self._starts.append(start)
         stream = self._stream
         for step in (1, -1):
@@ -195,7 +202,7 @@ class _Differences:
                 difference = centred(both - public.mask(found, offset))
                 if int(difference.abs().max()) >= SMALL:
                     break
-                self._rows[row] = difference
+                self.rows[row] = difference
                 self._open(row, difference)
                 offset += step
 
@@ -217,8 +224,8 @@ class _Differences:
         for seq, first, stop in spans:
             other_seq, other_stop = begins.get(first + self._distance, (-1, 0))
             count = min(stop - first, other_stop - first - self._distance)
-            if count > 0 and all(row in self._rows for row in range(first, first + count)):
-                rows = torch.stack([self._rows[row] for row in range(first, first + count)])
+            if count > 0 and all(row in self.rows for row in range(first, first + count)):
+                rows = torch.stack([self.rows[row] for row in range(first, first + count)])
                 if bool(rows.any()):
                     said.append(StolenDifference(seq, other_seq, rows.to(torch.float64)))
         return said
