@@ -45,11 +45,11 @@ def from_json(said: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def alarms(checks: Sequence[Check]) -> list[str]:
-    """What is too far out, in words."""
+    """What is too far out, in words, the farthest first."""
     return [
         f"{one.name}: {one.value:.4g} {one.unit}, chance below 10^{one.log10_chance:.0f}"
         if math.isfinite(one.log10_chance) else f"{one.name}: {one.value:.4g} {one.unit}, which cannot be"
-        for one in checks
+        for one in sorted(checks, key=lambda each: each.log10_chance)
         if one.is_alarm
     ]  # fmt: skip
 

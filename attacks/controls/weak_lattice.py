@@ -129,7 +129,9 @@ WEAKNESSES = (
     Weakness("one error for every piece", lambda: _sampling("error", _same_errors(True)), True, "shared-error"),
     Weakness("one secret for all groups", lambda: _same_secrets(lambda g, d, n: (d, n)), False, "slot-reuse"),
     Weakness("one secret for both directions", lambda: _same_secrets(lambda g, d, n: (g, n)), False, "slot-reuse"),
-    Weakness("one secret for all blocks of a group", lambda: _same_secrets(lambda g, d, n: (g, d)), False, None),
+    Weakness(
+        "one secret for all blocks of a group", lambda: _same_secrets(lambda g, d, n: (g, d)), False, "slot-reuse"
+    ),
     Weakness("one secret for all groups, in pieces", lambda: _same_secrets(lambda g, d, n: (d, n)), True, "slot-reuse"),
 )
 """At shipped size, but for the parameters' own: errors and secrets are as large as the layers ask for."""

@@ -343,7 +343,7 @@ def test_the_gate_says_what_was_drawn_wrongly() -> None:
     assert gate.drawn("lattice", [fine]) == []
     said = gate.drawn("lattice", [fine, light, outside])
     assert said == [
-        "lattice, from inside: weight of a secret: 0.01 of what is expected, chance below 10^-400",
         "lattice, from inside: errors outside of their support: 3 times, which cannot be",
+        "lattice, from inside: weight of a secret: 0.01 of what is expected, chance below 10^-400",
     ]
     assert check.from_json(json.loads(json.dumps(check.to_json([fine, outside])))) == [fine, outside]
