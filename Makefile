@@ -46,6 +46,7 @@ attacks: $(READY)
 	$(BIN)/python -m attacks.game --out report
 	$(BIN)/python -m attacks.active --out report
 	$(BIN)/python -m attacks.overflow --out report
+	$(BIN)/python -m attacks.weakenings --out report
 	$(BIN)/python -m attacks.growth --out report
 
 # DIR is a checkout of lattice-estimator; SAGE=FOLDER an environment with Sage, made where there is no such folder

@@ -14,8 +14,11 @@ MODULES = (
     "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "principal_components", "subspace",
     "low_bits", "seed_search",
     "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction", "collusion", "byte_statistics",
+    "sparse_secret", "shared_error",
 )  # fmt: skip
 """Files of attacks/adversaries, each with a control of the same name in attacks/controls."""
+NOT_IN_QUICK = ("sparse_secret", "shared_error")
+"""Seconds for each public matrix: left to the full profile, to recordings, and to `attacks.weakenings`."""
 
 
 def adversaries(names: str | None = None) -> list[Adversary]:
@@ -35,6 +38,11 @@ def adversaries(names: str | None = None) -> list[Adversary]:
     if unknown or not wanted:
         raise ConfigurationError(f"no adversary {', '.join(unknown) or names!r}: known are {', '.join(found)}")
     return [found[name] for name in wanted]
+
+
+def quick() -> str:
+    """Names, comma-separated, of those that the quick profile runs unless it is told others."""
+    return ",".join(_adversary(module).name for module in MODULES if module not in NOT_IN_QUICK)
 
 
 def controls(names: str | None = None) -> list[Control]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from attacks import quick_model
 from attacks.adversary import Adversary
-from attacks.catalogue import adversaries, controls
+from attacks.catalogue import adversaries, controls, quick
 from attacks.controls.control import Control, ControlResult
 from attacks.exit_status import exit_status
 from attacks.victim import KINDS
@@ -39,6 +39,7 @@ _JUDGED_ROWS = 16
 OTHER_PROGRAMS = {
     "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
     "attacks.game": "a distinguisher game: which of two prompts was sent, thousands of times over",
+    "attacks.weakenings": "weaknesses put into the lattice mask at its shipped size, and honest ones: who notices",
     "attacks.growth": "time of lattice reduction at toy dimensions, beside the published estimates",
 }
 """Adversaries that need more than a recording, or none: --list names them, `--adversaries` does not take them."""
@@ -59,6 +60,8 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     options = parser.parse_args(arguments)
     if options.view is not None and options.peft != "lora":
         parser.error("--view takes a recording as it is: --peft is for a victim")
+    if options.view is not None and options.draws:
+        parser.error("--view has no victim to look into: leave --draws out")
     if options.view is None and options.tenant is not None:
         parser.error("--tenant is for --view")
     before = signal.signal(
@@ -73,6 +76,8 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
                 print(f"python -m {module:15} {summary}")
             return 0
         names = default if options.adversaries is None else options.adversaries
+        if names is None and options.view is None and _model(options) in quick_model.NAMES:
+            names = quick()
         return exit_status(options.out, lambda: _run(options, names))
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -95,12 +100,21 @@ def _parser(program: str, description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--adversaries", help="comma-separated names of --list")
     parser.add_argument("--peft", choices=tuple(KINDS), default="lora", help="what the victim trains; tiny models only")
+    parser.add_argument(
+        "--draws", action="store_true",
+        help="also look, inside the victim, at what its lattice masks are made of; the full profile always does",
+    )  # fmt: skip
     parser.add_argument("--adapter", type=Path, help="PEFT folder to attack in place of one that is trained")
     parser.add_argument("--view", type=Path, help="a recording of `provider serve --record` in place of a victim")
     parser.add_argument("--tenant", help="with --view: whose traffic; by default that of all")
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report")
     parser.add_argument("--list", action="store_true", help="names the adversaries, and the programs beside this one")
     return parser
+
+
+def _model(options: argparse.Namespace) -> str:
+    chosen: str = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
+    return chosen
 
 
 def _run(options: argparse.Namespace, names: str | None) -> int:
@@ -154,7 +168,7 @@ def _attack_and_report(
     from attacks.judge import kind_of
 
     shutil.rmtree(options.out / "stolen", ignore_errors=True)  # of an earlier run
-    model = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
+    model = _model(options)
     is_tiny = model in quick_model.NAMES
     if is_tiny:
         torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
@@ -169,7 +183,11 @@ def _attack_and_report(
         checks: list[ControlResult] = results_of_controls.recv()
     except EOFError:
         raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from None
-    alarms = [*gate.weakened(results), *(f"control of {one.adversary} does not win" for one in checks if not one.wins)]
+    alarms = [
+        *gate.weakened(results),
+        *(said for case in cases for said in gate.drawn(case.label, case.draws)),
+        *(f"control of {one.adversary} does not win" for one in checks if not one.wins),
+    ]
     if options.peft == "lora" and options.view is None:
         truths = [case.truth for case in cases if case.truth is not None]
         kinds = {kind_of(name) for truth in truths for name, delta in truth.deltas.items() if bool(delta.any())}
@@ -284,7 +302,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each mask, and what the report must say about the traffic."""
-    from attacks import harness, profiles
+    from attacks import check, harness, profiles
     from attacks.evaluate import Case
     from attacks.gain import PrivateTask
     from attacks.load import load_public
@@ -293,8 +311,9 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
 
     runs = profiles.runs(options.masks or MASKS)
     profile = profiles.choose(scratch, model, options.adapter, options.peft)
+    job = profile.job.model_copy(update={"watched": True}) if options.draws else profile.job
     seen = recording / "seen"  # apart from the truth
-    harness.record(scratch / "run", seen, profile.model, profile.job, runs, profile.limit, profile.layers)
+    harness.record(scratch / "run", seen, profile.model, job, runs, profile.limit, profile.layers)
     view = open_view(seen)
     if not view.is_ended:
         raise ConfigurationError("the recording was not ended: is there room on the disk?")
@@ -308,5 +327,9 @@ def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespa
         sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
         trained = read_batches(profile.job.truth / f"{run.label}-batches.json")
         seen_here = _checked_view(view.of_tenant(run.label), run.label, len(sent))
-        cases.append(Case(run.label, run.mask, seen_here, public, truth, sent, task, trained))
+        drawn = []
+        if job.watched and run.mask == "lattice":
+            drawn = check.from_json(json.loads((job.truth / f"{run.label}-draws.json").read_text()))
+            notes.append(f"{run.label}: {check.total_tests(drawn)} tests of what its masks are made of, from inside")
+        cases.append(Case(run.label, run.mask, seen_here, public, truth, sent, task, trained, draws=drawn))
     return cases, notes

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attacks.adversaries import byte_statistics, slot_reuse
+from attacks.adversaries import byte_statistics, shared_error, slot_reuse
 from attacks.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
+from attacks.check import Check
 from attacks.finding import KL, Finding, unclaimed, verdict_on
 from attacks.gain import Gain, PrivateTask, Worth
 from attacks.gate import METADATA
@@ -30,6 +31,8 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "tiny-error": (),
     "lattice-reduction": (),
     "seed-search": (),
+    "sparse-secret": (),
+    "shared-error": (shared_error.SHARED,),
 }
 """Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the facts that count."""
 FAILED = "failed"
@@ -56,6 +59,7 @@ class Case:
         task: private questions, for the gain; None where there are none.
         trained: batches of its training steps, in order; empty where nobody knows them.
         tenant: for the report, where the traffic is somebody's and not a run's.
+        draws: tests of what its masks are made of, looked at from inside; empty where nobody did.
     """
 
     label: str
@@ -67,6 +71,7 @@ class Case:
     task: PrivateTask | None
     trained: Sequence[Batch] = ()
     tenant: str | None = None
+    draws: Sequence[Check] = ()
 
     @property
     def arithmetic(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+from attacks.check import Check, alarms
 from attacks.finding import KL, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
 from attacks.report import Result
 
@@ -78,6 +79,11 @@ def weakened(results: Sequence[Result]) -> list[str]:
         or one.finding.verdict == "wins"
         or (one.mask, one.arithmetic, one.adversary) not in at_odds
     ]
+
+
+def drawn(label: str, checks: Sequence[Check]) -> list[str]:
+    """What a victim drew that chance does not make; see attacks/draws_statistics.py."""
+    return [f"{label}, from inside: {said}" for said in alarms(checks)]
 
 
 def _beats_chance(one: Result) -> bool:

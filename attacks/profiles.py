@@ -122,6 +122,7 @@ def full(folder: Path, model: str, adapter: Path | None) -> Profile:
             "traffic_steps": 1,
             "traffic_rows": 2,
             "num_answered": 0,
+            "watched": True,
             "questions": [row["messages"][0]["content"] for row in rows[:_NUM_QUESTIONS]],
         }
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,6 +53,7 @@ class Job(BaseModel):
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
         truth: folder for what only the judge may read.
         num_threads: of the victim and its provider; None leaves it to torch.
+        watched: whether what its lattice masks are made of is looked at; statistics alone are written to `truth`.
     """
 
     model: str
@@ -72,6 +73,7 @@ class Job(BaseModel):
     answer_tokens: int
     truth: Path
     num_threads: int | None = None
+    watched: bool = False
 
 
 def main(job: Job, find_site: Callable[[], Site]) -> None:
@@ -91,7 +93,8 @@ def main(job: Job, find_site: Callable[[], Site]) -> None:
             _train(client, job, adapter, job.train_steps, job.batch_size)
     site = find_site()
     for run in site.runs:
-        with TenantClient(
+        is_watched = job.watched and run.mask == "lattice"
+        with _watched(job.truth / f"{run.label}-draws.json") if is_watched else nullcontext(), TenantClient(
             site.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
             cache=cache, progress=False, verify=job.model if run.mask == "pad" else None,  # pad needs the weights
         ) as client:  # fmt: skip
@@ -113,6 +116,18 @@ def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> 
         job.rows, config, output, max_steps=steps, seed=1, progress=False,
         learning_rate=job.learning_rate, batch_size=batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
     )  # fmt: skip
+
+
+@contextmanager
+def _watched(file: Path) -> Iterator[None]:
+    """Looks at the default lattice masks that are made within, and writes what it found: no sample is in it."""
+    from attacks import check, draws, draws_statistics
+
+    statistics = draws_statistics.Statistics(draws.DEFAULT)
+    watch = draws.Watch(draws.DEFAULT, statistics.keep)
+    with watch():
+        yield
+    file.write_text(json.dumps(check.to_json(statistics.checks(watch))))
 
 
 @contextmanager

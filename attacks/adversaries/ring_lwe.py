@@ -11,6 +11,7 @@ EUROCRYPT 2010, section 1 (a ring sample is N samples).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -116,7 +117,18 @@ class PublicMatrix:
         Returns:
             int64, shape (features,), centred.
         """
-        return centred(self.equations(offset) @ secret)
+        return centred(self._first_row @ turned(secret.view(-1, self.degree), offset).flatten())
+
+    @functools.cached_property
+    def _first_row(self) -> torch.Tensor:
+        return self.equations(0)
+
+
+def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
+    """X^-places times each, −N < places < N: what falls out on one side comes back negated on the other."""
+    if places < 0:
+        return -turned(polynomials, places + polynomials.shape[1])  # X^N = −1
+    return torch.cat((polynomials[:, places:], -polynomials[:, :places]), dim=1)
 
 
 # ---- recorded rows --------------------------------------------------------------------------------------------------
@@ -203,19 +215,21 @@ class Stream:
         ]
 
 
-def streams(view: View, opened: Opened | None = None) -> Iterator[Stream]:
+def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
     """The rows to attack: backward first, high groups first, since their gradients are zero where no label is.
 
     Args:
         view: one tenant's.
         opened: rows that are known already; then only those serve as known plaintext.
+        forward_first: the other way round: low groups are given the same rows again wherever a prompt is repeated.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
     for message in view.with_tensors().products():
         if message.arithmetic == "ring":
             by_place.setdefault((message.direction, message.group), []).append(message)
     left = MOST_BYTES
-    for _, group in sorted(((d != "backward", -g), (d, g)) for d, g in by_place):
+    order = sorted(((d != "backward", -g), (d, g)) for d, g in by_place)
+    for _, group in reversed(order) if forward_first else order:
         made = _stream(by_place[group], opened or {}, left)
         if made is not None:
             left -= made.rows.numel() * 8

@@ -17,7 +17,9 @@ from attacks.adversaries import (
     leaked_secret,
     no_error,
     ring_lwe,
+    shared_error,
     slot_reuse,
+    sparse_secret,
 )
 from attacks.adversaries.binary_system import BinarySystem
 from attacks.adversaries.ring_lwe import PublicMatrix
@@ -43,7 +45,8 @@ from wire.expand import Rows, SeededRows
 from wire.frame import Call, Direction
 
 DEFAULT = PARAMETERS["default"]
-ADVERSARIES = [module.ADVERSARY for module in (no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction)]
+MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
+ADVERSARIES = [module.ADVERSARY for module in MODULES]
 MOST_S = 5.0
 """Work on a view of a few hundred messages; measured 0.1 to 1.5 s."""
 

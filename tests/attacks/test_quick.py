@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,8 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 import attacks
-from attacks import extract_lora, gate, quick_model, recover_prompts
-from attacks.catalogue import MODULES
+from attacks import check, extract_lora, gate, quick_model, recover_prompts
+from attacks.catalogue import MODULES, NOT_IN_QUICK
+from attacks.check import Check
 from attacks.finding import SHARE_TRIED, Finding
 from attacks.report import Result
 
@@ -36,7 +38,7 @@ def check_files(folder: Path) -> None:
     report = json.loads((folder / "report.json").read_text())
     assert report["results"]
     assert all(one["wins"] for one in report["controls"])
-    assert len(report["controls"]) == len(MODULES)
+    assert len(report["controls"]) == len(MODULES) - len(NOT_IN_QUICK)
     told = (folder / "report.md").read_text()
     assert told.count("\n| ") > len(report["results"])
     for plot in ("recovered_adapters.svg", "recovered_prompts.svg"):
@@ -141,7 +143,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert extract_lora.main(["--list"]) == 0
     listed = capsys.readouterr().out
     assert "closed-form" in listed
-    for program in ("attacks.active", "attacks.game", "attacks.growth"):
+    for program in ("attacks.active", "attacks.game", "attacks.weakenings", "attacks.growth"):
         assert f"python -m {program} " in listed
         assert importlib.util.find_spec(program) is not None
 
@@ -311,3 +313,37 @@ def test_a_victim_whose_mask_is_broken_is_noticed(
     assert extract_lora.main(options) == 1
     alarms = gate.weakened(read(tmp_path / "out"))
     assert [name for name in noticed_by if not any(name in alarm for alarm in alarms)] == []
+
+
+TINY_ERRORS = """
+    from noise import sampling
+    error = sampling.error
+    sampling.error = lambda rng, shape, parameters: error(rng, shape, parameters).remainder(2)
+"""
+
+
+@pytest.mark.slow
+def test_a_victim_is_looked_into_where_no_recording_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors of 0 and 1 at the shipped dimension: no adversary says a word, and the gate does."""
+    (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + TINY_ERRORS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
+    adversaries = "no-error,slot-reuse,tiny-error,sparse-secret,shared-error,byte-statistics"
+    options = ["--masks", "lattice", "--adversaries", adversaries, "--draws", "--out", str(tmp_path / "out")]
+    assert extract_lora.main(options) == 1
+    assert gate.weakened(read(tmp_path / "out")) == []
+    assert "ALARM: lattice, from inside: mean square of a block's errors" in capsys.readouterr().err
+
+
+def test_the_gate_says_what_was_drawn_wrongly() -> None:
+    fine = Check("weight of a secret", 20, 1.01, "of what is expected", -0.4, False)
+    light = replace(fine, value=0.01, log10_chance=-400.0, is_alarm=True)
+    outside = Check("errors outside of their support", 1, 3.0, "times", -math.inf, True)
+    assert gate.drawn("lattice", [fine]) == []
+    said = gate.drawn("lattice", [fine, light, outside])
+    assert said == [
+        "lattice, from inside: errors outside of their support: 3 times, which cannot be",
+        "lattice, from inside: weight of a secret: 0.01 of what is expected, chance below 10^-400",
+    ]
+    assert check.from_json(json.loads(json.dumps(check.to_json([fine, outside])))) == [fine, outside]

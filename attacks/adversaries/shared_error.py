@@ -1,0 +1,239 @@
+"""`shared-error`: lattice masks with one error for several blocks, or pieces of one, fall to linear algebra.
+
+Where two rows at the same place of two blocks hide the same x̃ (a prompt that is sent again, a gradient of zero, or rows
+that are known) and have the same error, both cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs side by
+side (1,568 equations for 1,536 unknowns at the shipped dimension: 49 rows of 32 features, one row of 1,568) give
+u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod 2 as in `no-error`. It is confirmed mod 2^32 on 32
+equations more than there are unknowns: chance passes with probability below 2^-1000. Then every other pair of rows of
+the two blocks gives the difference of its activations, and, where one is known, the other.
+
+In one block row t + L has the secret X^-L·s where row t has s, so that pieces with the same error give
+v = (1 − X^-L)·s by the same system. With m = N/gcd(N, L) the sum of X^-iL·v over i < m is (1 − X^-mL)·s = 2·s: the
+secret itself, and all rows of the block.
+
+Rows that stand at the same place of their blocks are N apart in a stream, or a multiple of it, where every row of a
+block is used in order. Blocks of different layers are not compared: nothing that they hide repeats.
+
+Source: own derivation; the two-time pad (`slot-reuse`), with a mask that differs by a lattice sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from attacks.adversaries.binary_system import BinarySystem
+from attacks.adversaries.no_error import MOST_DIMENSION, MOST_WINDOW_ROWS, SURPLUS, bits
+from attacks.adversaries.ring_lwe import (
+    SMALL,
+    PublicMatrix,
+    Stream,
+    centred,
+    public_seeds,
+    ring_degrees,
+    streams,
+    turned,
+)
+from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact
+from attacks.passes import Opened
+from attacks.public_model import PublicModel
+from attacks.view import View
+from wire.expand import SeededRows
+
+SHARED = "messages of blocks that share their errors"
+MOST_SYSTEMS = 3
+"""Widths of layers; an elimination takes a second at dimension 1536."""
+MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
+"""Places in a stream times distances, at 10 µs."""
+MOST_BLOCKS, MOST_PIECES = 8, 8
+"""Blocks apart, and pieces that a block may be cut into."""
+MOST_CLAIMS = 256
+_CHUNK = 1024
+_MOST_DISTANCES = 36
+"""Of `distances`, for blocks of 512 rows and windows of up to 64."""
+_BITS = 3
+"""Numbers from −2 to 2 are told apart by."""
+
+
+def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
+    """Differences of messages of two blocks, and rows of blocks whose pieces share an error."""
+    systems: dict[tuple[bytes, int, int], _System] = {}
+    claims: list[Claim] = []
+    left = MOST_WINDOWS
+    seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
+    for stream in streams(view, opened, forward_first=True) if seeds else ():
+        for seed in seeds:
+            num_features = min(stream.num_features, seed.num_rows + SURPLUS)
+            num_rows = -(-(seed.num_rows + SURPLUS) // num_features)
+            for degree in ring_degrees(seed.num_rows):
+                key = seed.seed, degree, num_features
+                if num_rows > min(MOST_WINDOW_ROWS, degree) or len(stream.rows) <= num_rows:
+                    continue
+                if key not in systems and len(systems) < MOST_SYSTEMS:
+                    systems[key] = _System(seed, degree, num_features)
+                if key in systems and len(claims) < MOST_CLAIMS and left > 0:
+                    left -= _MOST_DISTANCES * min(len(stream.rows), MOST_IN_STREAM // _MOST_DISTANCES)
+                    claims += systems[key].open(stream)
+        claims += stream.claims()
+    return claims
+
+
+def distances(degree: int, num_rows: int) -> list[int]:
+    """How far apart rows at the same place of two blocks, or of two pieces that hold `num_rows`, may be."""
+    blocks = [degree * number for number in range(1, MOST_BLOCKS + 1)]
+    sizes = sorted({-(-degree // number) for number in range(2, MOST_PIECES + 1)}, reverse=True)
+    pieces = {size * number for size in sizes for number in range(1, -(-degree // size)) if size >= num_rows}
+    return blocks + sorted(distance for distance in pieces if distance < degree)
+
+
+class _System:
+    """The equations of as many rows as a difference takes."""
+
+    def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
+        self._seed, self._degree = seed, degree
+        self._num_equations = seed.num_rows + SURPLUS
+        self._num_rows = -(-self._num_equations // num_features)
+        public = PublicMatrix.of(seed, degree, num_features)
+        self._equations = public.stacked_equations(self._num_rows, self._num_equations)
+        self._binary = BinarySystem(bits(self._equations))
+
+    def open(self, stream: Stream) -> list[Claim]:
+        """Tries pairs of windows of a stream: what is said of blocks; rows of one block are opened in the stream."""
+        if not self._binary.has_full_rank:
+            return []
+        stream.restart()
+        public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
+        said: list[Claim] = []
+        for distance in distances(self._degree, self._num_rows):
+            starts = self._starts(stream, distance)
+            pairs = _Differences(stream, distance)
+            for start, found in self._solved(stream, starts, distance, pairs.rows):
+                if distance >= self._degree:
+                    pairs.extend(public, found, start)
+                    continue
+                secret = undone(found, distance, self._degree)
+                if secret is not None:
+                    stream.open_around(public, secret, start, self._num_rows)
+            said += pairs.claims()
+        return said
+
+    def _starts(self, stream: Stream, distance: int) -> list[int]:
+        """First rows of windows both of which are there; known, where anything is."""
+        starts = range(len(stream.rows) - distance - self._num_rows + 1)
+        if not stream.known:
+            return list(starts[: MOST_IN_STREAM // _MOST_DISTANCES])
+        run = range(self._num_rows)
+        return [
+            start for start in starts
+            if all(start + row in stream.known and start + distance + row in stream.known for row in run)
+        ][: MOST_IN_STREAM // _MOST_DISTANCES]  # fmt: skip
+
+    def _solved(
+        self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Windows whose difference is A·u: first row and u. Rows that are done, or `known` by now, are passed over."""
+        differences = stream.rows[:-distance] - stream.rows[distance:] if starts else stream.rows[:0]
+        for row, plain in stream.known.items() if starts else ():
+            for place, sign in ((row, -1), (row - distance, 1)):
+                if 0 <= place < len(differences):
+                    differences[place] += sign * plain
+        flat, width = differences.flatten(), stream.num_features
+        low = bits(flat)
+        for first in range(0, len(starts), _CHUNK):
+            chunk = starts[first : first + _CHUNK]
+            sides = np.stack([low[start * width : start * width + self._num_equations] for start in chunk], axis=1)
+            for index in np.flatnonzero(self._binary.consistent(sides)):
+                start = chunk[int(index)]
+                if start in known or bool(stream.is_done[start]):
+                    continue
+                side = centred(flat[start * width : start * width + self._num_equations])
+                found = self._solve(side) if bool(side.any()) else None  # the same rows again are no two masks
+                if found is not None:
+                    yield start, found
+
+    def _solve(self, side: torch.Tensor) -> torch.Tensor | None:
+        """The u in {−2 … 2} with M·u = side mod 2^32, int64, shape (k·N,); None where there is none."""
+        total = torch.zeros(self._equations.shape[1], dtype=torch.int64)
+        rest = side
+        for place in range(_BITS):
+            bit = self._binary.solve(bits(rest))
+            if bit is None:
+                return None
+            found = torch.from_numpy(bit.astype(np.int64))
+            total += found << place
+            rest = (rest - self._equations @ found) >> 1  # even; exact, as it is far from 2^63
+        total = total - (total >= 1 << (_BITS - 1)).to(torch.int64) * (1 << _BITS)
+        is_exact = bool((centred(self._equations @ total - side) == 0).all())
+        return total if is_exact and int(total.abs().max()) <= 2 else None
+
+
+def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | None:
+    """The ternary s with (1 − X^-distance)·s = found, polynomial by polynomial; None where there is none."""
+    term = total = found.view(-1, degree)
+    for _ in range(degree // math.gcd(degree, distance) - 1):
+        term = turned(term, distance)
+        total = total + term
+    secret = total.div(2, rounding_mode="floor")
+    right = bool((2 * secret == total).all()) and int(secret.abs().max()) <= 1
+    right = right and torch.equal(secret - turned(secret, distance), found.view_as(secret))
+    return secret.flatten() if right else None
+
+
+class _Differences:
+    """Rows of a stream against those at a distance, as far as they are known: `rows` by the first of the two."""
+
+    def __init__(self, stream: Stream, distance: int) -> None:
+        self._stream, self._distance = stream, distance
+        self.rows: dict[int, torch.Tensor] = {}
+        self._starts: list[int] = []
+
+    def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
+        """Goes from a window both ways while differences come out small, and opens rows whose partner is known."""
+        self._starts.append(start)
+        stream = self._stream
+        for step in (1, -1):
+            offset = 0 if step == 1 else -1
+            while abs(offset) < public.degree and 0 <= start + offset < len(stream.rows) - self._distance:
+                row = start + offset
+                both = stream.rows[row] - stream.rows[row + self._distance]
+                difference = centred(both - public.mask(found, offset))
+                if int(difference.abs().max()) >= SMALL:
+                    break
+                self.rows[row] = difference
+                self._open(row, difference)
+                offset += step
+
+    def _open(self, row: int, difference: torch.Tensor) -> None:
+        stream, other = self._stream, row + self._distance
+        for place, partner, sign in ((row, other, 1), (other, row, -1)):
+            if partner in stream.known and place not in stream.known:
+                stream.opened[place] = stream.known[partner] + sign * difference
+                stream.is_open[place] = True
+
+    def claims(self) -> list[Claim]:
+        """A fact for each pair of blocks, and the differences of messages that stand at the same place in both."""
+        spans = self._stream.spans
+        begins = {first: (seq, stop) for seq, first, stop in spans}
+        owner = {row: seq for seq, first, stop in spans for row in range(first, stop)}
+        said: list[Claim] = [
+            StolenFact(SHARED, f"{owner[start]}, {owner[start + self._distance]}") for start in self._starts
+        ]
+        for seq, first, stop in spans:
+            other_seq, other_stop = begins.get(first + self._distance, (-1, 0))
+            count = min(stop - first, other_stop - first - self._distance)
+            if count > 0 and all(row in self.rows for row in range(first, first + count)):
+                rows = torch.stack([self.rows[row] for row in range(first, first + count)])
+                if bool(rows.any()):
+                    said.append(StolenDifference(seq, other_seq, rows.to(torch.float64)))
+        return said
+
+
+ADVERSARY = Adversary(
+    "shared-error",
+    "a lattice mask with one error for several blocks or pieces: differences of rows that repeat, solved mod 2^32",
+    attack,
+    True,
+)

@@ -1,0 +1,61 @@
+"""One error for two blocks, and for the pieces of a block, at the default parameters: repeated rows give both away."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attacks.adversaries.shared_error import ADVERSARY, SHARED
+from attacks.adversary import Claim, StolenDifference, StolenFact
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import ACTIVATION, Traffic
+from noise import sampling
+from noise.params import PARAMETERS
+
+NUM_FEATURES, PROMPT, PIECE = 32, 64, 64
+"""A prompt of 64 rows that is sent again and again; 49 rows of 32 features are equations enough."""
+
+
+def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traffic:
+    """Every fourth message is one prompt and the others are different: a block is eight of them, its pieces too."""
+    made = Traffic(PARAMETERS["default"], NUM_FEATURES)
+    drawn = sampling.error(sampling.Csprng(), (1, made.parameters.ring_degree, NUM_FEATURES), made.parameters)
+    if share_pieces:
+        drawn = drawn[:, :PIECE].repeat(1, made.parameters.ring_degree // PIECE, 1)
+    if share_blocks or share_pieces:
+        made.error = lambda shape: drawn
+    prompt = made.activations(PROMPT)
+    for _ in range(num_blocks):
+        for number, mask in enumerate(made.block().split(PROMPT)):
+            again = number % 4 == 0 or (share_pieces and number == 1)
+            made.send(prompt if again else made.activations(PROMPT), mask, "forward")
+        if share_pieces and not share_blocks:
+            drawn = sampling.error(sampling.Csprng(), drawn.shape, made.parameters)[:, :PIECE].repeat(1, 8, 1)
+    return made
+
+
+def differences_error(made: Traffic, claims: list[Claim]) -> float:
+    """Relative error of what is said of the second block, messages 9 to 16; 1 where nothing is."""
+    said = {(claim.seq, claim.other_seq): claim.rows for claim in claims if isinstance(claim, StolenDifference)}
+    wrong = total = 0.0
+    for seq in range(1, 9):
+        one, other = made.truth[seq], made.truth[seq + 8]
+        if one is None or other is None:
+            continue
+        true = (one - other).to(torch.float64)
+        wrong += float((said.get((seq, seq + 8), torch.zeros_like(true)) - true).square().sum())
+        total += float(true.square().sum())
+    return math.sqrt(wrong / total)
+
+
+def control() -> ControlResult:
+    """The worse of two relative errors: of differences of two blocks' rows, and of rows in a block of pieces."""
+    blocks = traffic(share_blocks=True, share_pieces=False)
+    claims = blocks.attacked(ADVERSARY.attack)
+    worst = differences_error(blocks, claims) if StolenFact(SHARED, "1, 9") in claims else 1.0
+    pieces = traffic(share_blocks=False, share_pieces=True, num_blocks=1)
+    worst = max(worst, pieces.relative_error(pieces.attacked(ADVERSARY.attack)))
+    setting = "lattice mask 3x512 (default), one error in two blocks and one in the pieces of a block"
+    return ControlResult(ADVERSARY.name, setting, "worst relative error of rows or differences", worst,
+                         21 / ACTIVATION, True)  # fmt: skip

@@ -1,0 +1,44 @@
+"""Secrets of one to three trits at the default parameters: two rows of unknown content give each block away."""
+
+from __future__ import annotations
+
+import torch
+
+from attacks.adversaries.sparse_secret import ADVERSARY
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import ACTIVATION, Traffic
+from noise import sampling
+from noise.params import PARAMETERS
+
+NUM_FEATURES, ROWS = 32, 40
+
+
+def sparse(weight: int) -> torch.Tensor:
+    """A secret of the default parameters with so many trits that are not zero: int8, shape (1, k, N)."""
+    parameters = PARAMETERS["default"]
+    secret = torch.zeros(1, parameters.rank, parameters.ring_degree, dtype=torch.int8)
+    rng = sampling.Csprng()
+    numbers = rng.random_bytes(4 * weight + 2 * weight).view(torch.int16).to(torch.int64).remainder(1 << 16)
+    places = (numbers[:weight] % secret.numel()).tolist()
+    for place, sign in zip(places, (numbers[weight : 2 * weight] % 2 * 2 - 1).tolist(), strict=True):
+        while int(secret.view(-1)[place]):
+            place = (place + 1) % secret.numel()
+        secret.view(-1)[place] = sign
+    return secret
+
+
+def traffic(weights: tuple[int, ...]) -> Traffic:
+    """A message of the first rows of a block for each weight; 0 for a secret as it should be."""
+    made = Traffic(PARAMETERS["default"], NUM_FEATURES)
+    for weight in weights:
+        mask = made.block(sparse(weight) if weight else None)
+        made.send(made.activations(ROWS), mask[:ROWS], "forward")
+    return made
+
+
+def control() -> ControlResult:
+    """Relative error of all rows; the error e itself is below 21/ACTIVATION of them."""
+    sent = traffic((1, 2, 3, 3))
+    error = sent.relative_error(sent.attacked(ADVERSARY.attack))
+    setting = "lattice mask 3x512 (default), secrets of one, two and three trits"
+    return ControlResult(ADVERSARY.name, setting, "relative error of the unmasked rows", error, 21 / ACTIVATION, True)

@@ -1,0 +1,137 @@
+"""Weaknesses put into the lattice mask of this process, by name: what the checks of attacks/ must notice.
+
+Each is put around the functions that noise/lattice.py calls when it makes masks, so that the tenant, the pool, the
+pieces and the compiled arithmetic are the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+from noise import sampling
+from noise.lattice import Lattice
+from noise.params import LatticeParameters
+from wire.frame import Direction
+
+FEW_TRITS = 3
+_Draw = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Weakness:
+    """One of them.
+
+    Attributes:
+        inject: what makes it, as a context.
+        in_pieces: whether it shows where blocks are made in pieces alone.
+        adversary: who notices it from outside, on traffic that repeats a prompt; None for nobody.
+    """
+
+    name: str
+    inject: Callable[[], contextlib.AbstractContextManager[None]]
+    in_pieces: bool = False
+    adversary: str | None = None
+
+
+@contextlib.contextmanager
+def _sampling(name: str, made_of: Callable[[_Draw], _Draw]) -> Iterator[None]:
+    with mock.patch.object(sampling, name, made_of(getattr(sampling, name))):
+        yield
+
+
+def _binary(draw: _Draw) -> _Draw:
+    return lambda rng, shape, parameters: draw(rng, shape, parameters).remainder(2)
+
+
+def _trits(_: _Draw) -> _Draw:
+    ternary: _Draw = sampling.ternary
+    return lambda rng, shape, parameters: ternary(rng, shape)
+
+
+def _sparse(draw: _Draw) -> _Draw:
+    def sparse(rng: sampling.Csprng, shape: Sequence[int]) -> torch.Tensor:
+        secrets = draw(rng, shape)
+        for secret in secrets:
+            flat = secret.view(-1)
+            flat[flat.nonzero()[FEW_TRITS:, 0]] = 0  # the first ones stay
+        return secrets
+
+    return sparse
+
+
+def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
+    """The first ones that were drawn for a width, for every block, or for every piece."""
+
+    def made_of(draw: _Draw) -> _Draw:
+        kept: dict[int, torch.Tensor] = {}
+
+        def same(rng: sampling.Csprng, shape: Sequence[int], parameters: LatticeParameters) -> torch.Tensor:
+            rows, width = shape[-2:]
+            if (len(shape) == 2) is not in_pieces:
+                return draw(rng, shape, parameters)
+            if width not in kept or len(kept[width]) < rows:
+                kept[width] = draw(rng, (rows, width), parameters)
+            return kept[width][:rows].expand(tuple(shape)).clone()
+
+        return same
+
+    return made_of
+
+
+@contextlib.contextmanager
+def _same_secrets(shared_by: Callable[[int, Direction, int], Hashable]) -> Iterator[None]:
+    """The secret of a group, direction and number of the block is that of all others with the same `shared_by`."""
+    lock, here = threading.Lock(), threading.local()
+    counts: Counter[Any] = Counter()
+    kept: dict[Hashable, torch.Tensor] = {}
+    draw = sampling.ternary
+
+    def noting(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(scheme: Lattice, group: Any, direction: Any, count: int) -> Any:
+            here.place = group.id, direction
+            return make(scheme, group, direction, count)
+
+        return made
+
+    def shared(rng: sampling.Csprng, shape: Sequence[int]) -> torch.Tensor:
+        with lock:
+            secrets = []
+            for _ in range(shape[0]):
+                group, direction = here.place
+                key = shared_by(group, direction, counts[here.place])
+                counts[here.place] += 1
+                if key not in kept:
+                    kept[key] = draw(rng, (1, *shape[1:]))[0]
+                secrets.append(kept[key])
+            return torch.stack(secrets)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(sampling, "ternary", shared))
+        for name in ("_make_blocks", "_make_pieces"):
+            patches.enter_context(mock.patch.object(Lattice, name, noting(getattr(Lattice, name))))
+        yield
+
+
+WEAKNESSES = (
+    Weakness("errors in {0, 1}", lambda: _sampling("error", _binary)),
+    Weakness("errors in {-1, 0, 1}", lambda: _sampling("error", _trits)),
+    Weakness("secrets of three trits", lambda: _sampling("ternary", _sparse), False, "sparse-secret"),
+    Weakness("secrets of three trits, in pieces", lambda: _sampling("ternary", _sparse), True, "sparse-secret"),
+    Weakness("one error for every block", lambda: _sampling("error", _same_errors(False)), False, "shared-error"),
+    Weakness("one error for every piece", lambda: _sampling("error", _same_errors(True)), True, "shared-error"),
+    Weakness("one secret for all groups", lambda: _same_secrets(lambda g, d, n: (d, n)), False, "slot-reuse"),
+    Weakness("one secret for both directions", lambda: _same_secrets(lambda g, d, n: (g, n)), False, "slot-reuse"),
+    Weakness(
+        "one secret for all blocks of a group", lambda: _same_secrets(lambda g, d, n: (g, d)), False, "slot-reuse"
+    ),
+    Weakness("one secret for all groups, in pieces", lambda: _same_secrets(lambda g, d, n: (d, n)), True, "slot-reuse"),
+)
+"""At shipped size, but for the parameters' own: errors and secrets are as large as the layers ask for."""

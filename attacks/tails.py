@@ -1,0 +1,88 @@
+"""Bounds on how likely chance is to give what was measured: logarithms of probabilities, each provably large enough.
+
+Each function bounds p(x) = P(a statistic at least as far out as x) for the honest distribution, so that P(p ≤ a) ≤ a.
+With T such bounds, whatever their dependence, none is at or below a/T but with probability a (union bound). No limit
+theorem and no table of quantiles is used: all of them hold at every sample size.
+
+Sources: Chernoff, "A measure of asymptotic efficiency for tests of a hypothesis based on the sum of observations", 1952
+(the binomial tail by relative entropy); Boucheron, Lugosi, Massart, "Concentration inequalities", 2013, sections 2.3 to
+2.8. That a variable X is σ²-sub-Gaussian means E exp(λX) ≤ exp(λ²σ²/2) for all λ. With σ² its own variance this holds
+for
+- the centred binomial, a sum of 2η signs that are ±1/2: E exp(λX) = cosh(λ/2)^2η ≤ exp(2η·λ²/8), variance η/2;
+- a uniform trit: (1 + 2·cosh λ)/3 ≤ exp(λ²/3), term by term, since 2·3^(k−1)·k! ≤ (2k)!, variance 2/3;
+- the discrete Gaussian over the integers: Canonne, Kamath, Steinke, "The discrete Gaussian for differential privacy",
+  NeurIPS 2020, corollary 17, up to the 2^-71 by which a sampled table differs from it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+NEVER = -math.inf
+"""The logarithm of a probability of zero."""
+
+
+def sub_gaussian(distance: float) -> float:
+    """Of a sum with weights, in units of the square root of Σ weight²·σ²: 2·exp(−distance²/2).
+
+    The weights may be random, as long as the summed variables are independent of them.
+    """
+    return min(0.0, math.log(2) - distance * distance / 2) if math.isfinite(distance) else NEVER
+
+
+def binomial(count: int, num_trials: int, probability: float) -> float:
+    """Of a count, on either side of its mean: 2·exp(−n·KL(count/n ‖ probability))."""
+    share, rest = count / num_trials, 1 - count / num_trials
+    if (count and probability <= 0) or (count < num_trials and probability >= 1):
+        return NEVER
+    entropy = share * math.log(share / probability) if count else 0.0
+    entropy += rest * math.log(rest / (1 - probability)) if count < num_trials else 0.0
+    return min(0.0, math.log(2) - num_trials * entropy)
+
+
+def mean_square(ratio: float, num_numbers: int) -> float:
+    """Of Σ X²/(n·σ²) for independent X that are sub-Gaussian with their own variance.
+
+    Above 1: E exp(λ·X²/σ²) ≤ (1 − 2λ)^(−1/2) for 0 ≤ λ < 1/2, since exp(λX²/σ²) is the mean of exp(√(2λ)·g·X/σ) over a
+    normal g; so Σ X²/σ² has the Chernoff bound of chi-square, exp(−n/2·(x − ln(1 + x))). Below: X² is not negative and
+    E X⁴ ≤ 3σ⁴, so exp(−λX²) ≤ 1 − λX² + λ²X⁴/2 gives exp(−n·x²/6).
+    """
+    if ratio >= 1:
+        bound = (ratio - 1 - math.log(ratio)) / 2 if math.isfinite(ratio) else math.inf
+    else:
+        bound = (1 - ratio) ** 2 / 6
+    return min(0.0, math.log(2) - num_numbers * bound)
+
+
+def collisions(num_items: int, log_probability: float) -> float:
+    """Of any two equal ones among independent items, where two are equal with probability exp(log_probability)."""
+    pairs = num_items * (num_items - 1) / 2
+    return min(0.0, math.log(pairs) + log_probability) if pairs else 0.0
+
+
+def centred_binomial(eta: int) -> dict[int, float]:
+    """The distribution of Σ a_i − Σ b_i over η pairs of fair bits: value → probability."""
+    return {value: math.comb(2 * eta, value + eta) / 4**eta for value in range(-eta, eta + 1)}
+
+
+def discrete_gaussian(sigma: float) -> dict[int, float]:
+    """The discrete Gaussian over the integers within 11σ, beyond which lie less than 2^-86."""
+    tail = math.ceil(11 * sigma)
+    weights = {value: math.exp(-(value**2) / (2 * sigma**2)) for value in range(-tail, tail + 1)}
+    total = sum(weights.values())
+    return {value: weight / total for value, weight in weights.items()}
+
+
+def correlation(one: torch.Tensor, other: torch.Tensor, sigma: float) -> float:
+    """Σ one·other in units of σ·‖other‖, for `sub_gaussian`: zeros where `other` has nothing but zeros.
+
+    Args:
+        one: independent of `other` where chance is all there is; any integers, any shape.
+        other: of the same shape.
+        sigma: standard deviation of the numbers of `one`.
+    """
+    first, second = one.to(torch.float64).flatten(), other.to(torch.float64).flatten()
+    length = float(second.norm())
+    return float(first @ second) / (sigma * length) if length else 0.0

@@ -1,0 +1,197 @@
+"""Adversaries that win at the shipped dimension where a mask is weakened, and say nothing where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks import weakenings
+from attacks.adversaries import shared_error, sparse_secret
+from attacks.adversaries.ring_lwe import PublicMatrix
+from attacks.adversaries.shared_error import SHARED, distances, undone
+from attacks.adversary import Claim, StolenDifference, StolenFact, StolenRows
+from attacks.controls import shared_error as shared_error_control
+from attacks.controls import sparse_secret as sparse_secret_control
+from attacks.controls.lattice_traffic import ACTIVATION, Traffic, no_model
+from attacks.controls.weak_lattice import WEAKNESSES
+from attacks.evaluate import _certain
+from noise.params import PARAMETERS
+from wire.expand import SeededRows
+
+DEFAULT = PARAMETERS["default"]
+ERROR = 21 / ACTIVATION
+
+
+@pytest.mark.parametrize("module", [sparse_secret_control, shared_error_control], ids=lambda one: one.__name__[17:])
+def test_they_win_on_their_controls(module: object) -> None:
+    result = module.control()  # type: ignore[attr-defined]
+    assert result.wins, result
+
+
+# ---- sparse secrets -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sparse_secrets_of_every_parameter_set(name: str) -> None:
+    parameters = PARAMETERS[name]
+    traffic = Traffic(parameters, 32)
+    for places in ((3,), (0, 700), (5, 600, parameters.dimension - 1)):
+        secret = torch.zeros(1, parameters.rank, parameters.ring_degree, dtype=torch.int8)
+        secret.view(-1)[list(places)] = torch.tensor([1, -1, 1], dtype=torch.int8)[: len(places)]
+        mask = traffic.block(secret)
+        traffic.send(traffic.activations(40), mask[:40])
+    claims = traffic.attacked(sparse_secret.attack)
+    assert len([one for one in claims if isinstance(one, StolenRows)]) == 3
+    assert traffic.relative_error(claims) < 12 * parameters.sigma / ACTIVATION
+
+
+def test_four_trits_are_found_on_a_few_rows() -> None:
+    traffic = sparse_secret_control.traffic((4,))
+    assert traffic.relative_error(traffic.attacked(sparse_secret.attack)) < ERROR
+
+
+def test_any_row_of_a_block_will_do() -> None:
+    """The secret of a later row is the block's, turned; the block's other rows come out with it."""
+    traffic = Traffic(DEFAULT, 32)
+    mask = traffic.block(sparse_secret_control.sparse(3))
+    for rows in (mask[300:340], mask[340:400]):
+        traffic.send(traffic.activations(len(rows)), rows)
+    assert traffic.relative_error(traffic.attacked(sparse_secret.attack)) < ERROR
+
+
+def test_sparse_secret_says_nothing_of_honest_secrets() -> None:
+    traffic = sparse_secret_control.traffic((0,) * 8)
+    assert traffic.attacked(sparse_secret.attack) == []
+
+
+def test_sparse_secret_says_nothing_where_chance_would_do() -> None:
+    traffic = Traffic(DEFAULT, sparse_secret.LEAST_FEATURES - 1)
+    traffic.send(traffic.activations(40), traffic.block(sparse_secret_control.sparse(2))[:40])
+    assert traffic.attacked(sparse_secret.attack) == []
+
+
+# ---- shared errors --------------------------------------------------------------------------------------------------
+
+
+def test_two_blocks_with_one_error_give_all_their_differences() -> None:
+    traffic = shared_error_control.traffic(share_blocks=True, share_pieces=False)
+    claims = traffic.attacked(shared_error.attack)
+    assert StolenFact(SHARED, "1, 9") in claims
+    assert shared_error_control.differences_error(traffic, claims) == 0.0, "the error cancels: exact"
+    assert not [one for one in claims if isinstance(one, StolenRows)]
+
+
+def test_known_rows_of_one_block_give_those_of_the_other(tmp_path: Path) -> None:
+    traffic = shared_error_control.traffic(share_blocks=True, share_pieces=False)
+    view = traffic.view(tmp_path / "recording")
+    # all of the first block, and of the second the prompt that both have
+    known = {seq: traffic.truth[seq].to(torch.float64) for seq in (*range(1, 9), 9)}  # type: ignore[union-attr]
+    claims = shared_error.attack(view, no_model(), known)
+    opened = {one.seq: one.rows for one in claims if isinstance(one, StolenRows)}
+    assert set(opened) == set(range(10, 17))
+    for seq, rows in opened.items():
+        assert torch.equal(rows, traffic.truth[seq].to(torch.float64))  # type: ignore[union-attr]
+
+
+def test_pieces_with_one_error_give_their_block() -> None:
+    traffic = shared_error_control.traffic(share_blocks=False, share_pieces=True)
+    claims = traffic.attacked(shared_error.attack)
+    assert len([one for one in claims if isinstance(one, StolenRows)]) == 16
+    assert traffic.relative_error(claims) < ERROR
+
+
+def test_wide_rows_need_one_pair(tmp_path: Path) -> None:
+    """A first token that is the same in two prompts, on a layer of 1,600 features."""
+    traffic = Traffic(DEFAULT, 1600)
+    error = torch.randint(-21, 22, (1, 512, 1600), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    traffic.error = lambda shape: error
+    first = traffic.activations(1)
+    for _ in range(2):
+        mask = traffic.block()
+        rows = torch.cat((first, traffic.activations(511)))
+        traffic.send(rows, mask, "forward")
+    claims = shared_error.attack(traffic.view(tmp_path / "recording"), no_model())
+    (fact, difference) = claims
+    assert fact == StolenFact(SHARED, "1, 2")
+    assert isinstance(difference, StolenDifference)
+    one, two = traffic.truth[1], traffic.truth[2]
+    assert one is not None
+    assert two is not None
+    assert torch.equal(difference.rows, (one - two).to(torch.float64))
+
+
+def test_shared_error_says_nothing_of_honest_blocks() -> None:
+    """Nor of one where the prompt is sent again, which is all that the weakened ones have besides."""
+    traffic = shared_error_control.traffic(share_blocks=False, share_pieces=False, num_blocks=3)
+    assert traffic.attacked(shared_error.attack) == []
+
+
+def test_shared_error_says_nothing_of_messages_sent_again() -> None:
+    traffic = shared_error_control.traffic(share_blocks=False, share_pieces=False, num_blocks=1)
+    traffic.exchanges += traffic.exchanges[1:]
+    traffic.truth += traffic.truth[1:]
+    assert traffic.attacked(shared_error.attack) == []
+
+
+@pytest.mark.parametrize("distance", [64, 74, 128, 171, 256, 448])
+def test_a_secret_comes_back_from_its_difference(distance: int) -> None:
+    secret = torch.randint(-1, 2, (3 * 512,), generator=torch.Generator().manual_seed(distance))
+    public = PublicMatrix.of(SeededRows(bytes(range(32)), 0, 1536), 512, 3)
+    change = public.equations(0) @ secret - public.equations(distance) @ secret
+    polynomials = secret.view(3, 512)
+    turned = torch.cat((polynomials[:, distance:], -polynomials[:, :distance]), dim=1).flatten()
+    assert torch.equal(change, public.equations(0) @ (secret - turned))
+    found = undone(secret - turned, distance, 512)
+    assert found is not None
+    assert torch.equal(found, secret)
+    wrong = (secret - turned).clone()
+    wrong[7] += 1
+    assert undone(wrong, distance, 512) is None
+
+
+def test_distances_are_those_of_blocks_and_pieces() -> None:
+    found = distances(512, 49)
+    assert len(found) == len(set(found)) <= shared_error._MOST_DISTANCES
+    assert {64, 128, 171, 256, 512, 1024} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "claim"),
+    [("sparse-secret", StolenRows(1, torch.zeros(1, 1))), ("shared-error", StolenFact(SHARED, "1, 2"))],
+)
+def test_what_they_claim_is_certain(name: str, claim: Claim) -> None:
+    """An alarm of the gate on any private mask, whether or not anybody knows the truth."""
+    (finding,) = _certain(name, [claim])
+    assert finding.metric == "certain claims"
+
+
+# ---- all of it, with a real tenant ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> weakenings.Site:
+    return weakenings.Site(tmp_path_factory.mktemp("site"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", weakenings.SETTINGS, ids=lambda one: one.name)
+def test_an_honest_tenant_passes_on_both_sides(setting: weakenings.Setting, site: weakenings.Site) -> None:
+    outcome = site.run(setting)
+    assert outcome.alarms == []
+    assert not any(outcome.claims.values())
+    assert outcome.num_secrets >= 30, "forward and backward of all groups"
+    assert outcome.is_right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weakness", WEAKNESSES, ids=lambda one: one.name)
+def test_a_weakened_tenant_is_noticed(weakness: weakenings.Weakness, site: weakenings.Site) -> None:
+    outcome = site.run(weakenings.SETTINGS[1] if weakness.in_pieces else weakenings.SETTINGS[0], weakness)
+    assert outcome.alarms
+    if weakness.adversary is None:
+        assert weakness.name.startswith("errors in")
+    else:
+        assert outcome.claims[weakness.adversary] > 0
+    assert outcome.is_right
