@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM := false
 .PHONY: setup demo test test-slow check bench attacks estimate examples clean
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/*.[ch] noise/*.[ch])
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (PYTHON=... names one)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch

@@ -1,9 +1,9 @@
-"""Builds wire/_kernels.so and noise/_kernels.so; everything else is in pyproject.toml.
+"""Builds wire/ring/_kernels.so and noise/polynomial/_kernels.so; everything else is in pyproject.toml.
 
 The compiler is Zig's clang, from its own wheel, so that a machine needs neither a compiler nor Python's headers, and
 every machine gets the same code: gcc 12 spills the sums of the inner loop and takes 1.6 times as long. A build
 that fails ends the installation. On another processor or system nothing is built, and the package works with slower
-kernels: wire/kernels.py.
+kernels: wire/ring/kernels.py.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class BuildKernels(build_ext):
 
 
 LIBRARIES = {
-    "wire._kernels": ["wire/kernels.c", "wire/kernels_vnni.c", "wire/kernels_rows.c"],
-    "noise._kernels": ["noise/kernels.c"],  # the provider has no use for it
+    "wire.ring._kernels": ["wire/ring/kernels.c", "wire/ring/kernels_vnni.c", "wire/ring/kernels_rows.c"],
+    "noise.polynomial._kernels": ["noise/polynomial/kernels.c"],  # the provider has no use for it
 }
 HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64"
 setup(

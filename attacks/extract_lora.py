@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from attacks import cli
+from attacks.report import command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; see attacks/cli.py for the exit status."""
-    return cli.main("attacks.extract_lora", "Plays the provider and tries to steal the adapter.", None, arguments)
+    """The command line; see attacks/report/command_line.py for the exit status."""
+    does = "Plays the provider and tries to steal the adapter."
+    return command_line.main("attacks.extract_lora", does, None, arguments)
 
 
 if __name__ == "__main__":

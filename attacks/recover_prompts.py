@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from attacks import cli
+from attacks.report import command_line
 
 ADVERSARIES = "layer-0 lookup,deep-state inversion,gradient-view,known-mask,lattice-reduction,no-error"
 """Those that name tokens, and those that open a mask for them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; see attacks/cli.py for the exit status."""
-    return cli.main("attacks.recover_prompts", "Plays the provider and tries to read prompts.", ADVERSARIES, arguments)
+    """The command line; see attacks/report/command_line.py for the exit status."""
+    does = "Plays the provider and tries to read prompts."
+    return command_line.main("attacks.recover_prompts", does, ADVERSARIES, arguments)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The exact ring product on an accelerator against a bf16 product of the same shape, in turn, on the same device.
 
-A provider's whole work in ring arithmetic is rows · W̃ mod 2^32 (wire/product.py); what it would do for tenants without
-a mask is a bf16 product. Both directions are measured: W̃ᵀ as it lies, and W̃, whose copy is made once and not counted
-(wire/product_cuda.py). Numbers are on the device already; times go from one synchronisation to the next. A sample of
-rows is compared with int64. Without a CUDA device nothing is measured: `--device cpu --size 256` runs the same code and
-says nothing about speed.
+A provider's whole work in ring arithmetic is rows · W̃ mod 2^32 (wire/ring/product.py); what it would do for tenants
+without a mask is a bf16 product. Both directions are measured: W̃ᵀ as it lies, and W̃, whose copy is made once and not
+counted (wire/ring/product_cuda.py). Numbers are on the device already; times go from one synchronisation to the next.
+A sample of rows is compared with int64. Without a CUDA device nothing is measured: `--device cpu --size 256` runs the
+same code and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Products:
         self._wide = [torch.randn(size, size, generator=generator).to(self._device, torch.bfloat16) for _ in range(2)]
 
     def _ring(self, is_transposed: bool) -> torch.Tensor:
-        """As a provider multiplies; on the CPU by what wire/product_cuda.py would do, so that its code is run."""
-        from wire import product_cuda, ring
+        """As a provider multiplies; on the CPU by what wire/ring/product_cuda.py would do, so that its code is run."""
+        from wire.ring import coding, product_cuda
 
         rows, weight = self._there
-        multiply = product_cuda.product if weight.is_cpu else ring.product
+        multiply = product_cuda.product if weight.is_cpu else coding.product
         return multiply(rows, weight.t() if is_transposed else weight)
 
     def runs(self) -> dict[str, Callable[[], Any]]:
@@ -85,8 +85,8 @@ class Products:
         return wrong
 
     def is_by_limbs(self) -> bool:
-        """Whether the device passed the self-test of wire/product_cuda.py; else the plain form was measured."""
-        from wire import product_cuda
+        """Whether the device passed the self-test of wire/ring/product_cuda.py; else the plain form was measured."""
+        from wire.ring import product_cuda
 
         return product_cuda.is_exact(self._there[0].device)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from wire.manifest import GroupInfo
-    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.grpc_connection import GrpcConnection
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

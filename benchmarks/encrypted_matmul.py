@@ -39,15 +39,15 @@ class Ours:
         import torch
 
         from benchmarks.transport import make_model
-        from noise.hints import HintStore
+        from noise.hints.store import HintStore
         from noise.lattice import Lattice
-        from noise.ledger import Ledger
+        from noise.ledger.ledger import Ledger
         from noise.params import choose
-        from provider.core import ProviderCore
-        from provider.models import load, resolve
-        from provider.weights import serve_model
-        from tenant_sdk.model import group_spec
-        from tenant_sdk.remote_group import RemoteExecutor
+        from provider.model.load import load, resolve
+        from provider.model.served_model import ProviderCore
+        from provider.model.weights import serve_model
+        from tenant_sdk.model.build import group_spec
+        from tenant_sdk.model.remote_group import RemoteExecutor
         from wire.frame import Direction
         from wire.limits import Limits
         from wire.transport.inproc import InprocConnection

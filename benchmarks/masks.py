@@ -23,7 +23,7 @@ NUM_LAYERS = 30
 TOKENS = 512
 DISTINCT_HINTS = 4
 BY_THE_POOL = {"forward": 4, "forward and backward": 3}
-"""Blocks that a pool of 2 GiB makes together for steps of 512 tokens (`noise.pool.MaskPool._rows_beyond`)."""
+"""Blocks that a pool of 2 GiB makes together for steps of 512 tokens (`noise.blocks.pool.MaskPool._rows_beyond`)."""
 
 
 class Making:
@@ -32,7 +32,7 @@ class Making:
     def __init__(self, parameters: Any, num_layers: int) -> None:
         import torch
 
-        from noise.polynomial import transform
+        from noise.polynomial.negacyclic import transform
         from noise.sampling import Csprng
 
         self._parameters, self._num_layers, self._rng = parameters, num_layers, Csprng()
@@ -66,14 +66,15 @@ class Making:
                 self._one(num_blocks, request, hints[reply])
 
     def _one(self, num_blocks: int, features: int, hint: Any) -> None:
-        from noise import polynomial, sampling
+        from noise import sampling
+        from noise.polynomial import negacyclic
 
         degree, rank = self._parameters.ring_degree, self._parameters.rank
         secrets = sampling.ternary(self._rng, (num_blocks, rank, degree))
-        secrets_hat = polynomial.secret_transform(secrets)
+        secrets_hat = negacyclic.secret_transform(secrets)
         error = sampling.error(self._rng, (num_blocks, degree, features), self._parameters)
-        polynomial.combine(self._public.first(features), secrets_hat, error)
-        polynomial.product(hint, secrets_hat, self._parameters)
+        negacyclic.combine(self._public.first(features), secrets_hat, error)
+        negacyclic.product(hint, secrets_hat, self._parameters)
 
 
 def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:

@@ -51,7 +51,7 @@ class Found:
 
 def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
     """One tenant's step; ring rows, any numbers."""
-    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 
     passes = Passes(GrpcConnection(url, TlsIdentity.read(folder / name)), ROWS)

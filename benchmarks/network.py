@@ -44,7 +44,7 @@ def step_of(client: Any) -> Callable[[], Any]:
     import torch
     from peft import get_peft_model
 
-    from tenant_sdk.finetune import default_peft_config
+    from tenant_sdk.training.finetune import default_peft_config
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

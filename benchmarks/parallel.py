@@ -65,7 +65,7 @@ def _children(pid: int) -> list[int]:
 
 def run(repeats: int) -> dict[str, Served]:
     """Every way, measured in turn."""
-    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.grpc_connection import GrpcConnection
 
     with contextlib.ExitStack() as stack:
         found = {}

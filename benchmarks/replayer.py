@@ -94,7 +94,7 @@ def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> No
     from safetensors.torch import load_file
 
     from wire.frame import Arithmetic, Call, Direction
-    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 
     os.sched_setaffinity(0, {LOAD_CORE})

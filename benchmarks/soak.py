@@ -27,9 +27,9 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.common import provider
 from wire.errors import DeadlineExceeded, QuotaExceeded, Unavailable
-from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose
-from wire.transport.grpc_client import GrpcConnection
+from wire.ring.seeded_rows import Rows, SeededRows
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 BLOCKS = "model.layers.[0-1].*"
@@ -204,9 +204,9 @@ class Tenants:
 
 def known_replies(folder: Path, model: str, blocks: str) -> None:
     """Rows and what the weights make of them, for every group and direction."""
-    from provider.core import ProviderCore
-    from provider.models import load, resolve
-    from provider.weights import serve_model
+    from provider.model.load import load, resolve
+    from provider.model.served_model import ProviderCore
+    from provider.model.weights import serve_model
 
     served = serve_model(load(resolve(model)), patterns=blocks)
     core, tensors = ProviderCore(served), {}

@@ -38,8 +38,8 @@ class Making:
         """Args: folder: for the hint."""
         import torch
 
-        from noise.hints import HintKey, HintStore
-        from noise.polynomial import transform
+        from noise.hints.store import HintKey, HintStore
+        from noise.polynomial.negacyclic import transform
         from noise.sampling import Csprng
         from wire.frame import Direction
 
@@ -68,13 +68,14 @@ class Making:
 
     def make(self, num_blocks: int) -> None:
         """A mask of the inputs and an effect on the outputs, `num_blocks` of 512 rows each."""
-        from noise import polynomial, sampling
+        from noise import sampling
+        from noise.polynomial import negacyclic
 
         degree, rank = self._parameters.ring_degree, self._parameters.rank
-        secrets_hat = polynomial.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
+        secrets_hat = negacyclic.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
         error = sampling.error(self._rng, (num_blocks, degree, self._size), self._parameters)
-        polynomial.combine(self._public, secrets_hat, error)
-        polynomial.product(self._hint, secrets_hat, self._parameters)
+        negacyclic.combine(self._public, secrets_hat, error)
+        negacyclic.product(self._hint, secrets_hat, self._parameters)
 
 
 def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:

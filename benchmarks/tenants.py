@@ -157,12 +157,12 @@ def local() -> None:
 
 def serve_saving(kind: str) -> None:
     """A worker's life: a provider on loopback, which keeps each forward request until its gradient, or nothing."""
-    from provider.core import ProviderCore
-    from provider.job import Job
-    from provider.models import load, resolve
+    from provider.engine.job import Job
+    from provider.model.load import load, resolve
+    from provider.model.served_model import ProviderCore
+    from provider.model.weights import serve_model
+    from provider.net.server import Server
     from provider.serve import share_one_heap
-    from provider.server import Server
-    from provider.weights import serve_model
 
     share_one_heap()
     core = ProviderCore(serve_model(load(resolve("smollm2-135m"))))
@@ -180,7 +180,7 @@ def serve_saving(kind: str) -> None:
             super().__init__(call, rows, *others)
 
     if kind == "saving":
-        import provider.session
+        import provider.net.session
 
         provider.session.Job = SavingJob  # type: ignore[misc]
     server = Server("127.0.0.1", 0, None)
@@ -194,7 +194,7 @@ def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
     """Prints the provider's memory at the end of all forward passes."""
     import subprocess
 
-    from wire.transport.grpc_client import GrpcConnection
+    from wire.transport.grpc_connection import GrpcConnection
 
     peaks: dict[str, list[float]] = {}
     for kind in ("stateless", "saving"):

@@ -23,7 +23,7 @@ from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
 from wire.limits import CHUNK_BYTES
 
 if TYPE_CHECKING:
-    from wire.transport.base import Connection
+    from wire.transport.connection import Connection
     from wire.transport.identity import TlsIdentity
 
 SIZES_MIB = (1, 2, 4, 8)
@@ -38,8 +38,8 @@ def serve_echo(state: str) -> None:
     """A bare gRPC server with the provider's own options and certificates."""
     import grpc
 
-    from provider.identity import StateDir, issue_server_certificate
-    from provider.server import server_options
+    from provider.identity.authority import StateDir, issue_server_certificate
+    from provider.net.server import server_options
 
     def echo(messages: Any, context: Any) -> Any:
         yield from messages
@@ -60,11 +60,11 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
     """A provider of one real layer group, 576 to 576; see `KINDS`."""
     import torch
 
-    from provider.core import ProviderCore
-    from provider.identity import StateDir
-    from provider.models import load, resolve
-    from provider.server import Server
-    from provider.weights import serve_model
+    from provider.identity.authority import StateDir
+    from provider.model.load import load, resolve
+    from provider.model.served_model import ProviderCore
+    from provider.model.weights import serve_model
+    from provider.net.server import Server
 
     class IdentityCore(ProviderCore):
         """Answers with what came."""
@@ -124,7 +124,7 @@ class _Echo:
     """A client of `serve_echo`: one stream."""
 
     def __init__(self, url: str, identity: TlsIdentity) -> None:
-        from wire.transport.grpc_client import open_channel
+        from wire.transport.grpc_connection import open_channel
 
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._channel = open_channel(url, identity)
@@ -162,9 +162,9 @@ def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: in
 
 def run(repeats: int = 7) -> dict[str, Any]:
     """Microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
-    from provider.identity import StateDir
-    from provider.tenants import enroll
-    from wire.transport.grpc_client import GrpcConnection
+    from provider.identity.authority import StateDir
+    from provider.identity.registry import enroll
+    from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import load_identity
 
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:

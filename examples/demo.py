@@ -69,12 +69,12 @@ def keep_unmasked(client: Any, question: str) -> None:
 
     from tenant_sdk.adapters import adapted_model
     from tenant_sdk.generate import encode_prompt
-    from wire import ring
+    from wire.ring import coding
 
     model = adapted_model(client, None).model
     with torch.no_grad():
         rows = model.layers[0].input_layernorm(model.embed_tokens(encode_prompt(client.tokenizer, question)))[0]
-    encoded, _ = ring.encode(rows, client.connect().groups[0].max_column_norm)
+    encoded, _ = coding.encode(rows, client.connect().groups[0].max_column_norm)
     (WORK / "unmasked.json").write_text(json.dumps(encoded[:2, :6].tolist()))
 
 
@@ -97,8 +97,8 @@ def tenant(url: str) -> None:
     from peft import LoraConfig
 
     from tenant_sdk.adapters import adapted_model
-    from tenant_sdk.dataset import load_rows, tokenize
-    from tenant_sdk.finetune import mean_loss
+    from tenant_sdk.training.dataset import load_rows, tokenize
+    from tenant_sdk.training.finetune import mean_loss
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
     heldout = heldout[1::2]  # half of them, for time; README says how all eight fare

@@ -23,7 +23,7 @@ from tenant_sdk import TenantClient
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
 
-from tenant_sdk.planned_calls import check_run
+from tenant_sdk.model.planned_calls import check_run
 from wire.errors import VeilbaseError
 
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"

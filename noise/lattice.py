@@ -18,19 +18,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from noise import polynomial, sampling
-from noise.hint_file import Hint
-from noise.hints import HintKey, HintStore
-from noise.ledger import Ledger, Reservation, SeedExhausted
-from noise.ledger_file import Seed
+from noise import sampling
+from noise.blocks.pool import DEFAULT_BYTES, Block, Key, MaskPool
+from noise.blocks.slots import Slots, SlotsExhausted
+from noise.hints.file import Hint
+from noise.hints.store import HintKey, HintStore
+from noise.ledger.file import Seed
+from noise.ledger.ledger import Ledger, Reservation, SeedExhausted
 from noise.params import LatticeParameters
-from noise.pool import DEFAULT_BYTES, Block, Key, MaskPool
+from noise.polynomial import negacyclic
 from noise.scheme import EffectPath, GroupSpec, Masked, MaskedRow, Message, RowCodecs, decode_rows, encode_rows
-from noise.slots import Slots, SlotsExhausted
 from wire.errors import ConfigurationError, MaskError
-from wire.expand import SeededRows
 from wire.frame import HEADER_BYTES, ITEM_BYTES, Arithmetic, Call, Direction, Purpose
 from wire.limits import Limits
+from wire.ring.seeded_rows import SeededRows
 
 BLOCKS_RESERVED_AT_ONCE = 64
 """One fsync serves so many blocks; what a process leaves unused stays counted."""
@@ -47,7 +48,7 @@ class _Epoch:
 
     seed: Seed
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    matrices: list[polynomial.Transforms] = field(default_factory=list, repr=False)
+    matrices: list[negacyclic.Transforms] = field(default_factory=list, repr=False)
     reservations: list[Reservation] = field(default_factory=list, repr=False)
 
 
@@ -164,10 +165,10 @@ class Lattice:
         hint = self._hint(epoch, group, direction)
         request_cols, _ = group.widths(direction)
         degree, rank = self.parameters.ring_degree, self.parameters.rank
-        secrets_hat = polynomial.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
+        secrets_hat = negacyclic.secret_transform(sampling.ternary(self._rng, (num_blocks, rank, degree)))
         error = sampling.error(self._rng, (num_blocks, degree, request_cols), self.parameters)
-        masks = polynomial.combine(self._matrix(epoch, request_cols), secrets_hat, error)
-        effects = polynomial.product(hint, secrets_hat, self.parameters)
+        masks = negacyclic.combine(self._matrix(epoch, request_cols), secrets_hat, error)
+        effects = negacyclic.product(hint, secrets_hat, self.parameters)
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 
     def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
@@ -183,9 +184,9 @@ class Lattice:
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
         with torch.inference_mode(False):  # see `polynomial.combine`: masks are added to in place
-            masks = polynomial.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
+            masks = negacyclic.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
             masks += sampling.error(self._rng, masks.shape, self.parameters)
-            effects = polynomial.product(hint, cut.secrets_hat, self.parameters)[0, kept]
+            effects = negacyclic.product(hint, cut.secrets_hat, self.parameters)[0, kept]
             piece = self.pool.piece_rows
             # copies, so that a piece's memory is free when its own rows are used
             pairs = zip(masks.split(piece), effects.split(piece), strict=True)
@@ -197,7 +198,7 @@ class Lattice:
         if cut is None or cut.epoch is not self._current():  # rows under an old seed are abandoned
             epoch, (slots,) = self._open_blocks(1)
             shape = (1, self.parameters.rank, self.parameters.ring_degree)
-            cut = _Cut(epoch, polynomial.secret_transform(sampling.ternary(self._rng, shape)), slots)
+            cut = _Cut(epoch, negacyclic.secret_transform(sampling.ternary(self._rng, shape)), slots)
             self._cuts[group.id, direction] = cut
             try:
                 self.pool.check_open()
@@ -249,13 +250,13 @@ class Lattice:
         if is_first:
             self._hints.forget(old.seed.seed)
 
-    def _matrix(self, epoch: _Epoch, features: int) -> polynomial.Transforms:
+    def _matrix(self, epoch: _Epoch, features: int) -> negacyclic.Transforms:
         """Transforms of A's first columns, kept: every layer reads the same ones."""
         with epoch.lock:
             have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:
                 matrix = SeededRows(epoch.seed.seed, 0, self.parameters.dimension).expand(features)
-                epoch.matrices[:] = [polynomial.transform(matrix, self.parameters)]
+                epoch.matrices[:] = [negacyclic.transform(matrix, self.parameters)]
             return epoch.matrices[0].first(features)
 
     def _hint(self, epoch: _Epoch, group: GroupSpec, direction: Direction) -> Hint:

@@ -22,7 +22,7 @@ _MOST_CHARACTERS = 40
 _MOST_BITS = 64
 """A number of more bits is shown by its length."""
 _HINT_BITS = (32, 24, 22, 20)
-"""What noise/hint_file.py can store."""
+"""What noise/hints/file.py can store."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from noise.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.blocks.slots import Slots
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
-from noise.slots import Slots
-from wire import ring
 from wire.errors import ConfigurationError
-from wire.expand import SeededRows
 from wire.frame import Arithmetic, Call, Direction
+from wire.ring import coding
+from wire.ring.seeded_rows import SeededRows
 
 BLOCK_ROWS = 256
 """Rows under one key: large enough for an efficient product, small enough for a short answer."""
@@ -80,7 +80,7 @@ class Pad:
             count = piece if left > piece // 2 else left
             left -= count
             pad = SeededRows(self._fresh_seed(), 0, count).expand(matrix.shape[0])
-            blocks.append(Block(pad, ring.product(pad, matrix), Slots(count)))
+            blocks.append(Block(pad, coding.product(pad, matrix), Slots(count)))
         return blocks
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:

@@ -24,7 +24,7 @@ errors fall to Arora and Ge, "New algorithms for learning with errors in presenc
 
 MAX_RING_DEGREE = 2048
 MAX_RANK = 6
-"""Largest N and k for which noise/polynomial.py is tested to be exact."""
+"""Largest N and k for which noise/polynomial/negacyclic.py is tested to be exact."""
 
 MAX_SIGMA = 1024.0
 """Past this the loss of quality is plain (DESIGN.md section 3: loss 2.7166 against 2.7054) and tables grow large."""

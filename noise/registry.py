@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from noise.blocks.pool import DEFAULT_BYTES
 from noise.gaussian_pool import GaussianPool
-from noise.hints import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
+from noise.hints.store import DEFAULT_DROPPED_BITS, DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.lattice import Lattice
-from noise.ledger import Ledger
+from noise.ledger.ledger import Ledger
 from noise.off import Off
 from noise.options import check_options
 from noise.pad import Pad, WeightOf
 from noise.params import LatticeParameters, choose
-from noise.pool import DEFAULT_BYTES
 from noise.scheme import MaskScheme
 from noise.shares import Shares
 from wire.errors import ConfigurationError

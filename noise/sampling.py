@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
 
+from noise.blocks.workers import share
 from noise.params import NOMINAL_SIGMA, LatticeParameters
-from noise.workers import share
 from wire.errors import ConfigurationError
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,9 +15,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from wire import kernels, ring
-from wire.expand import Rows
 from wire.frame import Arithmetic, Call, Direction
+from wire.ring import coding, kernels
+from wire.ring.seeded_rows import Rows
 
 _CPU = torch.device("cpu")
 
@@ -158,25 +158,25 @@ class RowCodecs:
     """How one row is coded, for each group and direction; a decode step codes a hundred."""
 
     def __init__(self, error_bound: float = 0.0, slack: float = 0.0) -> None:
-        """Args: error_bound: of each number of a mask's error; slack: see `wire.ring.encode`."""
+        """Args: error_bound: of each number of a mask's error; slack: see `wire.ring.coding.encode`."""
         self._error_bound, self._slack = error_bound, slack
-        self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, ring.RowCodec | None]] = {}
+        self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
-    def of(self, group: GroupSpec, direction: Direction) -> tuple[Call, ring.RowCodec | None]:
+    def of(self, group: GroupSpec, direction: Direction) -> tuple[Call, coding.RowCodec | None]:
         """The call, and what codes its row; None where that takes the longer way."""
         known = self._known.get((group.id, direction))
         if known is None or known[0] is not group:
             known = self._known[group.id, direction] = group, *self._make(group, direction)
         return known[1:]
 
-    def _make(self, group: GroupSpec, direction: Direction) -> tuple[Call, ring.RowCodec | None]:
+    def _make(self, group: GroupSpec, direction: Direction) -> tuple[Call, coding.RowCodec | None]:
         call, widths = Call(group.id, direction, Arithmetic.RING), group.widths(direction)
         if not kernels.available() or 0 in widths:
             return call, None
         error_norm, alpha = self._error_bound * math.sqrt(widths[0]), group.alpha_on(_CPU).contiguous()
         if direction is Direction.FORWARD:
-            return call, ring.RowCodec(widths, group.column_norm, error_norm, self._slack, None, alpha)
-        return call, ring.RowCodec(widths, group.row_norm, error_norm, self._slack, alpha, None)
+            return call, coding.RowCodec(widths, group.column_norm, error_norm, self._slack, None, alpha)
+        return call, coding.RowCodec(widths, group.row_norm, error_norm, self._slack, alpha, None)
 
 
 def encode_rows(
@@ -188,8 +188,8 @@ def encode_rows(
         int32 rows and their float32 scales, shape (num_rows, 1), which stay with the tenant.
     """
     if direction is Direction.FORWARD:
-        return ring.encode(rows, group.column_norm, error_norm, slack)
-    return ring.encode(rows, group.row_norm, error_norm, slack, group.alpha_on(rows.device))
+        return coding.encode(rows, group.column_norm, error_norm, slack)
+    return coding.encode(rows, group.row_norm, error_norm, slack, group.alpha_on(rows.device))
 
 
 def decode_rows(
@@ -202,4 +202,4 @@ def decode_rows(
     """The real product of a ring reply, its mask's effect taken off; float32, shape (num_rows, reply columns), without
     bias."""
     alpha = group.alpha_on(reply.device) if direction is Direction.FORWARD else None
-    return ring.decode(reply, scales, alpha, effect)
+    return coding.decode(reply, scales, alpha, effect)

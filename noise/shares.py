@@ -13,8 +13,8 @@ import torch
 
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
 from wire.errors import MaskError
-from wire.expand import SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.ring.seeded_rows import SeededRows
 
 
 class Shares:

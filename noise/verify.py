@@ -2,7 +2,7 @@
 
 Guarantees: a reply with at least one wrong number, in any number of rows, passes with probability at most 2^-κ; after
 the first failure nothing passes and the secrets are gone. The weights themselves are not kept. It does not guarantee
-which weights are trusted: that is tenant_sdk/trusted.py's part.
+which weights are trusted: that is tenant_sdk/trust/checkpoint.py's part.
 
 For secret binary R, of shape (reply features × κ+1), and V = W̃·R, a reply r to the rows z must give r·R ≡ z·V mod
 2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all differences of a row: times a binary
@@ -26,10 +26,10 @@ from typing import ClassVar, NoReturn
 import numpy as np
 import torch
 
-from wire import ring
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
-from wire.product import int_mm_is_fast
+from wire.ring import coding
+from wire.ring.product import int_mm_is_fast
 
 FAILED = "an answer of the provider is not what the trusted checkpoint gives: this session is over"
 """The one sentence, whatever was wrong: a forger learns nothing from the difference."""
@@ -63,7 +63,7 @@ class _Projection:
     def fits(self, rows: torch.Tensor, reply: torch.Tensor) -> bool:
         """Whether r·R ≡ z·V for every row and column."""
         columns = self.outer.shape[1]
-        return torch.equal(ring.product(reply, self.outer), _join(ring.product(rows, self.inner), columns))
+        return torch.equal(coding.product(reply, self.outer), _join(coding.product(rows, self.inner), columns))
 
 
 class Verifier:
@@ -237,7 +237,7 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     parts = torch._int_mm(fold, limbs)  # type: ignore[no-untyped-call]
     total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # wraps mod 2^32
     # Σ S·u = Σ S·(u − 128) + 128·ΣS in each byte, so 0x80808080·ΣS in the number
-    offset = ring.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)
+    offset = coding.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)
     return total.add_(offset)
 
 
@@ -245,7 +245,7 @@ def _project(quantised: torch.Tensor, columns: int) -> _Projection:
     """Draws R and computes W̃·R, which no int32 overflows: 127 · MAX_FEATURES < 2^29."""
     inputs, outputs = quantised.shape
     outer = _random_bits(outputs, columns)
-    parts = [ring.product(part.to(torch.int32), outer) for part in quantised.split(_WEIGHT_ROWS)]
+    parts = [coding.product(part.to(torch.int32), outer) for part in quantised.split(_WEIGHT_ROWS)]
     return _Projection(inputs, outputs, outer, _balanced_limbs(torch.cat(parts)))
 
 

@@ -150,8 +150,8 @@ def enroll(
     ] = None,
 ) -> None:
     """Issue a tenant's identity."""
-    from provider.identity import StateDir
-    from provider.tenants import enroll as issue
+    from provider.identity.authority import StateDir
+    from provider.identity.registry import enroll as issue
 
     opened = StateDir(_state_path(state))
     served = _last_endpoint(opened.path)
@@ -165,8 +165,8 @@ def enroll(
 @app.command()
 def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State = None) -> None:
     """Refuse a tenant from now on, inside open streams too."""
-    from provider.identity import StateDir
-    from provider.tenants import revoke as withdraw
+    from provider.identity.authority import StateDir
+    from provider.identity.registry import revoke as withdraw
 
     num_revoked = withdraw(StateDir(_state_path(state), create=False), name)
     typer.echo(f"revoked {num_revoked} certificate{'' if num_revoked == 1 else 's'} of {name}")
@@ -175,8 +175,8 @@ def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State =
 @app.command()
 def tenants(state: _State = None) -> None:
     """List every certificate issued: name, status, expiry, serial number."""
-    from provider.identity import StateDir
-    from provider.tenants import tenants as registered
+    from provider.identity.authority import StateDir
+    from provider.identity.registry import tenants as registered
 
     now = datetime.now(UTC)
     for record in registered(StateDir(_state_path(state), create=False)):

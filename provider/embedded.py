@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from provider.core import ProviderCore
-from provider.models import load, resolve
-from provider.weights import WeightsKind, serve_model
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import WeightsKind, serve_model
 from wire.loading import quiet_transformers
 
 

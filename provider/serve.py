@@ -14,19 +14,19 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from provider.config import ProviderSettings
-from provider.descriptors import raise_file_limit
+from provider.net.descriptors import raise_file_limit
 from provider.parallel.environment import rank_here
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from provider.admission import Admission
-    from provider.core import ProviderCore
-    from provider.identity import StateDir
+    from provider.engine.replica import Product
+    from provider.identity.authority import StateDir
+    from provider.model.served_model import ProviderCore
+    from provider.net.admission import Admission
+    from provider.net.server import Server
+    from provider.net.service import ProviderService
     from provider.operations.monitor import Monitor
-    from provider.replica import Product
     from provider.schedule.scheduler import Scheduler
-    from provider.server import Server
-    from provider.service import ProviderService
     from provider.shards.router import Shard
 
 _JOIN_LOOK_S = 0.05
@@ -65,9 +65,9 @@ def serve(settings: ProviderSettings) -> None:
         from provider.parallel.start import help_out
 
         return help_out(settings)
-    from provider.admission import Admission  # here, not above: torch takes seconds to import
+    from provider.net.admission import Admission  # here, not above: torch takes seconds to import
+    from provider.net.server import Server
     from provider.operations.usage import FILE_NAME, UsageBook
-    from provider.server import Server
 
     state = _open_state(settings)
     with ExitStack() as ending:  # the last one first; each is done whatever came of the others
@@ -138,8 +138,8 @@ def refuse_tls_1_2() -> None:
 
     gRPC for Python has no setting for the lowest version. Its list of cipher suites is for TLS 1.2 only (those of 1.3
     are BoringSSL's own, and stay), so a list of what no provider of ours can do leaves 1.2 without any: a suite that is
-    authenticated by RSA, where the key of every server certificate is P-256 (`provider.identity`). The operator's own
-    list is overruled, since any that names ECDSA opens TLS 1.2 again.
+    authenticated by RSA, where the key of every server certificate is P-256 (`provider.identity.authority`). The
+    operator's own list is overruled, since any that names ECDSA opens TLS 1.2 again.
     """
     if "grpc" in sys.modules:
         _LOGGER.warning("gRPC was loaded before the provider was started: its port takes TLS 1.2 as well as 1.3")
@@ -147,7 +147,7 @@ def refuse_tls_1_2() -> None:
 
 
 def _open_state(settings: ProviderSettings) -> StateDir | None:
-    from provider.identity import StateDir
+    from provider.identity.authority import StateDir
 
     return StateDir(settings.state) if settings.tls else None
 
@@ -155,10 +155,10 @@ def _open_state(settings: ProviderSettings) -> StateDir | None:
 def _make_core(settings: ProviderSettings) -> ProviderCore:
     import torch
 
-    from provider.core import ProviderCore
-    from provider.models import load, resolve
-    from provider.record import Recorder
-    from provider.weights import return_freed_memory, serve_model
+    from provider.model.load import load, resolve
+    from provider.model.served_model import ProviderCore
+    from provider.model.weights import return_freed_memory, serve_model
+    from provider.operations.recording import Recorder
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -199,11 +199,11 @@ def _make_shards(
     settings: ProviderSettings, core: ProviderCore, admission: Admission, ending: ExitStack
 ) -> list[Shard]:
     """Who computes which groups; where that is other processes, this one lets its weights go."""
-    from provider.server import whole
+    from provider.net.server import whole
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
         return [whole(core, _make_scheduler(settings, core, admission, core.compute))]
-    from provider.replica import ReplicaLost
+    from provider.engine.replica import ReplicaLost
     from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
@@ -235,7 +235,7 @@ def _make_scheduler(
     product: Product | None = None,
     ids: Collection[int] | None = None,
 ) -> Scheduler:
-    from provider.profile import make_scheduler
+    from provider.engine.profile import make_scheduler
     from provider.schedule.policy import Policy
 
     policy = Policy(

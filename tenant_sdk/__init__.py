@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from wire.transport.engine import prefer_waiting_in_place
+from wire.transport.event_engine import prefer_waiting_in_place
 
 if "torch" not in sys.modules:
     # OpenMP's workers spin for milliseconds after each operation by default, on the cores that TLS and a provider on
@@ -22,7 +22,7 @@ prefer_waiting_in_place()
 
 if TYPE_CHECKING:
     from tenant_sdk.client import TenantClient
-    from tenant_sdk.finetune import FinetuneResult
+    from tenant_sdk.training.finetune import FinetuneResult
 
 __all__ = ["FinetuneResult", "TenantClient"]
 
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
         return TenantClient
     if name == "FinetuneResult":
-        from tenant_sdk.finetune import FinetuneResult
+        from tenant_sdk.training.finetune import FinetuneResult
 
         return FinetuneResult
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from peft.tuners.ln_tuning.layer import LNTuningLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 
-from tenant_sdk.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from wire.errors import ConfigurationError
 from wire.loading import loading
 

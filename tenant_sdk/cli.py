@@ -99,7 +99,7 @@ def finetune(
     not_connected = _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change)
     from peft import LoraConfig
 
-    from tenant_sdk.dataset import load_rows
+    from tenant_sdk.training.dataset import load_rows
 
     if not (data.is_fifo() or data.is_char_device()):  # what can be read once only waits for the provider's check
         load_rows(data)

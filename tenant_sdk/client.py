@@ -21,7 +21,7 @@ from noise.options import check_options
 from noise.registry import DEFAULT_MASK, MASKS
 from tenant_sdk import embedded
 from tenant_sdk.explain import explain
-from tenant_sdk.model import context_length, generation_settings, load_remote_model
+from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.session import Plan, Session, open_bundle, open_session, open_text
@@ -31,13 +31,13 @@ from tenant_sdk.trust.pins import PARTS
 from wire.errors import ConfigurationError
 from wire.frame import Direction
 from wire.manifest import Manifest
-from wire.transport.base import Traffic
+from wire.transport.connection import Traffic
 from wire.transport.identity import load_identity
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-    from tenant_sdk.finetune import FinetuneResult
+    from tenant_sdk.training.finetune import FinetuneResult
 
 
 class TenantClient:
@@ -190,8 +190,8 @@ class TenantClient:
         output_dir: str | Path = "adapters/adapter",
         **options: Any,
     ) -> FinetuneResult:
-        """Trains an adapter; see `tenant_sdk.finetune.finetune` for all arguments, errors and the result."""
-        from tenant_sdk.finetune import finetune
+        """Trains an adapter; see `tenant_sdk.training.finetune.finetune` for all arguments, errors and the result."""
+        from tenant_sdk.training.finetune import finetune
 
         return finetune(self, data, peft_config, output_dir, **options)
 

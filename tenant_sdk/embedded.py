@@ -6,7 +6,7 @@ The one place where tenant_sdk touches the provider's code (import-linter knows 
 from __future__ import annotations
 
 from wire.errors import ConfigurationError
-from wire.transport.base import Connection
+from wire.transport.connection import Connection
 from wire.transport.inproc import InprocConnection
 
 SCHEME = "inproc:"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from tenant_sdk.planned_calls import Course
+from tenant_sdk.model.planned_calls import Course
 from wire.errors import ConfigurationError
 
 _GUESSING = (

@@ -16,7 +16,6 @@ import torch
 from transformers import LogitsProcessorList, TextStreamer
 
 from tenant_sdk.adapters import adapted_model, positive, virtual_tokens
-from tenant_sdk.dataset import RENDER_ERRORS
 from tenant_sdk.fixed_length import (
     FiniteLogits,
     cut_at_stop,
@@ -25,8 +24,9 @@ from tenant_sdk.fixed_length import (
     refuse_early_ends,
     refuse_guessing,
 )
-from tenant_sdk.planned_calls import Course, planned_calls
+from tenant_sdk.model.planned_calls import Course, planned_calls
 from tenant_sdk.text.rows import check_fits, pad_token, padded_prompt
+from tenant_sdk.training.dataset import RENDER_ERRORS
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:

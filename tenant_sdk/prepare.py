@@ -10,7 +10,7 @@ import torch
 from noise.lattice import Lattice
 from noise.pad import Pad
 from noise.scheme import GroupSpec, MaskScheme
-from tenant_sdk.model import group_spec, load_alphas
+from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.progress import counting
 from wire.frame import Direction
 from wire.manifest import Manifest

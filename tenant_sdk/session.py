@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
-from noise.ledger import Ledger
+from noise.ledger.ledger import Ledger
 from noise.registry import RING_ONLY, Setting, choose_arithmetic, make_scheme
 from noise.scheme import MaskScheme
 from noise.verify import Verifier
 from tenant_sdk import embedded
-from tenant_sdk.bundle import default_cache, fetch_bundle
-from tenant_sdk.compare import check_manifest_config
 from tenant_sdk.identity import issuer_of, tenant_name
-from tenant_sdk.model import context_length
-from tenant_sdk.remote_group import RemoteExecutor
+from tenant_sdk.model.build import context_length
+from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.text.source import TenantText, TokenizerSource, named_text, provider_text, verified_text
+from tenant_sdk.trust.bundle import default_cache, fetch_bundle
+from tenant_sdk.trust.compare import check_manifest_config
 from tenant_sdk.trust.pins import Pins, canonical_digests, name_digest
 from wire.errors import ConfigurationError
 from wire.limits import Limits
 from wire.manifest import Manifest
-from wire.transport.base import Connection
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport.connection import Connection
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity, load_identity
 
 
@@ -143,7 +143,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
 
 
 def _find_tokenizer(name: str) -> TokenizerSource:
-    from tenant_sdk.trusted import find_tokenizer
+    from tenant_sdk.trust.checkpoint import find_tokenizer
 
     return find_tokenizer(name)
 
@@ -260,7 +260,7 @@ def _verify(
     """The verifier; for mask='pad' the trusted weights themselves go into `own_weights`."""
     if plan.verify is None:
         return None
-    from tenant_sdk.trusted import TrustedCheckpoint
+    from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 
     verifier = Verifier(plan.kappa)
     checkpoint, folder = TrustedCheckpoint.open(plan.verify), fetch_bundle(connection, manifest, plan.cache)

@@ -22,8 +22,8 @@
     ├── MaskError               the privacy mask
     │   ├── MaskReused          a slot was about to be used twice
     │   ├── MaskOverflow        the no-wrap bound would not hold
-    │   ├── SlotsExhausted      a block has fewer unused rows than were asked for (noise/slots.py)
-    │   ├── SeedExhausted       a seed has no room for so many more secrets (noise/ledger.py)
+    │   ├── SlotsExhausted      a block has fewer unused rows than were asked for (noise/blocks/slots.py)
+    │   ├── SeedExhausted       a seed has no room for so many more secrets (noise/ledger/ledger.py)
     │   ├── WeakParameters      parameters below the accepted table
     │   └── VerificationFailed  a reply or a file is not what the trusted checkpoint gives
     ├── ConfigurationError      a setting, a model name, a file that the user named

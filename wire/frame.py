@@ -20,9 +20,9 @@ from wire.call import Call as Call
 from wire.call import Direction as Direction
 from wire.call import Purpose as Purpose
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
-from wire.expand import PACKED_BYTES, Rows, SeededRows
 from wire.limits import CHUNK_BYTES
-from wire.memory import unwritten
+from wire.ring.buffers import unwritten
+from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows
 
 PROTOCOL_VERSION = 1
 MAGIC = b"VEIL"

@@ -23,7 +23,7 @@ from wire.limits import (
     MAX_TEXT_FILE_BYTES,
     Limits,
 )
-from wire.quantise import INT8_MAX
+from wire.ring.quantise import INT8_MAX
 
 BUNDLE_FILE_NAMES = frozenset(
     {
@@ -46,7 +46,7 @@ _MOST_ERRORS = 100
 _Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
 _Features = Field(ge=1, le=MAX_FEATURES)
 _Norm = Field(ge=1, allow_inf_nan=False)
-"""Of a column of integers; `wire.quantise.max_norms` gives no less, and scales rely on it."""
+"""Of a column of integers; `wire.ring.quantise.max_norms` gives no less, and scales rely on it."""
 _Digest = Field(pattern=r"^[0-9a-f]{64}$")
 
 

@@ -20,10 +20,10 @@ import torch
 
 from attacks.adversaries.binary_system import BinarySystem
 from attacks.adversaries.ring_lwe import PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
-from attacks.adversary import Adversary, Claim
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
 
 MOST_DIMENSION = 32
 """560 unknowns; one guess takes tens of milliseconds."""

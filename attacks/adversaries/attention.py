@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attacks.public_model import Block, Layer, PublicModel
+from attacks.seen.public_model import Block, Layer, PublicModel
 
 _FIRST_STEPS, _MAX_STEPS = 40, 250
 _HOPELESS = 0.1

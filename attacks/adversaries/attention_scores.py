@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from attacks.adversaries.attention import turn
-from attacks.public_model import Block, Layer, PublicModel
+from attacks.seen.public_model import Block, Layer, PublicModel
 
 _MAX_NUMBERS = 1 << 25
 """Of a dense system of equations: a quarter of a GB."""

@@ -24,10 +24,10 @@ from statistics import NormalDist
 
 import torch
 
-from attacks.adversary import Adversary, Claim, StolenFact
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import Message, View
+from attacks.seen.adversary import Adversary, Claim, StolenFact
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import Message, View
 
 _DEVIATIONS = 12.0
 """Standard deviations of chi-square: by chance less than once in 2^66 (Wilson and Hilferty's approximation), hence

@@ -19,10 +19,10 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from attacks.adversaries import attention, attention_scores, gradient_equations, mlp, residual, ring_scales
 from attacks.adversaries.layer0_lookup import lookup
-from attacks.adversary import Adversary, Claim, StolenDelta
-from attacks.passes import Opened, Prompt, prompts
-from attacks.public_model import Block, Layer, Norm, PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenDelta
+from attacks.seen.forward_passes import Opened, Prompt, prompts
+from attacks.seen.public_model import Block, Layer, Norm, PublicModel
+from attacks.seen.view import View
 
 _UNCHANGED = 1e-5
 """Relative error at which public weights explain what was seen: fp32 rounding of a layer leaves 1e-6 to 1e-7."""

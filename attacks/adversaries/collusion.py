@@ -14,12 +14,12 @@ from collections import defaultdict, deque
 
 import torch
 
-from attacks.adversary import Adversary, Claim, StolenRows
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import Message, View
+from attacks.seen.adversary import Adversary, Claim, StolenRows
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import Message, View
 from wire.errors import ConfigurationError
-from wire.expand import SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 _Key = tuple[int, str, int]
 """Group, direction and number of rows, which both providers see of the same call."""

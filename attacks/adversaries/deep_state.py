@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from attacks.adversaries.attention import rotate_at
 from attacks.adversaries.mlp import is_known, predict
-from attacks.adversary import Adversary, Claim, StolenTokens
-from attacks.passes import Opened, prompts
-from attacks.public_model import Block, Layer, PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenTokens
+from attacks.seen.forward_passes import Opened, prompts
+from attacks.seen.public_model import Block, Layer, PublicModel
+from attacks.seen.view import View
 
 _BUDGET = 2_000_000_000_000
 """Multiplications spent on one view: a token of SmolLM2 takes 1.7e11."""

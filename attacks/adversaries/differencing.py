@@ -11,10 +11,10 @@ from itertools import combinations, islice
 
 import torch
 
-from attacks.adversary import Adversary, Claim, StolenDifference
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import Message, View
+from attacks.seen.adversary import Adversary, Claim, StolenDifference
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import Message, View
 
 _FEW_GROUPS = 8
 _FEW_PAIRS = 8

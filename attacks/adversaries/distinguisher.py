@@ -1,8 +1,8 @@
 """Scores of the real-or-other game: which of two known texts is behind the message that was seen?
 
 Each score knows both candidates exactly, as the integers x̃ that a tenant would encode, and everything public; it
-leans to the second candidate where it is positive. attacks/game.py plays the game and has a control for each score:
-traffic on which that score must win. A score at 0.5 shows that this statistic finds nothing, and no more.
+leans to the second candidate where it is positive. attacks/programs/game.py plays the game and has a control for each
+score: traffic on which that score must win. A score at 0.5 shows that this statistic finds nothing, and no more.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ import torch
 
 from attacks.adversaries import mlp
 from attacks.adversaries.gradient_view import rows_of
-from attacks.adversary import Adversary, Claim, StolenDelta
-from attacks.passes import Opened, Pass, passes
-from attacks.public_model import Block, Layer, PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenDelta
+from attacks.seen.forward_passes import Opened, Pass, passes
+from attacks.seen.public_model import Block, Layer, PublicModel
+from attacks.seen.view import View
 
 _UNCHANGED = 1e-5
 """Relative error at which public weights explain what was seen, as in closed_form.py."""

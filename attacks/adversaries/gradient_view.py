@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 
 from attacks.adversaries.layer0_lookup import lookup
-from attacks.adversary import Adversary, Claim, StolenFact
-from attacks.passes import Opened, Pass, passes
-from attacks.public_model import PublicModel
-from attacks.view import Message, View
+from attacks.seen.adversary import Adversary, Claim, StolenFact
+from attacks.seen.forward_passes import Opened, Pass, passes
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import Message, View
 
 TOKENS = "training tokens"
 LABELS = "training labels"

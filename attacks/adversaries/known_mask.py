@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 
 from attacks.adversaries.pooled_noise import Masked, masked_messages, strengths, take_off_normed, usual_sigma
-from attacks.adversary import Adversary, Claim, StolenRows
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenRows
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from attacks.adversaries.ring_lwe import MODULUS, PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
-from attacks.adversary import Adversary, Claim, StolenFact
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenFact
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
 from noise.params import NOMINAL_SIGMA, PARAMETERS
 from wire.errors import ConfigurationError
-from wire.expand import SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 MOST_DIMENSION = 64
 """k·N; the first reduction takes half a second there."""

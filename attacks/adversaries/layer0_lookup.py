@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from attacks.adversary import Adversary, Claim, StolenTokens
-from attacks.passes import Opened, prompts
-from attacks.public_model import PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenTokens
+from attacks.seen.forward_passes import Opened, prompts
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
 
 _ROWS = 256
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from attacks.adversaries.ring_lwe import PublicMatrix, centred
-from attacks.adversary import Adversary, Claim
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
 
 
 def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -> torch.Tensor:

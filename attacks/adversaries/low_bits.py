@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from attacks.adversary import Adversary, Claim, StolenRows
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenRows
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
 
 _BFLOAT16_STEPS = 2.0**-7
 """Spacing of bfloat16 numbers between 1 and 2."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from attacks.public_model import Layer
+from attacks.seen.public_model import Layer
 
 _FIRST_STEPS, _MAX_STEPS = 8, 80
 _HOPELESS = 0.5

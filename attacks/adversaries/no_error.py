@@ -16,11 +16,11 @@ import torch
 
 from attacks.adversaries.binary_system import BinarySystem
 from attacks.adversaries.ring_lwe import PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
-from attacks.adversary import Adversary, Claim
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
-from wire.expand import SeededRows
+from attacks.seen.adversary import Adversary, Claim
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
+from wire.ring.seeded_rows import SeededRows
 
 SURPLUS = 32
 """Equations beyond the unknowns: what a wrong guess would have to meet by chance."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attacks.public_model import Norm, PublicModel
-from attacks.view import Message, View
+from attacks.seen.public_model import Norm, PublicModel
+from attacks.seen.view import Message, View
 
 _USUAL_SIGMA = 1.0
 _POOLS_BEFORE = 2

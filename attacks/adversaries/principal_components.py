@@ -14,10 +14,10 @@ from collections import defaultdict
 
 import torch
 
-from attacks.adversary import Adversary, Claim, StolenDifference
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import Message, View
+from attacks.seen.adversary import Adversary, Claim, StolenDifference
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import Message, View
 
 _FEW_SETS = 16
 _FEW_PAIRS = 8

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from attacks.adversaries.columns import columns
-from attacks.public_model import Layer, Norm
+from attacks.seen.public_model import Layer, Norm
 
 _EXACT = 1e-4
 """Relative error of a fit to rows of which none is wrong; float32 rounding leaves less."""

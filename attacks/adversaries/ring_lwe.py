@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attacks.adversary import Claim, StolenRows
-from attacks.passes import Opened
-from attacks.view import Message, View
+from attacks.seen.adversary import Claim, StolenRows
+from attacks.seen.forward_passes import Opened
+from attacks.seen.view import Message, View
 from noise.params import MAX_RANK, MAX_RING_DEGREE, PARAMETERS
 from wire.errors import VeilbaseError
-from wire.expand import SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 MODULUS = 1 << 32
 SMALL = 1 << 24
@@ -80,7 +80,7 @@ class PublicMatrix:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, features: int) -> PublicMatrix:
-        """Expands a seed, as wire/expand.py says."""
+        """Expands a seed, as wire/ring/seeded_rows.py says."""
         return cls(seed.expand(features).to(torch.int64), degree)
 
     @property

@@ -20,7 +20,7 @@ import torch
 
 from attacks.adversaries.columns import columns
 from attacks.adversaries.residual import Fit
-from attacks.public_model import Layer, Norm
+from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3
 """Directions in which λ is looked for first, and what most eigenvalues may differ by if it is found there."""

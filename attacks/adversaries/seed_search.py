@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from attacks.adversaries.ring_lwe import SMALL, PublicMatrix, centred, public_seeds, ring_degrees, streams
-from attacks.adversary import Adversary, Claim, StolenRows
-from attacks.passes import Opened
-from attacks.public_model import Norm, PublicModel
-from attacks.view import Message, View
+from attacks.seen.adversary import Adversary, Claim, StolenRows
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import Norm, PublicModel
+from attacks.seen.view import Message, View
 
 SMALL_SEEDS = range(4096)
 _SECONDS_BEFORE = 300

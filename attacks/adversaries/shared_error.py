@@ -37,11 +37,11 @@ from attacks.adversaries.ring_lwe import (
     streams,
     turned,
 )
-from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
-from wire.expand import SeededRows
+from attacks.seen.adversary import Adversary, Claim, StolenDifference, StolenFact
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
+from wire.ring.seeded_rows import SeededRows
 
 SHARED = "messages of blocks that share their errors"
 MOST_SYSTEMS = 3

@@ -22,10 +22,10 @@ from collections.abc import Iterator
 import torch
 
 from attacks.adversaries.ring_lwe import MODULUS, SMALL, Stream, centred, ring_request, streams
-from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenDifference, StolenFact
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
 
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512

@@ -22,11 +22,11 @@ import numpy.typing as npt
 import torch
 
 from attacks.adversaries.ring_lwe import SMALL, PublicMatrix, Stream, centred, public_seeds, ring_degrees, streams
-from attacks.adversary import Adversary, Claim
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.view import View
-from wire.expand import SeededRows
+from attacks.seen.adversary import Adversary, Claim
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
+from wire.ring.seeded_rows import SeededRows
 
 LEAST_FEATURES = 16
 MOST_DIMENSION = 2048

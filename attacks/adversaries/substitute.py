@@ -27,10 +27,10 @@ from torch.nn.functional import normalize
 
 from attacks.adversaries import attention, mlp
 from attacks.adversaries.layer0_lookup import lookup
-from attacks.adversary import Adversary, Claim, StolenDelta
-from attacks.passes import Opened, passes, places
-from attacks.public_model import Layer, PublicModel
-from attacks.view import View
+from attacks.seen.adversary import Adversary, Claim, StolenDelta
+from attacks.seen.forward_passes import Opened, passes, places
+from attacks.seen.public_model import Layer, PublicModel
+from attacks.seen.view import View
 
 _RANK = 8
 """Of the factors: the rank of the full profile's adapter, and twice that of the quick one's."""

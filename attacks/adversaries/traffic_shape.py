@@ -2,9 +2,9 @@
 
 Works under every mask: token counts, layers and directions are not protected, as docs/threat-model.md states.
 
-Token counts need a KV cache, or prompts of more than one token (attacks/passes.py); a soft prompt's rows count as
-tokens. A pass that does not reach every group is recomputation under gradient checkpointing and belongs to the training
-pass before it.
+Token counts need a KV cache, or prompts of more than one token (attacks/seen/forward_passes.py); a soft prompt's rows
+count as tokens. A pass that does not reach every group is recomputation under gradient checkpointing and belongs to
+the training pass before it.
 
 A tenant sends a gradient to a group when the group's input depends on something that is trained. A method that adds to
 outputs (LoRA) makes that so for the next group up, one that changes inputs (OFT, BOFT, IA3 before feed-forward layers)
@@ -25,10 +25,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from attacks.adversary import Adversary, Claim, StolenFact
-from attacks.passes import Opened, Pass, passes
-from attacks.public_model import PublicModel
-from attacks.view import Message, View
+from attacks.seen.adversary import Adversary, Claim, StolenFact
+from attacks.seen.forward_passes import Opened, Pass, passes
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import Message, View
 from wire.manifest import Manifest
 
 LORA, IA3, OFT, BOFT = "LoRA", "IA3", "OFT", "BOFT"

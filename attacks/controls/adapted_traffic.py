@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from attacks.controls.tiny import tiny_manifest, tiny_model, tiny_public
-from attacks.passes import Opened
-from attacks.public_model import PublicModel
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
-from wire import ring
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
+from wire.ring import coding
 
 NUM_PROMPTS, NUM_TOKENS = 48, 5
 _WEIGHT_NORM = 1000.0
 """Of a column of 8-bit weights: about what 48 inputs make."""
 _LARGEST = 1 << 20
-"""Of a ring row: the order of what `wire.ring.encode` leaves for layers as wide as real ones."""
+"""Of a ring row: the order of what `wire.ring.coding.encode` leaves for layers as wide as real ones."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def make(
         with torch.no_grad():
             adapted(input_ids=ids[None])
         for group, rows in sorted(seen.items()):
-            sent = rows if arithmetic == "float" else ring.encode(rows, _WEIGHT_NORM)[0]
+            sent = rows if arithmetic == "float" else coding.encode(rows, _WEIGHT_NORM)[0]
             exchanges.append(Exchange(group, sent, torch.zeros(rows.shape[0], 1, dtype=sent.dtype)))
     view = write_recording(folder / "seen", manifest, exchanges)
     return Traffic(view, tiny_public(kind, manifest), token_ids.tolist(), deltas)

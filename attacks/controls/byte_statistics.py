@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from attacks.adversaries.byte_statistics import ADVERSARY, FACT, STEPS, Uniformity, look
-from attacks.adversary import StolenFact
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import Traffic, manifest, no_model
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
+from attacks.seen.adversary import StolenFact
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
 from noise.params import PARAMETERS
-from wire import ring
+from wire.ring import coding
 
 NUM_ROWS, NUM_FEATURES = 256, 64
 _ACTIVATION = 1 << 15
@@ -73,7 +73,7 @@ def cases(seed: int = 0) -> Mapping[str, Case]:
         "mask shifted back by a feature a row": (rows + line, frozenset(("one place back",))),
         "lattice": (_under_lattice(generator), frozenset[str]()),
     }  # fmt: skip
-    return {name: Case(ring.to_int32(rows), shows_in) for name, (rows, shows_in) in sent.items()}
+    return {name: Case(coding.to_int32(rows), shows_in) for name, (rows, shows_in) in sent.items()}
 
 
 def _under_lattice(generator: torch.Generator) -> torch.Tensor:

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 from attacks.adversaries import closed_form
-from attacks.adversary import StolenDelta
 from attacks.controls import adapted_traffic
 from attacks.controls.control import ControlResult
+from attacks.seen.adversary import StolenDelta
 
 TARGETS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -12,12 +12,12 @@ import torch
 from attacks.adversaries.collusion import ADVERSARY, collude
 from attacks.controls.control import ControlResult
 from attacks.controls.known_mask import inputs_of, manifest_of
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
 from noise.scheme import GroupSpec, Message, encode_rows
 from noise.shares import Shares
-from wire.expand import SEED_BYTES, SeededRows, count_rows
 from wire.frame import Direction, Purpose
+from wire.ring.seeded_rows import SEED_BYTES, SeededRows, count_rows
 
 NUM_PROMPTS, NUM_TOKENS = 4, 12
 _KIND = "llama"

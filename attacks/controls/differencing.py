@@ -9,7 +9,7 @@ import torch
 from attacks.adversaries.differencing import ADVERSARY
 from attacks.controls.control import ControlResult
 from attacks.controls.known_mask import difference_errors, exchange, inputs_of, record, to_ring, uniform
-from attacks.synthetic import Exchange
+from attacks.victim.synthetic import Exchange
 
 NUM_PROMPTS = 3
 

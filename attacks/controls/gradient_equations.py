@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from attacks.adversaries.gradient_equations import ADVERSARY
-from attacks.adversary import StolenDelta
 from attacks.controls.control import ControlResult
 from attacks.controls.gradient_view import Traffic, make
-from attacks.passes import Opened
+from attacks.seen.adversary import StolenDelta
+from attacks.seen.forward_passes import Opened
 
 
 def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from attacks import quick_model
 from attacks.adversaries.gradient_view import ADVERSARY, LABELS, NO_LABEL, TOKENS
-from attacks.adversary import StolenFact
 from attacks.controls.control import ControlResult
-from attacks.public_model import PublicModel, describe
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
+from attacks.seen.adversary import StolenFact
+from attacks.seen.public_model import PublicModel, describe
+from attacks.seen.view import View
+from attacks.victim import quick_model
+from attacks.victim.synthetic import Exchange, write_recording
 from wire.manifest import Manifest
 
 BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 12, 8, 3
@@ -65,8 +65,8 @@ def make(folder: Path, name: str = "tiny-llama") -> Traffic:
     """One prompt of inference, then one batch forward and backward; the first tokens of each row are not trained on."""
     from transformers import AutoModelForCausalLM
 
-    from provider.models import load, resolve
-    from provider.weights import serve_model
+    from provider.model.load import load, resolve
+    from provider.model.weights import serve_model
 
     path = quick_model.make(name, folder / "model")
     manifest = serve_model(load(resolve(str(path))), "native").manifest

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from attacks.adversaries.known_mask import ADVERSARY
-from attacks.adversary import Claim, StolenDifference, StolenRows
 from attacks.controls.control import ControlResult
 from attacks.controls.tiny import tiny_manifest, tiny_model, tiny_public
-from attacks.public_model import PublicModel
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
+from attacks.seen.adversary import Claim, StolenDifference, StolenRows
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
 from noise.gaussian_pool import GaussianPool, NotPrivateWarning
 from noise.scheme import GroupSpec
-from wire.expand import SeededRows
 from wire.frame import Call, Direction
 from wire.manifest import Manifest
+from wire.ring.seeded_rows import SeededRows
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,18 @@ from pathlib import Path
 
 import torch
 
-from attacks.adversary import Claim, StolenRows
-from attacks.public_model import Norm, PublicModel
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
-from noise import polynomial, sampling
+from attacks.seen.adversary import Claim, StolenRows
+from attacks.seen.public_model import Norm, PublicModel
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
+from noise import sampling
 from noise.params import LatticeParameters
-from wire import ring
-from wire.expand import SEED_BYTES, SeededRows
+from noise.polynomial import negacyclic
 from wire.frame import PROTOCOL_VERSION
 from wire.limits import Limits
 from wire.manifest import BundleFile, GroupInfo, LayerInfo, Manifest
+from wire.ring import coding
+from wire.ring.seeded_rows import SEED_BYTES, SeededRows
 
 ACTIVATION = 1 << 17
 """Largest encoded activation of made traffic."""
@@ -89,7 +90,7 @@ class Traffic:
         shape = self.num_features, self.num_features
         self._weight = torch.randint(-127, 128, shape, generator=self._generator, dtype=torch.int8)
         payload = torch.tensor(list(self.seed.pack()), dtype=torch.uint8)
-        self.exchanges.append(Exchange(0, payload, ring.product(self.matrix, self._weight), "forward", "hint"))
+        self.exchanges.append(Exchange(0, payload, coding.product(self.matrix, self._weight), "forward", "hint"))
         self.truth.append(None)
 
     def activations(self, num_rows: int) -> torch.Tensor:
@@ -107,14 +108,14 @@ class Traffic:
             secret = sampling.ternary(self._rng, (1, self.parameters.rank, self.parameters.ring_degree))
         shape = 1, self.parameters.ring_degree, self.num_features
         error = self.error(shape) if self.error else sampling.error(self._rng, shape, self.parameters)
-        hat = polynomial.transform(self.matrix, self.parameters)
+        hat = negacyclic.transform(self.matrix, self.parameters)
         self.secrets.append(secret[0])
-        return polynomial.combine(hat, polynomial.secret_transform(secret), error)[0]
+        return negacyclic.combine(hat, negacyclic.secret_transform(secret), error)[0]
 
     def send(self, rows: torch.Tensor, mask: torch.Tensor, direction: str = "backward", group: int = 0) -> None:
         """One exchange: rows x̃, int64, under mask rows of the same shape."""
-        masked = ring.to_int32(rows + mask.to(torch.int64))
-        self.exchanges.append(Exchange(group, masked, ring.product(masked, self._weight), direction))
+        masked = coding.to_int32(rows + mask.to(torch.int64))
+        self.exchanges.append(Exchange(group, masked, coding.product(masked, self._weight), direction))
         self.truth.append(rows)
 
     def send_block(self, zero_rows: Sequence[int], num_messages: int = 2) -> None:

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 from attacks.adversaries import layer0_lookup
-from attacks.adversary import StolenTokens
 from attacks.controls import adapted_traffic
 from attacks.controls.control import ControlResult
+from attacks.seen.adversary import StolenTokens
 
 
 def control() -> ControlResult:

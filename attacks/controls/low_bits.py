@@ -7,9 +7,9 @@ import tempfile
 import torch
 
 from attacks.adversaries.low_bits import ADVERSARY
-from attacks.adversary import StolenRows
 from attacks.controls.control import ControlResult
 from attacks.controls.known_mask import exchange, inputs_of, record
+from attacks.seen.adversary import StolenRows
 
 STRENGTH = 1000.0
 _FLOAT32_HALF_STEP = 2.0**-24

@@ -17,18 +17,18 @@ from unittest import mock
 
 import torch
 
-from attacks import quick_model
 from attacks.adversaries import traffic_shape as shape
-from attacks.load import load_public
-from attacks.public_model import PublicModel
-from attacks.view import View, open_view
-from provider.core import ProviderCore
-from provider.models import load, resolve
-from provider.record import Recorder
-from provider.weights import ServedModel, serve_model
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View, open_view
+from attacks.victim import quick_model
+from attacks.victim.checkpoint import load_public
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import ServedModel, serve_model
+from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient, embedded
-from wire.expand import Rows
 from wire.frame import Call
+from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 PROMPTS = ("who founded us?", "what year?")

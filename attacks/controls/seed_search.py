@@ -11,7 +11,7 @@ from attacks.adversaries.seed_search import ADVERSARY
 from attacks.controls import lattice_traffic
 from attacks.controls.control import ControlResult
 from attacks.controls.known_mask import Traffic, exchange, inputs_of, record, row_errors, to_ring, uniform
-from attacks.synthetic import Exchange
+from attacks.victim.synthetic import Exchange
 from noise.params import PARAMETERS
 
 SMALL_SEED = 977

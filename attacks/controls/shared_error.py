@@ -7,9 +7,9 @@ import math
 import torch
 
 from attacks.adversaries.shared_error import ADVERSARY, SHARED
-from attacks.adversary import Claim, StolenDifference, StolenFact
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import ACTIVATION, Traffic
+from attacks.seen.adversary import Claim, StolenDifference, StolenFact
 from noise import sampling
 from noise.params import PARAMETERS
 

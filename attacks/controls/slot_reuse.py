@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from attacks.adversaries.slot_reuse import ADVERSARY, SHARED_SECRET
-from attacks.adversary import Claim, StolenDifference, StolenFact
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import Traffic
+from attacks.seen.adversary import Claim, StolenDifference, StolenFact
 from noise.params import PARAMETERS
 
 

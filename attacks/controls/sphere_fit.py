@@ -9,7 +9,7 @@ import torch
 from attacks.adversaries.sphere_fit import ADVERSARY
 from attacks.controls.control import ControlResult
 from attacks.controls.known_mask import Traffic, exchange, inputs_of, normed_groups, public_of, record, row_errors
-from attacks.public_model import PublicModel
+from attacks.seen.public_model import PublicModel
 
 STRENGTH = 30.0
 

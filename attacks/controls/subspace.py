@@ -7,9 +7,9 @@ import tempfile
 import torch
 
 from attacks.adversaries.subspace import ADVERSARY
-from attacks.adversary import StolenRows
 from attacks.controls.control import ControlResult
 from attacks.controls.known_mask import exchange, inputs_of, record
+from attacks.seen.adversary import StolenRows
 
 RANK = 3
 STRENGTH = 1000.0

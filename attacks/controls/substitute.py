@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 from attacks.adversaries import substitute
-from attacks.adversary import StolenDelta
 from attacks.controls import adapted_traffic
 from attacks.controls.control import ControlResult
+from attacks.seen.adversary import StolenDelta
 
 _TRAINED_TOGETHER = ("q_proj", "k_proj")
 """Determined by their product, and judged by it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attacks.public_model import PublicModel, describe
+from attacks.seen.public_model import PublicModel, describe
 from wire.manifest import Manifest
 
 HIDDEN = 32
@@ -40,8 +40,8 @@ def tiny_model(kind: str = "llama") -> Any:
 
 def tiny_manifest(kind: str, weights: str, folder: Path) -> Manifest:
     """What a provider of that model announces."""
-    from provider.models import load, resolve
-    from provider.weights import serve_model
+    from provider.model.load import load, resolve
+    from provider.model.weights import serve_model
 
     tiny_model(kind).save_pretrained(folder)
     return serve_model(load(resolve(str(folder))), "native" if weights == "native" else "int8").manifest

@@ -22,13 +22,13 @@ from attacks.adversaries.traffic_shape import (
     OFT,
     PREFIX,
 )
-from attacks.adversary import StolenFact
 from attacks.controls import peft_traffic
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import manifest, no_model
-from attacks.public_model import PublicModel
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
+from attacks.seen.adversary import StolenFact
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
 
 NUM_GROUPS = 4
 PROMPTS = ((7, 1), (12, 5), (3, 2))

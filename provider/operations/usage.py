@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from provider.identity import TENANT_NAME_PATTERN, create_file, sync_directory
+from provider.identity.authority import TENANT_NAME_PATTERN, create_file, sync_directory
 from provider.schedule.request_class import RequestClass
 from wire.errors import ConfigurationError, WireCode
 

@@ -12,8 +12,8 @@ from enum import IntEnum
 
 import torch
 
-from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
+from wire.ring.seeded_rows import Rows, SeededRows
 
 _HEAD = struct.Struct("<8q32s32x")
 _HEAD_NUMBERS = _HEAD.size // 4

@@ -13,14 +13,14 @@ import threading
 
 import torch
 
-from provider import executor
+from provider.engine import products
+from provider.model.weights import ServedModel
 from provider.parallel.command import NUM_NUMBERS, Command, Operation
 from provider.parallel.ranks import RankLost, Ranks, together
 from provider.parallel.sharding import Block, Sharding
-from provider.weights import ServedModel
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, VeilbaseError
-from wire.expand import Rows, count_rows
 from wire.frame import DTYPES, Arithmetic, Call, check_rows
+from wire.ring.seeded_rows import Rows, count_rows
 
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEATS = 4
@@ -28,7 +28,7 @@ _HEARTBEATS = 4
 
 
 class Dispatcher:
-    """Rank 0's `provider.replica.Product`; safe under threads."""
+    """Rank 0's `provider.engine.replica.Product`; safe under threads."""
 
     def __init__(self, served: ServedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
         """Args.
@@ -46,7 +46,7 @@ class Dispatcher:
         self._heart.start()
 
     def __call__(self, call: Call, rows: Rows) -> torch.Tensor:
-        """One product; arguments, reply and refusals as of `provider.executor.compute`.
+        """One product; arguments, reply and refusals as of `provider.engine.products.compute`.
 
         Raises:
             RemoteFault: a rank failed, or is gone.
@@ -70,11 +70,11 @@ class Dispatcher:
                 raise RemoteFault("a process of this provider is gone, or too late") from None
 
     def _check(self, call: Call, rows: Rows) -> int:
-        """Everything that `provider.executor.compute` refuses; returns the numbers per row of the reply."""
+        """Everything that `provider.engine.products.compute` refuses; returns the numbers per row of the reply."""
         check_rows(call, rows)
-        reply_cols = executor.check_call(self._served, call, self._cols(call, rows))
+        reply_cols = products.check_call(self._served, call, self._cols(call, rows))
         is_checked = call.arithmetic is Arithmetic.FLOAT and count_rows(rows) > 0
-        if is_checked and isinstance(rows, torch.Tensor) and not executor.all_finite(rows):
+        if is_checked and isinstance(rows, torch.Tensor) and not products.all_finite(rows):
             raise InvalidTensor("a row holds NaN or infinity")
         return reply_cols
 

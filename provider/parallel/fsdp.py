@@ -15,13 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from provider import executor
-from provider.group import ServedGroup
+from provider.engine import products
+from provider.model.served_group import ServedGroup
+from provider.model.weights import ServedModel
 from provider.parallel.ranks import Ranks, together
 from provider.parallel.sharding import Block, split, without_weights
-from provider.weights import ServedModel
-from wire.expand import Rows, SeededRows
 from wire.frame import Call
+from wire.ring.seeded_rows import Rows, SeededRows
 
 
 class GatheredLayers:
@@ -71,7 +71,7 @@ class GatheredLayers:
         layer, group = self._layers[call.group], self._served.groups[call.group]
         whole = replace(group, quantised=layer.quantised.data, native=getattr(layer, "native", None))
         served = ServedModel(self._served.manifest, (whole,), self._served.bundle)
-        return executor.compute(served, replace(call, group=0), self._own_rows(rows))
+        return products.compute(served, replace(call, group=0), self._own_rows(rows))
 
     def _own_rows(self, rows: Rows) -> Rows:
         if isinstance(rows, SeededRows):

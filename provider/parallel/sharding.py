@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from provider.weights import ServedModel
-from wire.expand import Rows
+from provider.model.weights import ServedModel
 from wire.frame import Call
+from wire.ring.seeded_rows import Rows
 
 
 @dataclass(frozen=True)

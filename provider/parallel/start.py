@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from provider.config import ProviderSettings
-from provider.core import ProviderCore
-from provider.executor import together
-from provider.models import load, resolve
+from provider.engine.products import together
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import ServedModel, return_freed_memory, serve_model
+from provider.operations.recording import Recorder
 from provider.parallel.dispatch import Dispatcher, follow
 from provider.parallel.ranks import RankLost, Ranks
 from provider.parallel.sharding import Sharding, without_weights
 from provider.parallel.tensor_parallel import ColumnSlices
-from provider.record import Recorder
-from provider.weights import ServedModel, return_freed_memory, serve_model
 from wire.errors import Unavailable
-from wire.expand import Rows
 from wire.frame import Call
+from wire.ring.seeded_rows import Rows
 
 _LOGGER = logging.getLogger(__name__)
 

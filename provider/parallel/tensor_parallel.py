@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from provider import executor
-from provider.group import ServedGroup
+from provider.engine import products
+from provider.model.served_group import ServedGroup
+from provider.model.weights import ServedModel
 from provider.parallel.sharding import Block, split
-from provider.weights import ServedModel
-from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction
+from wire.ring.seeded_rows import Rows, SeededRows
 
 
 class ColumnSlices:
@@ -67,15 +67,15 @@ class ColumnSlices:
             Forward, shape (num_rows, columns of this rank); backward, (num_rows, in_features), a summand.
         """
         if call.direction is Direction.FORWARD:
-            return executor.compute(self._narrow, call, rows)
+            return products.compute(self._narrow, call, rows)
         info, columns = self._infos[call.group], self._columns[call.group][self._rank]
         if isinstance(rows, SeededRows):
             weight = self._narrow.groups[call.group].quantised.t()
-            return executor.seeded_product(weight, rows, columns, info.out_features)
+            return products.seeded_product(weight, rows, columns, info.out_features)
         if not columns:  # fewer columns than ranks
             return torch.zeros(rows.shape[0], info.in_features, dtype=rows.dtype)
         part = rows[:, columns.start : columns.stop]
-        return executor.compute(self._narrow, call, part if call.arithmetic is Arithmetic.RING else part.contiguous())
+        return products.compute(self._narrow, call, part if call.arithmetic is Arithmetic.RING else part.contiguous())
 
 
 def _slice(group: ServedGroup, columns: range) -> ServedGroup:

@@ -9,8 +9,8 @@ import itertools
 from collections import OrderedDict
 
 from provider.schedule.arrivals import Arrivals
+from provider.schedule.pauses import Thinking
 from provider.schedule.request_class import RequestClass
-from provider.schedule.thinking import Thinking
 from provider.schedule.ticket import Ticket
 from wire.frame import Call
 

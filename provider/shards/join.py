@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 import grpc
 import torch
 
-from provider import executor
 from provider.config import ShardSettings
-from provider.group import ServedGroup
+from provider.engine import products
+from provider.model.served_group import ServedGroup
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from wire import frame
 from wire.errors import (
@@ -33,7 +33,7 @@ from wire.errors import (
 )
 from wire.frame import PROTOCOL_VERSION, Assembler, FrameType, Header, check_tensor_header
 from wire.limits import Limits
-from wire.transport.grpc_client import open_channel, translate_status
+from wire.transport.grpc_connection import open_channel, translate_status
 from wire.transport.identity import TlsIdentity, load_identity
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
@@ -148,7 +148,7 @@ class JoiningShard:
     def _answer(self, group: ServedGroup, assembler: Assembler) -> None:
         asked = assembler.header
         try:
-            reply = executor.product(group, asked.call, assembler.rows())
+            reply = products.product(group, asked.call, assembler.rows())
         except VeilbaseError as exc:
             self._refuse(asked.request_id, code_of(exc))
             return
@@ -166,9 +166,9 @@ class JoiningShard:
 
 
 def load_groups(model: str, weights: str, base_layers: str | None, assignment: Assignment) -> dict[int, ServedGroup]:
-    """Loads a model and keeps the assigned groups; see `provider.weights.serve_model` for errors."""
-    from provider.models import load, resolve
-    from provider.weights import return_freed_memory, serve_model
+    """Loads a model and keeps the assigned groups; see `provider.model.weights.serve_model` for errors."""
+    from provider.model.load import load, resolve
+    from provider.model.weights import return_freed_memory, serve_model
 
     served = serve_model(load(resolve(model)), "native" if weights == "native" else "int8", base_layers)
     served.bundle.close()

@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 import torch
 
-from provider.executor import check_cols, together
-from provider.replica import ReplicaLost, product_limit_s
+from provider.engine.products import check_cols, together
+from provider.engine.replica import ReplicaLost, product_limit_s
 from wire import frame
 from wire.errors import MalformedFrame, VeilbaseError, error_from_code
-from wire.expand import Rows, count_rows
 from wire.frame import Assembler, Call, FrameType, Header
 from wire.manifest import GroupInfo
+from wire.ring.seeded_rows import Rows, count_rows
 
 _ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
 """Between the hosts; slower ones count as lost, while the tenant still waits."""
@@ -31,7 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class JoinedShard:
-    """A `provider.replica.Replica` on another host. It does not come back: its host joins anew."""
+    """A `provider.engine.replica.Replica` on another host. It does not come back: its host joins anew."""
 
     can_share = can_return = False
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import zmq
 
+from provider.model.weights import ServedModel
 from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
 from provider.shards.weight_file import write_weights
-from provider.weights import ServedModel
 
 
 class LocalShards:

@@ -18,15 +18,15 @@ from collections.abc import Sequence
 import torch
 import zmq
 
-from provider.executor import check_cols, together
+from provider.engine.products import check_cols, together
+from provider.engine.replica import ReplicaLost, product_limit_s
 from provider.operations.logs import configured
-from provider.replica import ReplicaLost, product_limit_s
 from provider.shards import control
 from provider.shards.shared_rows import SharedRows
 from wire.errors import ConfigurationError, MalformedFrame, RemoteFault, VeilbaseError, error_from_code
-from wire.expand import Rows, SeededRows, count_rows
 from wire.frame import ITEM_BYTES, Call, FrameType, Header
 from wire.manifest import GroupInfo
+from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 
 _START_S = 300.0
 """For a process to map its weights and check their digests."""
@@ -43,7 +43,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ShardProcess:
-    """A `provider.replica.Replica` in a process of its own."""
+    """A `provider.engine.replica.Replica` in a process of its own."""
 
     can_share = False
 

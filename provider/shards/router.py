@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from provider.batch import Executor
-from provider.job import Completed, Job, Outcome
+from provider.engine.executor import Executor
+from provider.engine.job import Completed, Job, Outcome
+from provider.engine.replica import Replica
 from provider.operations.meter import Meter
-from provider.replica import Replica
 from provider.schedule.scheduler import Scheduler
 from wire.errors import VeilbaseError
-from wire.expand import Rows
 from wire.frame import Call
+from wire.ring.seeded_rows import Rows
 
 
 @dataclass(frozen=True)

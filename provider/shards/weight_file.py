@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from provider.group import ServedGroup
+from provider.model.served_group import ServedGroup
 from wire.errors import ConfigurationError
 from wire.manifest import GroupInfo
-from wire.quantise import digest
+from wire.ring.quantise import digest
 
 _PARTS = ("quantised", "alpha", "bias", "native")
 

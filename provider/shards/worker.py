@@ -14,15 +14,15 @@ from collections.abc import Mapping
 import torch
 import zmq
 
-from provider import executor
-from provider.group import ServedGroup
+from provider.engine import products
+from provider.model.served_group import ServedGroup
 from provider.operations.logs import configure
 from provider.shards import control
 from provider.shards.shared_rows import SharedRows
 from provider.shards.weight_file import read_weights
 from wire.errors import UnknownLayer, VeilbaseError, WireCode, code_of
-from wire.expand import Rows, SeededRows
 from wire.frame import DTYPES, Header, Purpose
+from wire.ring.seeded_rows import Rows, SeededRows
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Worker:
             rows = SeededRows.unpack(seed)
         else:
             rows = self._requests.view(header.rows, header.cols, DTYPES[call.arithmetic])
-        return executor.product(group, call, rows)
+        return products.product(group, call, rows)
 
 
 def main(arguments: list[str]) -> None:

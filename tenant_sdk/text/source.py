@@ -79,7 +79,7 @@ def named_text(source: TokenizerSource, folder: Path) -> TenantText:
     """The tokenizer that the tenant names.
 
     Args:
-        source: from `tenant_sdk.trusted.find_tokenizer`.
+        source: from `tenant_sdk.trust.checkpoint.find_tokenizer`.
         folder: the bundle.
 
     Raises:

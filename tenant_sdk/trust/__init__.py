@@ -1,1 +1,2 @@
-"""What a tenant believes of a provider that it does not verify: values pinned at first use, and rules for a config."""
+"""What a tenant believes of a provider: the bundle, its comparison with a trusted checkpoint, pins, rules for a
+config."""

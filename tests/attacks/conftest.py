@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attacks import cli
+from attacks.report import command_line
 
 
 @pytest.fixture
@@ -22,4 +22,4 @@ def no_controls(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(names: str | None) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(recv=list)
 
-    monkeypatch.setattr(cli, "_controls_beside", none)
+    monkeypatch.setattr(command_line, "_controls_beside", none)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from attacks.adversaries import attention, attention_scores, closed_form
-from attacks.adversary import StolenDelta
 from attacks.controls import adapted_traffic
-from attacks.finding import Finding
-from attacks.judge_adapters import judge_deltas
-from attacks.public_model import Block
+from attacks.report.finding import Finding
+from attacks.seen.adversary import StolenDelta
+from attacks.seen.public_model import Block
+from attacks.truth.judge_adapters import judge_deltas
 
 
 def findings(traffic: adapted_traffic.Traffic) -> dict[str, Finding]:

@@ -11,11 +11,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from attacks import quick_model
-from attacks.public_model import describe
-from attacks.truth import adapted_copy
-from provider.models import load, resolve
-from provider.weights import serve_model
+from attacks.seen.public_model import describe
+from attacks.truth.secrets import adapted_copy
+from attacks.victim import quick_model
+from provider.model.load import load, resolve
+from provider.model.weights import serve_model
 from wire.errors import ConfigurationError
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks import quick_model
 from attacks.adversaries import byte_statistics as statistics
-from attacks.adversary import StolenFact
 from attacks.controls import byte_statistics as control
 from attacks.controls.lattice_traffic import manifest, no_model
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View, open_view
-from provider.core import ProviderCore
-from provider.models import load, resolve
-from provider.record import Recorder
-from provider.weights import serve_model
+from attacks.seen.adversary import StolenFact
+from attacks.seen.view import View, open_view
+from attacks.victim import quick_model
+from attacks.victim.synthetic import Exchange, write_recording
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import serve_model
+from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
 from tests.tenant_sdk.tiny import serving
 

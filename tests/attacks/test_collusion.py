@@ -11,7 +11,7 @@ from attacks.adversaries.collusion import ADVERSARY, collude
 from attacks.controls import collusion
 from attacks.controls.collusion import Traffic, make
 from attacks.controls.known_mask import public_of
-from attacks.synthetic import Exchange, write_recording
+from attacks.victim.synthetic import Exchange, write_recording
 from wire.errors import ConfigurationError
 
 NUM_PROMPTS = 24

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from attacks.adversaries import closed_form, layer0_lookup, mlp
-from attacks.adversary import StolenDelta, StolenTokens
-from attacks.catalogue import MODULES, adversaries, controls
 from attacks.controls import adapted_traffic
-from attacks.public_model import Layer
-from attacks.view import View
+from attacks.report.catalogue import MODULES, adversaries, controls
+from attacks.seen.adversary import StolenDelta, StolenTokens
+from attacks.seen.public_model import Layer
+from attacks.seen.view import View
 from wire.errors import ConfigurationError
 
 

@@ -21,7 +21,6 @@ from attacks.adversaries import (
     subspace,
     which_of_k,
 )
-from attacks.adversary import Adversary, StolenDifference, StolenRows
 from attacks.controls import averaging as averaging_control
 from attacks.controls import differencing as differencing_control
 from attacks.controls import known_mask as traffic_of
@@ -43,8 +42,9 @@ from attacks.controls.known_mask import (
     uniform,
     uniform_traffic,
 )
-from attacks.synthetic import Exchange
-from attacks.view import View
+from attacks.seen.adversary import Adversary, StolenDifference, StolenRows
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange
 
 ADVERSARIES = [
     module.ADVERSARY

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from attacks.adversaries.gradient_equations import ADVERSARY, last_down
-from attacks.adversary import Adversary, StolenDelta
 from attacks.controls import gradient_equations
 from attacks.controls.gradient_equations import errors
 from attacks.controls.gradient_view import Traffic, make
-from attacks.passes import Opened
-from attacks.view import View
+from attacks.seen.adversary import Adversary, StolenDelta
+from attacks.seen.forward_passes import Opened
+from attacks.seen.view import View
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-gpt2"])

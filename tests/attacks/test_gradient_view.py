@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attacks import active
 from attacks.adversaries.gradient_view import (
     ADVERSARY,
     LABELS,
@@ -22,14 +21,15 @@ from attacks.adversaries.gradient_view import (
 )
 from attacks.controls import gradient_view
 from attacks.controls.gradient_view import Traffic, make, share_right
-from attacks.passes import Pass, passes
-from attacks.public_model import describe
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
+from attacks.programs import active
+from attacks.seen.forward_passes import Pass, passes
+from attacks.seen.public_model import describe
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
 from tenant_sdk import TenantClient, embedded
 from tests.tenant_sdk.tiny import lora
-from wire.expand import Rows, SeededRows
 from wire.frame import Call
+from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
 BY_CHANCE = 0.3

@@ -53,11 +53,11 @@ def test_adversaries_import_wire_and_parameters_only() -> None:
     [
         ("attacks/adversaries/averaging.py", "from attacks.truth import Truth"),
         ("attacks/adversaries/averaging.py", "from noise.params import PARAMETERS"),
-        ("attacks/report.py", "from provider.core import ProviderCore"),
-        ("attacks/load.py", "from provider.core import ProviderCore"),
-        ("attacks/judge.py", "from tenant_sdk import TenantClient"),
-        ("attacks/view.py", "from noise.sampling import error"),
-        ("attacks/plots.py", "from attacks.truth import Truth"),
+        ("attacks/report/table.py", "from provider.core import ProviderCore"),
+        ("attacks/victim/checkpoint.py", "from provider.core import ProviderCore"),
+        ("attacks/truth/judge.py", "from tenant_sdk import TenantClient"),
+        ("attacks/seen/view.py", "from noise.sampling import error"),
+        ("attacks/report/plots.py", "from attacks.truth import Truth"),
     ],
 )
 def test_a_breach_is_seen(module: str, line: str, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from attacks.adversaries import (
 )
 from attacks.adversaries.binary_system import BinarySystem
 from attacks.adversaries.ring_lwe import PublicMatrix
-from attacks.adversary import Adversary, Claim, StolenDifference, StolenFact, StolenRows
 from attacks.controls import arora_ge as arora_ge_control
 from attacks.controls import lattice_reduction as lattice_reduction_control
 from attacks.controls import leaked_secret as leaked_secret_control
@@ -31,18 +30,20 @@ from attacks.controls import no_error as no_error_control
 from attacks.controls import slot_reuse as slot_reuse_control
 from attacks.controls.control import ControlResult
 from attacks.controls.lattice_traffic import ACTIVATION, Traffic, manifest, no_model, toy
-from attacks.synthetic import Exchange, write_recording
-from attacks.view import View
-from noise import polynomial, sampling
-from noise.hints import HintStore
+from attacks.seen.adversary import Adversary, Claim, StolenDifference, StolenFact, StolenRows
+from attacks.seen.view import View
+from attacks.victim.synthetic import Exchange, write_recording
+from noise import sampling
+from noise.hints.store import HintStore
 from noise.lattice import Lattice
-from noise.ledger import Ledger
+from noise.ledger.ledger import Ledger
 from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
+from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, encode_rows
-from wire import ring
 from wire.errors import ConfigurationError
-from wire.expand import Rows, SeededRows
 from wire.frame import Call, Direction
+from wire.ring import coding
+from wire.ring.seeded_rows import Rows, SeededRows
 
 DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
@@ -70,7 +71,7 @@ def test_equations_are_the_masks_of_noise(parameters: LatticeParameters) -> None
     rng = sampling.Csprng()
     seed = SeededRows(bytes(range(32)), 0, parameters.dimension)
     secret = sampling.ternary(rng, (1, parameters.rank, parameters.ring_degree))
-    masks = polynomial.reference_product(seed.expand(5), secret)[0]
+    masks = negacyclic.reference_product(seed.expand(5), secret)[0]
     public = PublicMatrix.of(seed, parameters.ring_degree, 5)
     flat = secret.reshape(-1).to(torch.int64)
     for offset in range(0, parameters.ring_degree, max(1, parameters.ring_degree // 16)):
@@ -114,7 +115,7 @@ def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatc
     def effect(call: Call, rows: Rows, reply_cols: int) -> _Pending:
         assert isinstance(rows, SeededRows)
         asked.append(rows)
-        return _Pending(ring.product(rows.expand(40), weight))
+        return _Pending(coding.product(rows.expand(40), weight))
 
     monkeypatch.setattr(sampling, "ternary", spy)
     scheme = Lattice(parameters, Ledger.open(tmp_path / "ledger", "tenant"), HintStore(None), background=False)
@@ -133,7 +134,7 @@ def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatc
 def test_a_wrong_secret_does_not_open() -> None:
     traffic = Traffic(toy(16, 2, NOMINAL_SIGMA), 32)
     rows, mask = traffic.activations(16), traffic.block()
-    sent = ring.to_int32(rows + mask.to(torch.int64))
+    sent = coding.to_int32(rows + mask.to(torch.int64))
     public = PublicMatrix(traffic.matrix.to(torch.int64), 16)
     wrong = traffic.secrets[0].clone()
     wrong[0, 0] = (wrong[0, 0] + 2) % 3 - 1  # one trit of 32
@@ -205,7 +206,7 @@ def test_layers_of_all_widths_are_tried(tmp_path: Path) -> None:
     for group, features in enumerate((40, 64, 100)):
         rows, mask = wide.activations(16), wide.block()
         rows[3:5] = 0
-        sent = ring.to_int32(rows + mask.to(torch.int64))[:, :features]
+        sent = coding.to_int32(rows + mask.to(torch.int64))[:, :features]
         wide.exchanges.append(Exchange(group, sent, sent.clone(), "backward"))
     view = write_recording(tmp_path / "recording", manifest(40, 64, 100), wide.exchanges)
     assert len(no_error.attack(view, no_model())) == 3

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from attacks import extract_lora, gate
-from attacks.report import Result
+from attacks import extract_lora
+from attacks.report import verdict
+from attacks.report.table import Result
 from tests.attacks.test_quick import read
 
 
@@ -32,4 +33,4 @@ def test_it_falls_without_a_mask_and_holds_with_one(kind: str, tmp_path: Path, n
     base = {one.finding.baseline for one in results if one.finding.metric == "agreement of answers"}
     assert values(results, "lattice", "ring", "agreement of answers").get("adapter", 0.0) < max(base) + 0.1
     assert all(error > 0.9 for error in values(results, "lattice", "ring", "relative error").values())
-    assert gate.weakened(results) == []
+    assert verdict.weakened(results) == []

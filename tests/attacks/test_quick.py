@@ -12,11 +12,13 @@ from xml.etree import ElementTree
 import pytest
 
 import attacks
-from attacks import check, extract_lora, gate, quick_model, recover_prompts
-from attacks.catalogue import MODULES, NOT_IN_QUICK
-from attacks.check import Check
-from attacks.finding import SHARE_TRIED, Finding
-from attacks.report import Result
+from attacks import extract_lora, recover_prompts
+from attacks.report import verdict
+from attacks.report.catalogue import MODULES, NOT_IN_QUICK
+from attacks.report.finding import SHARE_TRIED, Finding
+from attacks.report.table import Result
+from attacks.victim import check, quick_model
+from attacks.victim.check import Check
 
 
 def read(folder: Path) -> list[Result]:
@@ -64,8 +66,8 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {(one.mask, one.arithmetic) for one in results} == {
         ("off", "float"), ("off", "ring"), ("gaussian-pool", "float"), ("lattice", "ring"),
     }  # fmt: skip
-    assert gate.standing(results) == []
-    assert gate.weakened(results) == []
+    assert verdict.standing(results) == []
+    assert verdict.weakened(results) == []
     read_labels = {
         (one.mask, one.arithmetic, one.adversary): one.finding.value
         for one in results
@@ -96,7 +98,7 @@ def test_the_quick_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     metadata = {
         (one["module"], one["value"], one["said"])
         for one in json.loads((tmp_path / "report.json").read_text())["results"]
-        if one["adversary"] == gate.METADATA and one["module"] not in ("prompt tokens", "answer tokens")
+        if one["adversary"] == verdict.METADATA and one["module"] not in ("prompt tokens", "answer tokens")
     }
     first = "model.layers.0.self_attn"
     assert metadata >= {
@@ -174,9 +176,9 @@ NEAR = Result("lattice", "ring", "known-mask", Finding("rows", "row cosine", 0.0
     ],
 )
 def test_the_gate_notices_a_mask_that_weakens(finding: Finding, alarm: bool) -> None:
-    assert bool(gate.weakened([replace(NEAR, finding=finding)])) is alarm
-    assert gate.weakened([replace(NEAR, finding=finding, mask="off")]) == []
-    assert gate.weakened([replace(NEAR, finding=finding, adversary="traffic-shape")]) == []
+    assert bool(verdict.weakened([replace(NEAR, finding=finding)])) is alarm
+    assert verdict.weakened([replace(NEAR, finding=finding, mask="off")]) == []
+    assert verdict.weakened([replace(NEAR, finding=finding, adversary="traffic-shape")]) == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +190,7 @@ def test_a_gain_that_answers_contradict_is_luck(gain: float, agreement: float, a
         Finding("adapter", "stolen task gain", gain, 0.0, (-0.1, 0.1), verdict),
         Finding("adapter", "agreement of answers", agreement, 0.5, (0.4, 0.6), ""),
     )
-    assert bool(gate.weakened([replace(NEAR, finding=finding) for finding in findings])) is alarm
+    assert bool(verdict.weakened([replace(NEAR, finding=finding) for finding in findings])) is alarm
 
 
 def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
@@ -196,18 +198,18 @@ def test_the_gate_notices_an_adversary_that_no_longer_wins() -> None:
     tokens = replace(weak, finding=replace(weak.finding, value=1.0))
     tried = replace(tokens, finding=replace(tokens.finding, metric=SHARE_TRIED))
     batch = replace(tokens, adversary="gradient-view", finding=replace(tokens.finding, module="training tokens"))
-    assert gate.standing([tokens, tried, batch]) == []
-    assert gate.standing([weak, tried, batch])
-    assert gate.standing([replace(tokens, adversary="closed-form"), tried, batch])
+    assert verdict.standing([tokens, tried, batch]) == []
+    assert verdict.standing([weak, tried, batch])
+    assert verdict.standing([replace(tokens, adversary="closed-form"), tried, batch])
     few = replace(tried, finding=replace(tried.finding, value=0.2))
-    assert gate.standing([tokens, few, batch]), "a few tokens are not the prompts"
+    assert verdict.standing([tokens, few, batch]), "a few tokens are not the prompts"
 
 
 def test_the_gate_asks_less_of_rows_that_were_opened_on_a_real_model() -> None:
     def asked(mask: str, error: float, is_tiny: bool) -> bool:
         found = Finding("o_proj", "relative error", error, 1.0, (1.0, 1.0), "")
         name = "known-mask + closed-form" if mask == "gaussian-pool" else "closed-form"
-        alarms = gate.standing([Result(mask, "float", name, found)], is_tiny)
+        alarms = verdict.standing([Result(mask, "float", name, found)], is_tiny)
         return any("o_proj" in alarm for alarm in alarms)
 
     assert asked("gaussian-pool", 4e-3, True)
@@ -222,7 +224,7 @@ def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> Non
     read = Result("off", arithmetic, "gradient-view", found)
 
     def asked(results: list[Result]) -> bool:
-        return any("training tokens" in alarm for alarm in gate.standing(results))
+        return any("training tokens" in alarm for alarm in verdict.standing(results))
 
     assert asked([read])
     assert not asked([replace(read, finding=replace(found, value=0.99))])
@@ -233,20 +235,20 @@ def test_the_gate_asks_for_the_tokens_of_a_training_step(arithmetic: str) -> Non
 def test_an_error_that_is_large_is_no_leak(metric: str) -> None:
     for value, alarms in ((200.0, 0), (0.95, 0), (0.5, 1)):
         found = Finding("o_proj", metric, value, 1.0, (1.0, 1.0), "at baseline")
-        assert len(gate.weakened([Result("lattice", "ring", "closed-form", found)])) == alarms
+        assert len(verdict.weakened([Result("lattice", "ring", "closed-form", found)])) == alarms
 
 
 def test_the_gate_asks_for_every_metric() -> None:
     found = Finding("o_proj", "relative error", 50.0, 1.0, (1.0, 1.0), "at baseline")
-    lost = gate.standing([Result("off", "float", "closed-form", found)])
+    lost = verdict.standing([Result("off", "float", "closed-form", found)])
     # o, v, down_proj, gain; in how many layers o and v; tokens of prompts and how many were tried; tokens of a step
     assert len(lost) == 9
-    assert gate.standing([Result("off", "float", "closed-form", found)], ran={"traffic-shape"}) == []
+    assert verdict.standing([Result("off", "float", "closed-form", found)], ran={"traffic-shape"}) == []
 
 
 IN_THE_VICTIM = """
 import sys
-if any(part.endswith("victim.py") or part == "attacks.victim" for part in sys.orig_argv):
+if any(part.endswith("victim.py") or part == "attacks.victim.tenant" for part in sys.orig_argv):
 """
 FORGETFUL = """
     from noise import lattice
@@ -311,7 +313,7 @@ def test_a_victim_whose_mask_is_broken_is_noticed(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
     options = ["--masks", "lattice", "--adversaries", ",".join(noticed_by), "--out", str(tmp_path / "out")]
     assert extract_lora.main(options) == 1
-    alarms = gate.weakened(read(tmp_path / "out"))
+    alarms = verdict.weakened(read(tmp_path / "out"))
     assert [name for name in noticed_by if not any(name in alarm for alarm in alarms)] == []
 
 
@@ -332,7 +334,7 @@ def test_a_victim_is_looked_into_where_no_recording_tells(
     adversaries = "no-error,slot-reuse,tiny-error,sparse-secret,shared-error,byte-statistics"
     options = ["--masks", "lattice", "--adversaries", adversaries, "--draws", "--out", str(tmp_path / "out")]
     assert extract_lora.main(options) == 1
-    assert gate.weakened(read(tmp_path / "out")) == []
+    assert verdict.weakened(read(tmp_path / "out")) == []
     assert "ALARM: lattice, from inside: mean square of a block's errors" in capsys.readouterr().err
 
 
@@ -340,8 +342,8 @@ def test_the_gate_says_what_was_drawn_wrongly() -> None:
     fine = Check("weight of a secret", 20, 1.01, "of what is expected", -0.4, False)
     light = replace(fine, value=0.01, log10_chance=-400.0, is_alarm=True)
     outside = Check("errors outside of their support", 1, 3.0, "times", -math.inf, True)
-    assert gate.drawn("lattice", [fine]) == []
-    said = gate.drawn("lattice", [fine, light, outside])
+    assert verdict.drawn("lattice", [fine]) == []
+    said = verdict.drawn("lattice", [fine, light, outside])
     assert said == [
         "lattice, from inside: errors outside of their support: 3 times, which cannot be",
         "lattice, from inside: weight of a secret: 0.01 of what is expected, chance below 10^-400",

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks import weakenings
 from attacks.adversaries import shared_error, sparse_secret
 from attacks.adversaries.ring_lwe import PublicMatrix
 from attacks.adversaries.shared_error import SHARED, distances, undone
-from attacks.adversary import Claim, StolenDifference, StolenFact, StolenRows
 from attacks.controls import shared_error as shared_error_control
 from attacks.controls import sparse_secret as sparse_secret_control
 from attacks.controls.lattice_traffic import ACTIVATION, Traffic, no_model
 from attacks.controls.weak_lattice import WEAKNESSES
-from attacks.evaluate import _certain
+from attacks.programs import weakenings
+from attacks.report.evaluate import _certain
+from attacks.seen.adversary import Claim, StolenDifference, StolenFact, StolenRows
 from noise.params import PARAMETERS
-from wire.expand import SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 DEFAULT = PARAMETERS["default"]
 ERROR = 21 / ACTIVATION

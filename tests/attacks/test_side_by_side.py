@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from attacks import cli, evaluate
+from attacks.report import command_line, evaluate
 from tests.waiting import WAIT_S
 
 STUCK = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from attacks import cli, evaluate
+from attacks.report import command_line
+from attacks.report import evaluate
 def seen(case, *others):
     if case == "slow":
         time.sleep(1)  # until the other one waits for more
@@ -28,7 +29,7 @@ def seen(case, *others):
     return [case]
 evaluate.attack, evaluate.parts = seen, lambda chosen: [[]]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-cli._attack_all(["quick", "slow"], [], Path("."), 2)
+command_line._attack_all(["quick", "slow"], [], Path("."), 2)
 """
 
 
@@ -53,7 +54,7 @@ def test_processes_side_by_side_end_at_once(
         return [(case, signal.getsignal(signal.SIGTERM))]
 
     monkeypatch.setattr(evaluate, "attack", seen)
-    found: list[Any] = list(cli._attack_all(["a", "b"], [], tmp_path, 2))  # type: ignore[list-item]
+    found: list[Any] = list(command_line._attack_all(["a", "b"], [], tmp_path, 2))  # type: ignore[list-item]
     parts = len(evaluate.parts([]))
     assert found == [(case, signal.SIG_DFL) for case in "ab" for _ in range(parts)]
 
@@ -62,7 +63,7 @@ def test_processes_side_by_side_end_at_once(
 def test_a_signal_to_the_whole_group_ends_them_all(tmp_path: Path) -> None:
     """As `timeout` sends it: an idle process would end while it holds the lock of what there is to do."""
     child = subprocess.Popen(
-        [sys.executable, "-c", STUCK], cwd=Path(cli.__file__).parent.parent, stdout=subprocess.PIPE,
+        [sys.executable, "-c", STUCK], cwd=Path(command_line.__file__).parents[2], stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:

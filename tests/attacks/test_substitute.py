@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from attacks.adversaries import closed_form, substitute
-from attacks.adversary import StolenDelta
 from attacks.controls import adapted_traffic
-from attacks.passes import Opened
-from attacks.view import View
+from attacks.seen.adversary import StolenDelta
+from attacks.seen.forward_passes import Opened
+from attacks.seen.view import View
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,6 @@ from typing import NoReturn
 import pytest
 import torch
 
-from attacks import harness, quick_model
 from attacks.adversaries.traffic_shape import (
     ADVERSARY,
     KIND,
@@ -21,14 +20,15 @@ from attacks.adversaries.traffic_shape import (
     changed_members,
     num_calls,
 )
-from attacks.adversary import StolenFact
 from attacks.controls import peft_traffic
 from attacks.controls import traffic_shape as control
 from attacks.controls.lattice_traffic import manifest, no_model
-from attacks.passes import prompts
-from attacks.synthetic import Exchange, write_recording
-from attacks.victim import Job, Run
-from attacks.view import Message, View, open_view
+from attacks.seen.adversary import StolenFact
+from attacks.seen.forward_passes import prompts
+from attacks.seen.view import Message, View, open_view
+from attacks.victim import harness, quick_model
+from attacks.victim.synthetic import Exchange, write_recording
+from attacks.victim.tenant import Job, Run
 
 
 def facts(view: View) -> dict[str, object]:

@@ -12,12 +12,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from attacks import extract_lora, quick_model
-from attacks.synthetic import Exchange, write_recording
-from provider.core import ProviderCore
-from provider.models import load, resolve
-from provider.record import Recorder
-from provider.weights import serve_model
+from attacks import extract_lora
+from attacks.victim import quick_model
+from attacks.victim.synthetic import Exchange, write_recording
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import serve_model
+from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
 from tests.tenant_sdk.tiny import serving
 

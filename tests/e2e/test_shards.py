@@ -18,18 +18,19 @@ from typing import Any
 import pytest
 import torch
 
-from provider.profile import make_scheduler
+from provider.engine.profile import make_scheduler
+from provider.net.server import Server
 from provider.schedule.policy import Policy
-from provider.server import Server
 from provider.shards.local import LocalShards
 from provider.shards.router import Shard
-from tenant_sdk import TenantClient, checkpoints
+from tenant_sdk import TenantClient
+from tenant_sdk.training import checkpoints
 from tests.rpc.test_cli import Serving, one_line_error, run
 from tests.tenant_sdk.tiny import QUICK, ROWS, chat_model, lora, make_core, serving
 from tests.waiting import WAIT_S, comes, end, until
 from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport.grpc_connection import GrpcConnection
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import torch
 import typer
 import yaml
 
-from attacks import cli as attacks_cli
+from attacks.report import command_line as attacks_cli
 from noise import registry
 from noise.params import PARAMETERS
 from noise.registry import MASKS
@@ -22,10 +22,11 @@ from provider.config import ProviderSettings, load_settings
 from provider.schedule.quota import TenantLimits
 from tenant_sdk.cli import app as tenant_app
 from tests.examples.conftest import ROOT
-from wire import frame, ring
+from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import deadline_s
+from wire.ring import coding
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 APPS = {"provider": provider_app, "tenant": tenant_app}
@@ -120,7 +121,7 @@ def test_protocol_bytes() -> None:
     call = Call(7, Direction.FORWARD, Arithmetic.RING)
     weight = torch.tensor([[1, -2], [3, 4], [-127, 5]], dtype=torch.int8)
     rows = torch.tensor([[1, 2, 3], [-1, 0, 2147483647]], dtype=torch.int32)
-    reply = ring.product(rows, weight)
+    reply = coding.product(rows, weight)
     request = Header(FrameType.REQUEST, 1, call, 2, 3, 0, 24, int(1000 * deadline_s(24 + 16)))
     assert shown == {
         "hello": frame.hello(FrameType.HELLO),

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from tests.wire.test_manifest import valid
 from wire import frame
 from wire.errors import VeilbaseError, code_of, error_from_code
-from wire.expand import Rows, SeededRows
 from wire.frame import (
     Arithmetic,
     Assembler,
@@ -33,6 +32,7 @@ from wire.frame import (
     payload_bytes,
 )
 from wire.manifest import Manifest, parse_manifest
+from wire.ring.seeded_rows import Rows, SeededRows
 
 MAX_ROWS = 64
 MAX_TENSOR_BYTES = 4096

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from provider.core import ProviderCore
+from provider.model.served_model import ProviderCore
 from provider.schedule.request_class import RequestClass
 from tests.provider.test_batch import CALL, COLS, FLOAT, RING, Gate, ring_rows
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
-from wire.expand import Rows
 from wire.frame import Call, Direction
+from wire.ring.seeded_rows import Rows
 
 
 def test_companions_change_no_bit(gate: Gate, core: ProviderCore) -> None:

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from noise import kernels as mask_kernels
-from noise import polynomial, sampling
-from noise.hints import HintStore
+from noise import sampling
+from noise.hints.store import HintStore
 from noise.lattice import Lattice
-from noise.ledger import Ledger
+from noise.ledger.ledger import Ledger
 from noise.off import Off
 from noise.pad import Pad
+from noise.polynomial import kernels as mask_kernels
+from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, RowCodecs, decode_rows, encode_rows
 from tests.noise.test_lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, weight_of, wide
-from wire import kernels as wire_kernels
-from wire import product, ring
-from wire.expand import SeededRows
 from wire.frame import Arithmetic, Direction, row_of
+from wire.ring import coding, product
+from wire.ring import kernels as wire_kernels
+from wire.ring.seeded_rows import SeededRows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FORMS = [
@@ -32,7 +33,7 @@ FORMS = [
     pytest.param(False, id="torch"),
 ]  # fmt: skip
 CACHED: list[Any] = [
-    polynomial._twist, polynomial._untwist, polynomial._rounder, product.int_mm_is_exact, product.int_mm_is_fast
+    negacyclic._twist, negacyclic._untwist, negacyclic._rounder, product.int_mm_is_exact, product.int_mm_is_fast
 ]  # fmt: skip
 """What is computed once for a process: whoever asks first must not decide the device for all."""
 
@@ -94,7 +95,7 @@ def unmasked_row(scheme: Any, provider: Provider, direction: Direction, row: tor
     if masked is None:
         return None
     call, message, unmask = masked
-    reply = ring.product(row_of(call, message), provider.matrix(call))
+    reply = coding.product(row_of(call, message), provider.matrix(call))
     found: torch.Tensor = unmask(reply)
     return found
 
@@ -135,8 +136,8 @@ def test_what_is_drawn_and_kept_stays_on_the_cpu(on_meta: Callable[[], None]) ->
         (sampling.error(rng, (2, 3), replace(DEFAULT, sigma=0.0)), torch.int8),
         (sampling.error(rng, (2, 3), replace(DEFAULT, sigma=32.0)), torch.int16),
         (SeededRows(bytes(32), 0, 3).expand(5), torch.int32),
-        (polynomial._untwist(8), torch.complex128),
-        (polynomial._rounder(), torch.complex128),
+        (negacyclic._untwist(8), torch.complex128),
+        (negacyclic._rounder(), torch.complex128),
     ]
     assert [(tensor.device, tensor.dtype) for tensor, _ in drawn] == [(CPU, dtype) for _, dtype in drawn]
 
@@ -184,7 +185,7 @@ def test_a_reply_elsewhere_is_decoded_there(spec: GroupSpec) -> None:
 def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the look at the numbers, which a tensor without data does not have."""
     seen: list[torch.Tensor | None] = []
-    monkeypatch.setattr(ring, "encode", lambda rows, norm, error, slack, alpha=None: seen.append(alpha))
+    monkeypatch.setattr(coding, "encode", lambda rows, norm, error, slack, alpha=None: seen.append(alpha))
     for rows in (torch.empty(3, 24, device=META), torch.empty(3, 24)):
         encode_rows(spec, BACKWARD, rows)
     assert [alpha.device for alpha in seen if alpha is not None] == [META, CPU]
@@ -208,10 +209,10 @@ def _reply(spec: GroupSpec, direction: Direction, codec: Any, row: torch.Tensor)
     beta = codec.encode(row, memoryview(coded))
     weight = weight_of(40, 24, 1)
     rows = torch.frombuffer(coded, dtype=torch.int32).view(1, -1)
-    return ring.product(rows, weight if direction is FORWARD else weight.t()), beta
+    return coding.product(rows, weight if direction is FORWARD else weight.t()), beta
 
 
 def _by_the_longer_way(spec: GroupSpec, direction: Direction, row: torch.Tensor) -> torch.Tensor:
     encoded, scales = encode_rows(spec, direction, row)
     weight = weight_of(40, 24, 1)
-    return decode_rows(spec, direction, ring.product(encoded, weight if direction is FORWARD else weight.t()), scales)
+    return decode_rows(spec, direction, coding.product(encoded, weight if direction is FORWARD else weight.t()), scales)

@@ -20,20 +20,21 @@ from typing import Any
 import pytest
 import torch
 
-from noise import lattice, polynomial, sampling
-from noise.hints import HintStore
+from noise import lattice, sampling
+from noise.blocks.pool import DEFAULT_BYTES
+from noise.hints.store import HintStore
 from noise.lattice import Lattice
-from noise.ledger import Ledger
+from noise.ledger.ledger import Ledger
 from noise.off import Off
 from noise.params import PARAMETERS, LatticeParameters
-from noise.pool import DEFAULT_BYTES
+from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, Masked, RowCodecs, decode_rows, encode_rows
-from wire import kernels, ring
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, MaskReused, Unavailable, VerificationFailed
-from wire.expand import Rows, SeededRows
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, Purpose, row_of
 from wire.limits import Limits
-from wire.quantise import max_norms
+from wire.ring import coding, kernels
+from wire.ring.quantise import max_norms
+from wire.ring.seeded_rows import Rows, SeededRows
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 DEFAULT = PARAMETERS["default"]
@@ -85,13 +86,13 @@ class Provider:
         self.fail()
         matrix = self.matrix(call)
         assert matrix.shape[1] == reply_cols
-        return _Done(ring.product(rows.expand(matrix.shape[0]), matrix))
+        return _Done(coding.product(rows.expand(matrix.shape[0]), matrix))
 
     def answer(self, masked: Masked) -> torch.Tensor:
         (message,) = masked.messages
         assert isinstance(message.rows, torch.Tensor)
         assert message.call.purpose is Purpose.PRODUCT
-        return masked.unmask([ring.product(message.rows, self.matrix(message.call))])
+        return masked.unmask([coding.product(message.rows, self.matrix(message.call))])
 
 
 def sent(masked: Masked) -> torch.Tensor:
@@ -169,9 +170,9 @@ def test_masks_and_effects_are_those_of_the_reference(
     seed = provider.hints[0][1].seed
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(seed, 0, parameters.dimension).expand(matrix.shape[0])
-    assert torch.equal(mask.view(error.shape), polynomial.reference_product(public, secret) + error.to(torch.int32))
-    hint = ring.product(public, matrix)
-    assert torch.equal(effect.view(2, -1, matrix.shape[1]), polynomial.reference_product(hint, secret))
+    assert torch.equal(mask.view(error.shape), negacyclic.reference_product(public, secret) + error.to(torch.int32))
+    hint = coding.product(public, matrix)
+    assert torch.equal(effect.view(2, -1, matrix.shape[1]), negacyclic.reference_product(hint, secret))
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
@@ -187,7 +188,7 @@ def test_masks_less_effects_are_the_error_times_the_weight(
         scheme = make(parameters, bits=bits)
         mask, effect = scheme.pool.take(provider.groups[0], direction, parameters.ring_degree)
         (secret,), (error,) = drawn["secret"], drawn["error"]
-        left = ring.product(mask, matrix) - effect - ring.product(error[0].to(torch.int32), matrix)
+        left = coding.product(mask, matrix) - effect - coding.product(error[0].to(torch.int32), matrix)
         if bits == 32:
             assert not bool(left.any())
         else:
@@ -336,7 +337,7 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
         encoded, scales = encode_rows(spec, direction, rows, error_norm, scheme._slack)
         ((mask, effect),) = taken
         assert torch.equal(row_of(call, message), encoded + mask)
-        reply = ring.product(row_of(call, message), provider.matrix(call))
+        reply = coding.product(row_of(call, message), provider.matrix(call))
         assert torch.equal(unmask(reply), decode_rows(spec, direction, reply, scales, effect))
         assert repr(masked) == "MaskedRow()"
         taken.clear()
@@ -418,8 +419,8 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
     assert [len(each) for each in drawn["error"]] == [86, 86, 86, 86, 86, 82]
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(provider.hints[0][1].seed, 0, DEFAULT.dimension).expand(matrix.shape[0])
-    assert torch.equal(mask - error, polynomial.reference_product(public, secret)[0])
-    off = effect - polynomial.reference_product(ring.product(public, matrix), secret)[0]
+    assert torch.equal(mask - error, negacyclic.reference_product(public, secret)[0])
+    off = effect - negacyclic.reference_product(coding.product(public, matrix), secret)[0]
     assert int(off.abs().max()) <= (0 if bits == 32 else 2**7 * int(secret.abs().sum()))
     assert scheme._cuts == {}, "a secret is dropped with its last row"
     scheme.pool.take(spec, direction, 1)
@@ -771,7 +772,7 @@ def test_use_before_a_connection_and_after_the_end(make: Any, provider: Provider
 def test_secrets_do_not_outlive_the_making(make: Any, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept is the mask and its effect: secrets, errors and the secrets' transforms are dropped."""
     kept: list[weakref.ref[torch.Tensor]] = []
-    for module, name in ((sampling, "ternary"), (sampling, "error"), (polynomial, "secret_transform")):
+    for module, name in ((sampling, "ternary"), (sampling, "error"), (negacyclic, "secret_transform")):
         original = getattr(module, name)
 
         def spy(*arguments: Any, original: Any = original) -> torch.Tensor:

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from noise import pad as pad_module
-from noise.ledger import Ledger
+from noise.ledger.ledger import Ledger
 from noise.off import Off
 from noise.pad import BLOCK_ROWS, Pad
 from noise.scheme import GroupSpec, Masked, encode_rows
 from noise.shares import Shares
-from wire import ring
 from wire.errors import ConfigurationError, InvalidTensor, MaskError
-from wire.expand import SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose
-from wire.quantise import max_norms
+from wire.ring import coding
+from wire.ring.quantise import max_norms
+from wire.ring.seeded_rows import SeededRows
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -47,7 +47,7 @@ GROUPS = [group_of(0), group_of(1)]
 
 
 def product(call: Call, rows: torch.Tensor) -> torch.Tensor:
-    return ring.product(rows, WEIGHTS[call.group] if call.direction is FORWARD else WEIGHTS[call.group].t())
+    return coding.product(rows, WEIGHTS[call.group] if call.direction is FORWARD else WEIGHTS[call.group].t())
 
 
 def answers(masked: Masked) -> list[torch.Tensor]:

@@ -12,8 +12,8 @@ import torch
 
 from noise import registry
 from noise.gaussian_pool import GaussianPool, NotPrivateWarning
-from noise.hint_file import Layout
-from noise.ledger import Ledger
+from noise.hints.file import Layout
+from noise.ledger.ledger import Ledger
 from noise.options import OPTIONS, check_options
 from noise.params import LatticeParameters
 from noise.registry import MASKS, Setting, make_scheme

@@ -10,14 +10,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tests.noise.test_pool import in_child
 
 from noise import verify
 from noise.verify import FAILED, Verifier
-from tests.noise.test_pool import in_child
-from wire import ring
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
-from wire.product import int_mm_is_exact
+from wire.ring import coding
+from wire.ring.product import int_mm_is_exact
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 FOLDED = verify._FOLD_FROM
@@ -56,7 +56,7 @@ def verifier_of(weight: torch.Tensor, made: type[Verifier] = Verifier, kappa: in
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor, direction: Direction) -> torch.Tensor:
-    return ring.product(rows, weight if direction is FORWARD else weight.t())
+    return coding.product(rows, weight if direction is FORWARD else weight.t())
 
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (2, 3), (13, 5), (31, 33), (64, 40), (129, 257), (1500, 3)]
@@ -96,13 +96,13 @@ def test_rows_that_are_not_contiguous() -> None:
     weight = weight_of(12, 8)
     for num_rows in (3, FOLDED):
         rows = ring_rows(12, num_rows).t()
-        reply = ring.product(rows, weight).t().contiguous().t()
+        reply = coding.product(rows, weight).t().contiguous().t()
         verifier_of(weight).check(0, FORWARD, rows, reply)
 
 
 def changed(reply: torch.Tensor, row: int, column: int, by: int) -> torch.Tensor:
     forged = reply.clone()
-    forged[row, column] = ring.to_int32(forged[row, column].to(torch.int64) + by)
+    forged[row, column] = coding.to_int32(forged[row, column].to(torch.int64) + by)
     return forged
 
 
@@ -120,7 +120,7 @@ FORGERIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "opposite changes": lambda reply: changed(changed(reply, 0, 0, 5), 1, 0, -5),
     "2^31 twice in a row": lambda reply: changed(changed(reply, 0, 0, 2**31), 0, 1, 2**31),
     "2^31 twice in a column": lambda reply: changed(changed(reply, 0, 0, 2**31), 1, 0, 2**31),
-    "2^31 everywhere": lambda reply: ring.to_int32(reply.to(torch.int64) + 2**31),
+    "2^31 everywhere": lambda reply: coding.to_int32(reply.to(torch.int64) + 2**31),
     "doubled": lambda reply: reply * 2,
 }
 
@@ -156,7 +156,7 @@ def test_every_single_number_counts() -> None:
     weight = weight_of(5, 6)
     for num_rows in (3, FOLDED):
         rows = ring_rows(num_rows, 5)
-        reply = ring.product(rows, weight)
+        reply = coding.product(rows, weight)
         places = [(row, column) for row in (0, 1, num_rows - 1) for column in range(6)]
         for row, column in places:
             with pytest.raises(VerificationFailed):
@@ -167,7 +167,7 @@ def test_every_row_of_a_long_reply_counts() -> None:
     """Rows of different folding blocks must not cancel either."""
     weight = weight_of(3, 4)
     rows = ring_rows(2 * verify._FOLD_ROWS + 5, 3)
-    reply = ring.product(rows, weight)
+    reply = coding.product(rows, weight)
     for row in (0, 1023, 1024, 2047, 2048, 2052):
         with pytest.raises(VerificationFailed):
             verifier_of(weight).check(0, FORWARD, rows, changed(reply, row, 1, 2**31))
@@ -181,8 +181,8 @@ def test_replies_that_belong_elsewhere(num_rows: int) -> None:
     """The transposed layer, another group, another request's rows, an older request's reply."""
     one, other = weight_of(16, 16, 1), weight_of(16, 16, 2)
     rows, others = ring_rows(num_rows, 16, 1), ring_rows(num_rows, 16, 2)
-    right = ring.product(rows, one)
-    for forged in (ring.product(rows, one.t()), ring.product(rows, other), ring.product(others, one)):
+    right = coding.product(rows, one)
+    for forged in (coding.product(rows, one.t()), coding.product(rows, other), coding.product(others, one)):
         verifier = verifier_of(one)
         verifier.add_group(1, other)
         verifier.check(0, FORWARD, rows, right)
@@ -224,7 +224,7 @@ def test_a_failure_is_for_good_and_says_nothing() -> None:
     weight = weight_of(4, 3)
     verifier = verifier_of(weight)
     rows = ring_rows(5, 4)
-    right = ring.product(rows, weight)
+    right = coding.product(rows, weight)
     verifier.check(0, FORWARD, rows, right)
     texts = set()
     for reply in (changed(right, 0, 0, 77_777), right, right[:1]):
@@ -250,7 +250,7 @@ def test_closing_drops_the_secrets_and_accuses_nobody() -> None:
     assert verifier.secret_bytes == 0
     assert not verifier.failed
     with pytest.raises(ConfigurationError):
-        verifier.check(0, FORWARD, rows, ring.product(rows, weight))
+        verifier.check(0, FORWARD, rows, coding.product(rows, weight))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -259,14 +259,14 @@ def test_a_child_forked_while_the_lock_is_held_can_check_and_close() -> None:
     verifier = verifier_of(weight)
 
     def child() -> str:
-        verifier.check(0, FORWARD, rows, ring.product(rows, weight))
+        verifier.check(0, FORWARD, rows, coding.product(rows, weight))
         verifier.add_group(1, weight)
         verifier.close()
         return f"{verifier.secret_bytes} bytes"
 
     with verifier._lock:  # by a thread that the child does not have
         assert in_child(child) == "0 bytes"
-    verifier.check(0, FORWARD, rows, ring.product(rows, weight))
+    verifier.check(0, FORWARD, rows, coding.product(rows, weight))
 
 
 def test_nothing_can_be_pickled_copied_or_printed() -> None:
@@ -279,7 +279,7 @@ def test_nothing_can_be_pickled_copied_or_printed() -> None:
 
 def test_the_weight_is_not_kept() -> None:
     weight, rows = weight_of(40, 30), ring_rows(3, 40)
-    reply = ring.product(rows, weight)
+    reply = coding.product(rows, weight)
     verifier = verifier_of(weight)
     weight.zero_()
     verifier.check(0, FORWARD, rows, reply)
@@ -344,7 +344,7 @@ def acceptances(kappa: int, num_rows: int, by: int) -> int:
     """Of TRIALS fresh verifiers, those that accept one changed number."""
     weight = weight_of(3, 3)
     rows = ring_rows(num_rows, 3)
-    forged = changed(ring.product(rows, weight), num_rows // 2, 1, by)
+    forged = changed(coding.product(rows, weight), num_rows // 2, 1, by)
     accepted = 0
     for _ in range(TRIALS):
         verifier = verifier_of(weight, Weak, kappa)

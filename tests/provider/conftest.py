@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from provider.core import ProviderCore
 from provider.embedded import make_core
+from provider.model.served_model import ProviderCore
 from tests.conftest import make_tiny
 
 

@@ -19,9 +19,9 @@ from transformers import (
     ViTConfig,
 )
 
-from provider.models import load, resolve
-from provider.trace import base_layers, trace_groups
-from provider.weights import other_weights_share, serve_model
+from provider.model.load import load, resolve
+from provider.model.trace import base_layers, trace_groups
+from provider.model.weights import other_weights_share, serve_model
 from tests.conftest import VOCAB, make_tiny
 from wire.errors import ConfigurationError
 
@@ -48,9 +48,9 @@ def test_other_models_than_causal_ones_are_refused_in_one_sentence(config: PreTr
 
 def test_stacked_experts_are_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     AutoModelForCausalLM.from_config(MixtralConfig(**MIXTRAL)).save_pretrained(tmp_path / "mixtral")
-    with caplog.at_level(logging.WARNING, "provider.weights"):
+    with caplog.at_level(logging.WARNING, "provider.model.weights"):
         serve_model(load(resolve(str(tmp_path / "mixtral"))))
-    (record,) = [record for record in caplog.records if record.name == "provider.weights"]
+    (record,) = [record for record in caplog.records if record.name == "provider.model.weights"]
     assert record.getMessage().startswith("77% of the parameters, such as stacked experts, are in no")
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import provider.tenants as registry
-from provider.gate import Gate
-from provider.identity import StateDir
-from provider.tenants import HELD_OVER_S, RegistryUnreadable, RevocationList, enroll, revoke
+import provider.identity.registry as registry
+from provider.identity.authority import StateDir
+from provider.identity.registry import HELD_OVER_S, RegistryUnreadable, RevocationList, enroll, revoke
+from provider.net.access import Gate
 from tests.provider.test_descriptors import exhausted
 from wire.errors import NotPermitted, WireCode, code_of
 
@@ -167,7 +167,7 @@ def test_a_change_is_not_taken_for_a_revocation_of_everybody_when_not_even_the_s
 def test_the_log_says_each_thing_once(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "provider.tenants")
+    caplog.set_level(logging.WARNING, "provider.identity.registry")
     site.answers()
     assert caplog.messages == []
     fault = Fault(monkeypatch, errno.EMFILE)

@@ -10,20 +10,20 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from provider.batch import RETRY_S, Executor
-from provider.core import ProviderCore
-from provider.executor import together
-from provider.job import Job, Outcome
-from provider.profile import latency_model
-from provider.replica import Replica, ReplicaLost
+from provider.engine.executor import RETRY_S, Executor
+from provider.engine.job import Job, Outcome
+from provider.engine.products import together
+from provider.engine.profile import latency_model
+from provider.engine.replica import Replica, ReplicaLost
+from provider.model.served_model import ProviderCore
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from tests.provider.test_batch import CALL, COLS, Answer
 from tests.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable
-from wire.expand import Rows, count_rows
 from wire.frame import Call
+from wire.ring.seeded_rows import Rows, count_rows
 
 
 class Scripted:

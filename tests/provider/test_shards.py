@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from provider.core import ProviderCore
 from provider.embedded import make_core
-from provider.replica import ReplicaLost
+from provider.engine.replica import ReplicaLost
+from provider.model.served_model import ProviderCore
 from provider.shards.local import LocalShards
 from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
@@ -25,8 +25,8 @@ from provider.shards.shared_rows import KEPT_BYTES, SharedRows
 from tests.conftest import make_tiny
 from tests.waiting import WAIT_S, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, UnknownLayer
-from wire.expand import SeededRows
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
+from wire.ring.seeded_rows import SeededRows
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tenant_sdk import TenantClient
-from tenant_sdk.remote_linear import RemoteLinear
+from tenant_sdk.model.remote_linear import RemoteLinear
 from tests.conftest import VOCAB
 
 RELATIVE = 1e-4

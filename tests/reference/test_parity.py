@@ -10,9 +10,9 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from provider.core import ProviderCore
-from provider.models import load, resolve
-from provider.weights import serve_model
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import serve_model
 from tenant_sdk import TenantClient
 from tests.conftest import VOCAB, make_tiny
 from wire.transport.inproc import InprocConnection

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from provider.admission import Admission
-from provider.core import ProviderCore
-from provider.identity import StateDir
-from provider.models import load, resolve
-from provider.server import Server
-from provider.service import ProviderService
-from provider.tenants import enroll
-from provider.weights import serve_model
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import serve_model
+from provider.net.admission import Admission
+from provider.net.server import Server
+from provider.net.service import ProviderService
 from tests.conftest import make_tiny
 from wire.limits import Limits
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 << 20)

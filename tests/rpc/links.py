@@ -13,7 +13,7 @@ import grpc
 
 from tests.rpc.conftest import Provider
 from wire.errors import MalformedFrame
-from wire.transport.grpc_client import STREAM_METHOD, open_channel
+from wire.transport.grpc_connection import STREAM_METHOD, open_channel
 from wire.transport.tls_socket import MessageSocket, client_context, handshake
 
 TIMEOUT_S = 60.0

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import provider.service as provider_service
-from provider.tenants import revoke
+import provider.net.service as provider_service
+from provider.identity.registry import revoke
 from tests.rpc.conftest import Provider
 from tests.rpc.links import TIMEOUT_S, connect
 from tests.rpc.test_hostile_tenant import QUICK_S, service_of, until

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from provider.core import ProviderCore
-from provider.tenants import revoke
+from provider.identity.registry import revoke
+from provider.model.served_model import ProviderCore
 from tests.rpc.conftest import Provider
 from tests.rpc.links import BROKEN
 from tests.rpc.test_hostile_tenant import service_of, until
@@ -27,7 +27,7 @@ from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert
 from tests.waiting import WAIT_S, comes
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
 from wire.transport.grpc_stream import GrpcStream
-from wire.transport.tensor_stream import TensorStream
+from wire.transport.tls_stream import TensorStream
 
 
 @pytest.fixture(params=["tensor port", "grpc"])
@@ -110,7 +110,7 @@ def test_a_large_product_is_made_in_the_compute_thread(provider: Provider, monke
     ask(connection, ring_rows(2))
     ask(connection, ring_rows(1))  # perhaps by `row_product`, and then not recorded
     assert "veilbase-compute" not in threads
-    monkeypatch.setattr("provider.session.INLINE_PRODUCTS", COLS)
+    monkeypatch.setattr("provider.net.session.INLINE_PRODUCTS", COLS)
     for num_rows in (1, 2):
         ask(connection, ring_rows(num_rows))
     assert threads[-2:] == ["veilbase-compute"] * 2
@@ -175,7 +175,7 @@ def test_an_error_that_comes_as_the_tenant_stops_is_sent(provider: Provider, mon
     stream = RawStream(provider)
     (lane,) = service_of(provider)._executor.executors[0]._lanes
     monkeypatch.setattr(lane.replica, "product", fail)
-    monkeypatch.setattr("provider.session.code_of", slow_code_of)
+    monkeypatch.setattr("provider.net.session.code_of", slow_code_of)
     stream.send(*stream.request(1, ring_rows(4096)))
     comes(failing, "the failure")
     stream.half_close()

@@ -17,7 +17,7 @@ import torch
 from tests.conftest import make_tiny
 from wire.errors import NotPermitted, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 TIMEOUT_S = 60

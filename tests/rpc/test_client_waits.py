@@ -20,15 +20,15 @@ import grpc
 import pytest
 import torch
 
-from provider.core import ProviderCore
-from provider.server import server_options
-from provider.service import SERVICE_NAME
+from provider.model.served_model import ProviderCore
+from provider.net.server import server_options
+from provider.net.service import SERVICE_NAME
 from wire import frame
 from wire.errors import DeadlineExceeded, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
-from wire.transport.base import Pending
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport.connection import Pending
+from wire.transport.grpc_connection import GrpcConnection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
 COLS, REPLY_COLS = 32, 64

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-import provider.server as server_module
-from provider.core import ProviderCore
-from provider.descriptors import Shares
-from provider.identity import StateDir
-from provider.tenants import enroll, revoke
+import provider.net.server as server_module
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll, revoke
+from provider.model.served_model import ProviderCore
+from provider.net.descriptors import Shares
 from tests.conftest import SLOW_TIMEOUT_S, make_tiny
 from tests.rpc.conftest import Provider
 from tests.rpc.test_hostile_tenant import until
 from tests.rpc.test_stream import CALL, REPLY_COLS, assert_served, ring_rows
 from wire.errors import AccessError, Unauthenticated, Unavailable
-from wire.transport import grpc_client
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport import grpc_connection
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 NUM_CLIENTS, NUM_FILES = 2000, 1024
@@ -84,11 +84,11 @@ def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_fr
     provider = start(tiny_core)
     silent = [dial(provider) for _ in range(few_connections)]
     wait_for_the_end(dial(provider))
-    monkeypatch.setattr(grpc_client, "_CROWDED_S", 0.1)
+    monkeypatch.setattr(grpc_connection, "_CROWDED_S", 0.1)
     with pytest.raises(Unavailable, match="as many as it takes") as caught:  # and not that the identity is wrong
         provider.connect().manifest()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(grpc_client, "_CROWDED_S", TIMEOUT_S)
+    monkeypatch.setattr(grpc_connection, "_CROWDED_S", TIMEOUT_S)
     for one in silent:
         one.close()
     assert_served(provider.connect(), provider.core)

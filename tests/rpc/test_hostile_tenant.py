@@ -17,12 +17,12 @@ import grpc
 import pytest
 import torch
 
-import provider.service
-import provider.session
-from provider.core import ProviderCore
-from provider.service import MAX_CALLS_PER_TENANT, ProviderService
-from provider.session import Session
-from provider.tenants import revoke
+import provider.net.service
+import provider.net.session
+from provider.identity.registry import revoke
+from provider.model.served_model import ProviderCore
+from provider.net.service import MAX_CALLS_PER_TENANT, ProviderService
+from provider.net.session import Session
 from tests.rpc.conftest import Provider
 from tests.rpc.links import TIMEOUT_S
 from tests.rpc.test_stream import CALL, COLS, RawStream, assert_served
@@ -31,7 +31,7 @@ from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS
-from wire.transport.grpc_client import STREAM_METHOD
+from wire.transport.grpc_connection import STREAM_METHOD
 
 DEAF = "deaf"
 SMALLEST_WINDOW = [

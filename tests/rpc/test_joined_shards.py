@@ -13,24 +13,24 @@ import grpc
 import pytest
 import torch
 
-from provider.core import ProviderCore
-from provider.group import ServedGroup
-from provider.identity import StateDir
-from provider.profile import make_scheduler
+from provider.engine.profile import make_scheduler
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll, revoke
+from provider.model.served_group import ServedGroup
+from provider.model.served_model import ProviderCore
+from provider.net.server import Server
+from provider.net.service import ProviderService
 from provider.schedule.policy import Policy
-from provider.server import Server
-from provider.service import ProviderService
 from provider.shards.join import JoiningShard
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
-from provider.tenants import enroll, revoke
 from tests.waiting import comes, end, until
 from wire import frame
 from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
-from wire.expand import SeededRows
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
-from wire.transport.grpc_client import GrpcConnection, open_channel
+from wire.ring.seeded_rows import SeededRows
+from wire.transport.grpc_connection import GrpcConnection, open_channel
 from wire.transport.identity import TlsIdentity
 
 RING = Arithmetic.RING

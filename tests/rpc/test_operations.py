@@ -23,22 +23,22 @@ from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from provider import serve as serve_module
-from provider import server as server_module
-from provider import service as service_module
 from provider.config import load_settings
-from provider.core import ProviderCore
+from provider.model.served_model import ProviderCore
+from provider.net import server as server_module
+from provider.net import service as service_module
+from provider.net.server import Server
+from provider.net.service import ProviderService
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
-from provider.server import Server
-from provider.service import ProviderService
 from tests.rpc.conftest import Provider
 from tests.rpc.test_cli import CALL as CLI_CALL
 from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
 from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from tests.waiting import end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
-from wire.expand import SeededRows
 from wire.frame import FrameType, Header, Purpose
-from wire.transport.grpc_client import GrpcConnection
+from wire.ring.seeded_rows import SeededRows
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 TIMEOUT_S = 60.0
@@ -204,7 +204,7 @@ def test_the_log_names_a_request_that_failed_inside(
     def broken(*arguments: object) -> torch.Tensor:
         raise RuntimeError("a secret value")
 
-    monkeypatch.setattr("provider.core.executor.compute", broken)
+    monkeypatch.setattr("provider.model.served_model.executor.compute", broken)
     stream = RawStream(provider, "acme")
     stream.send(*stream.request(17, ring_rows(100)))
     stream.expect_error(17, WireCode.INTERNAL)

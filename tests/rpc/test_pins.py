@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from provider.server import Server
+from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.cli import app
 from tests.rpc.conftest import Provider

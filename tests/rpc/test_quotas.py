@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from provider.admission import EVERYBODY, Admission
-from provider.batch import Executor
-from provider.core import ProviderCore
+from provider.engine.executor import Executor
+from provider.engine.profile import make_scheduler
+from provider.engine.replica import Here
+from provider.model.served_model import ProviderCore
+from provider.net.admission import EVERYBODY, Admission
+from provider.net.session import Session
 from provider.operations.meter import latency_name
 from provider.operations.usage import TenantUsage
-from provider.profile import make_scheduler
-from provider.replica import Here
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import DECODE_IN_FLIGHT, RequestClass
-from provider.session import Session
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from tests.waiting import until
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
-from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_RETRY_S
-from wire.transport import patience
-from wire.transport.patience import MAX_WAIT_S, PatientRequest, with_jitter
+from wire.ring.seeded_rows import Rows, SeededRows
+from wire.transport import retry
+from wire.transport.retry import MAX_WAIT_S, PatientRequest, with_jitter
 
 StartWith = Callable[..., Provider]
 
@@ -104,7 +104,7 @@ def test_bytes_a_second(start: StartWith, tiny_core: ProviderCore, streams: list
 def test_requests_in_flight_are_bounded_however_small(
     start: StartWith, tiny_core: ProviderCore, streams: list[RawStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("provider.session.MAX_REQUESTS", 5)
+    monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 5)
     provider = start_with(start, tiny_core)
     streams.append(stream := RawStream(provider, "acme"))
     for number in range(1, 7):
@@ -331,7 +331,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(patience, "time", made)
+    monkeypatch.setattr(retry, "time", made)
     return made
 
 

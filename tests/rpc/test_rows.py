@@ -7,20 +7,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from provider.admission import Admission
-from provider.batch import Executor
-from provider.core import ProviderCore
+from provider.engine.executor import Executor
+from provider.engine.profile import make_scheduler
+from provider.engine.replica import Here, RowProduct
+from provider.model.served_model import ProviderCore
+from provider.net.admission import Admission
+from provider.net.session import Session
 from provider.operations.usage import TenantUsage
-from provider.profile import make_scheduler
-from provider.replica import Here, RowProduct
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
-from provider.session import Session
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, ring_rows
-from wire import frame, kernels
+from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
+from wire.ring import kernels
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
 
@@ -214,7 +215,7 @@ def test_other_shapes_are_refused_or_go_the_long_way(way: Way, cols: int, rows: 
 
 def test_a_reply_of_more_than_a_chunk_goes_the_longer_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """The short way writes one frame, and no frame carries more than a chunk (SPEC.md, section 3)."""
-    monkeypatch.setattr("provider.session.CHUNK_BYTES", 4 * REPLY_COLS - 1)
+    monkeypatch.setattr("provider.net.session.CHUNK_BYTES", 4 * REPLY_COLS - 1)
     rows = ring_rows(1)
     way.send(rows)
     assert (way.num_short, way.num_long) == (0, 1)
@@ -229,7 +230,7 @@ def test_no_memory_for_a_reply_leaves_nothing_held(way: Way, monkeypatch: pytest
     def none_left(size: int) -> bytearray:
         raise MemoryError
 
-    monkeypatch.setattr("provider.session.bytearray", none_left, raising=False)
+    monkeypatch.setattr("provider.net.session.bytearray", none_left, raising=False)
     message = memoryview(bytearray(next(iter(_messages(ring_rows(1))))))
     assert way.session.receive(message) is False
     assert way.answer()[0].code == WireCode.INTERNAL

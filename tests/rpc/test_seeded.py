@@ -13,16 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from provider import executor
-from provider.core import ProviderCore
-from provider.record import Recorder
+from provider.engine import products
+from provider.model.served_model import ProviderCore
+from provider.operations.recording import Recorder
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ring_rows
 from wire import frame
 from wire.errors import InvalidTensor, UnknownLayer, WireCode
-from wire.expand import PACKED_BYTES, SeededRows
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
+from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 from wire.transport.inproc import InprocConnection
 
 SEED = bytes(range(32))
@@ -126,13 +126,13 @@ def test_through_the_client(provider: Provider, call: Call, reply_cols: int) -> 
 
 def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    compute = executor.compute
+    compute = products.compute
 
     def spy(*args: object) -> torch.Tensor:
         threads.append(threading.current_thread().name)
         return compute(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("provider.core.executor.compute", spy)
+    monkeypatch.setattr("provider.model.served_model.executor.compute", spy)
     raw.send(raw.hint(1, SeededRows(SEED, 0, 17)))
     raw.reply()
     raw.send(*raw.request(2, ring_rows(2)))

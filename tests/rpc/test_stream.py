@@ -9,8 +9,8 @@ import grpc
 import pytest
 import torch
 
-from provider.core import ProviderCore
-from provider.service import MAX_CALLS_PER_TENANT
+from provider.model.served_model import ProviderCore
+from provider.net.service import MAX_CALLS_PER_TENANT
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.links import TIMEOUT_S, open_link
 from wire import frame
@@ -26,8 +26,8 @@ from wire.errors import (
 )
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
-from wire.transport import grpc_client
-from wire.transport.base import Connection
+from wire.transport import grpc_connection
+from wire.transport.connection import Connection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 COLS, REPLY_COLS = 32, 64
@@ -151,9 +151,9 @@ def test_manifest_and_bundle(provider: Provider) -> None:
 
 @pytest.mark.parametrize("name", [b"../config.json", b"/etc/passwd", b"", b"\xff\x00", b"model.bin"])
 def test_no_file_outside_the_bundle(provider: Provider, name: bytes) -> None:
-    channel = grpc_client.open_channel(provider.url, provider.identity())
+    channel = grpc_connection.open_channel(provider.url, provider.identity())
     with channel, pytest.raises(grpc.RpcError) as caught:
-        next(channel.unary_stream(grpc_client.BUNDLE_METHOD)(name, timeout=TIMEOUT_S))
+        next(channel.unary_stream(grpc_connection.BUNDLE_METHOD)(name, timeout=TIMEOUT_S))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -308,8 +308,8 @@ def test_an_inner_failure_is_a_number(
 
     for num_rows in (1, 2, 50):
         with monkeypatch.context() as patched:
-            patched.setattr("provider.core.executor.compute", broken)
-            patched.setattr("wire.kernels.OneRow.multiply", broken)
+            patched.setattr("provider.model.served_model.executor.compute", broken)
+            patched.setattr("wire.ring.kernels.OneRow.multiply", broken)
             with pytest.raises(RemoteFault):
                 ask(connection, ring_rows(num_rows))
         assert_served(connection, provider.core)
@@ -380,7 +380,7 @@ def test_an_oversized_message_is_refused_by_grpc(provider: Provider) -> None:
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     unlimited = [("grpc.max_send_message_length", -1)]
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials, unlimited) as channel:
-        call = channel.stream_stream(grpc_client.STREAM_METHOD)(
+        call = channel.stream_stream(grpc_connection.STREAM_METHOD)(
             iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=TIMEOUT_S
         )
         with pytest.raises(grpc.RpcError) as caught:
@@ -462,7 +462,7 @@ def test_pending_requests_fail_when_the_provider_goes(
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
     assert_served(connection, tiny_core)
-    monkeypatch.setattr("provider.core.executor.compute", slow)
+    monkeypatch.setattr("provider.model.served_model.executor.compute", slow)
     pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
     assert begun.wait(TIMEOUT_S)
     stopping = threading.Thread(target=provider.server.stop)

@@ -20,16 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-import provider.service
-import provider.tensor_port as port_module
+import provider.net.service
+import provider.net.tensor_port as port_module
 from provider.cli import main
 from provider.config import ProviderSettings
-from provider.core import ProviderCore
-from provider.identity import StateDir
-from provider.server import Server
-from provider.session import Session
-from provider.tenants import enroll, revoke
-from provider.tensor_port import TensorPort
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll, revoke
+from provider.model.served_model import ProviderCore
+from provider.net.server import Server
+from provider.net.session import Session
+from provider.net.tensor_port import TensorPort
 from tests.rpc.conftest import Provider
 from tests.rpc.links import TIMEOUT_S, connect
 from tests.rpc.test_hostile_tenant import QUICK_S, service_of, session_of, until
@@ -42,8 +42,8 @@ from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
 from wire.transport.grpc_stream import GrpcStream
 from wire.transport.identity import TlsIdentity
-from wire.transport.tensor_stream import TensorStream
 from wire.transport.tls_socket import MessageSocket, client_context, handshake
+from wire.transport.tls_stream import TensorStream
 
 LARGE_ROWS = 4096
 """A reply of 1 MiB."""
@@ -124,7 +124,7 @@ def hear(connection: MessageSocket) -> Header:
 
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * TIMEOUT_S)  # nor is the end of their time waited for
-    monkeypatch.setattr("provider.tensor_port._STOP_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * TIMEOUT_S)
     silent = [dial(provider) for _ in range(20)]
     until(lambda: len(tensors_of(provider)._guests) == 20, "all are let in")
     assert_served(provider.connect(), provider.core)
@@ -418,7 +418,7 @@ def test_a_deaf_tenant_with_too_many_answers_is_dropped(
     unhandled: None, provider: Provider, deaf: Deaf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf.block(provider)
-    monkeypatch.setattr("provider.session.MAX_REQUESTS", 8)
+    monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 8)
     for number in range(1000, 1020):
         say(deaf.connection, Header(FrameType.REQUEST, number, CALL, 0, COLS, deadline_ms=0).pack())
     assert_nothing_left(provider)

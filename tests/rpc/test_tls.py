@@ -13,14 +13,14 @@ import grpc
 import pytest
 import torch
 
-from provider.core import ProviderCore
-from provider.identity import StateDir, current_time
-from provider.tenants import enroll, revoke
+from provider.identity.authority import StateDir, current_time
+from provider.identity.registry import enroll, revoke
+from provider.model.served_model import ProviderCore
 from tests.rpc.conftest import Provider
 from tests.rpc.test_cli import Serving, model  # noqa: F401 - model is a fixture
 from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
-from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
+from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 TIMEOUT_S = 60.0

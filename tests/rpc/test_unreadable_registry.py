@@ -11,13 +11,13 @@ import grpc
 import pytest
 import torch
 
-import provider.service as service_module
-import provider.tenants as registry
-import wire.transport.patience as patience
-from provider.core import ProviderCore
-from provider.gate import Access
+import provider.identity.registry as registry
+import provider.net.service as service_module
+import wire.transport.retry as patience
+from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enroll, revoke
+from provider.model.served_model import ProviderCore
+from provider.net.access import Access
 from provider.shards.messages import SHARD_METHOD
-from provider.tenants import HELD_OVER_S, RETRY_S, RevocationList, enroll, revoke
 from tests.provider.test_registry import Fault
 from tests.rpc.conftest import Provider
 from tests.rpc.links import TIMEOUT_S, GrpcLink, TensorLink
@@ -27,7 +27,7 @@ from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType
 from wire.limits import RETRY_METADATA
-from wire.transport.grpc_client import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel, translate_status
+from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, STREAM_METHOD, open_channel, translate_status
 from wire.transport.identity import TlsIdentity
 
 RETRY_MS = int(1000 * RETRY_S)
@@ -174,7 +174,7 @@ def test_a_shards_host_is_told_to_come_again(clock: Clock, provider: Provider, m
 def test_a_malformed_registry_still_counts_as_revoked(
     clock: Clock, reached: Provider, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.ERROR, "provider.tenants")
+    caplog.set_level(logging.ERROR, "provider.identity.registry")
     stream = RawStream(reached)
     reached.state.tenants_path.write_text("{")
     stream.expect_error(0, WireCode.NOT_PERMITTED)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from provider.core import ProviderCore
+from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient
 from tests.tenant_sdk import tiny
 

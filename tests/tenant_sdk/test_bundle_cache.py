@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from provider import bundle as providers
-from provider.core import ProviderCore
-from tenant_sdk import bundle
-from tenant_sdk.bundle import fetch_bundle
+from provider.model import bundle as providers
+from provider.model.served_model import ProviderCore
+from tenant_sdk.trust import bundle
+from tenant_sdk.trust.bundle import fetch_bundle
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError
 from wire.transport.inproc import InprocConnection
@@ -163,7 +163,7 @@ def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "model"), str(tmp_path / "cache"), str(is_tenant)],
-        capture_output=True, text=True, timeout=100, check=True, cwd=Path(providers.__file__).parents[1],
+        capture_output=True, text=True, timeout=100, check=True, cwd=Path(providers.__file__).parents[2],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VEILBASE_CACHE": str(tmp_path / "cache")},
     )  # fmt: skip
     expected = "cannot keep the provider's bundle" if is_tenant else "cannot write the client bundle"

@@ -18,9 +18,9 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from provider.core import ProviderCore
-from provider.identity import StateDir, current_time
-from provider.tenants import enroll
+from provider.identity.authority import StateDir, current_time
+from provider.identity.registry import enroll
+from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.generate import encode_prompt
 from tests.tenant_sdk import tiny

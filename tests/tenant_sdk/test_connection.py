@@ -17,11 +17,11 @@ import grpc
 import pytest
 import torch
 
-from provider.core import ProviderCore
-from provider.identity import StateDir
-from provider.server import server_options
-from provider.service import SERVICE_NAME
-from provider.tenants import enroll
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ProviderCore
+from provider.net.server import server_options
+from provider.net.service import SERVICE_NAME
 from tenant_sdk import TenantClient
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
@@ -40,8 +40,8 @@ from wire.errors import (
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
 from wire.manifest import Manifest
-from wire.transport import grpc_client, multiplex
-from wire.transport.grpc_client import GrpcConnection
+from wire.transport import grpc_connection, multiplexer
+from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
@@ -125,7 +125,7 @@ def test_a_request_that_is_never_answered(
     fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works(connection)
-    monkeypatch.setattr(multiplex, "deadline_s", lambda num_bytes: 0.2)
+    monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
     pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(2)]
     # first the one that does not read: its end must not depend on the other's
@@ -145,7 +145,7 @@ def test_cancel_is_sent_for_what_expired(
 ) -> None:
     works(connection)  # so that the deadline is not over before the stream is open
     assert fake.next_received().request_id == 1
-    monkeypatch.setattr(multiplex, "deadline_s", lambda num_bytes: 0.2)
+    monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
     pending = connection.submit(CALL, rows(), REPLY_COLS)
     assert fake.next_received().kind is FrameType.REQUEST
@@ -161,7 +161,7 @@ def test_cancel_is_sent_for_what_expired(
 def test_a_handshake_that_is_never_answered(
     fake: FakeProvider, connection: GrpcConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(multiplex, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(multiplexer, "HANDSHAKE_S", 0.3)
     connection.manifest()
     fake.greeting = Header(FrameType.REPLY, 77).pack()  # for an unknown id: skipped
     with pytest.raises(Unavailable, match="handshake"):
@@ -270,7 +270,7 @@ def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
 
 
 def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multiplex, "deadline_s", lambda num_bytes: 0.2)
+    monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     narrow.script = lambda request: []
     connection = GrpcConnection(narrow.url)
     pending = [connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS) for _ in range(2)]
@@ -337,8 +337,8 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: Provide
 
             def disturb() -> None:
                 identity = TlsIdentity.read(tmp_path / "other")
-                channel = grpc_client.open_channel(url, identity)
-                method = channel.stream_stream(grpc_client.STREAM_METHOD)
+                channel = grpc_connection.open_channel(url, identity)
+                method = channel.stream_stream(grpc_connection.STREAM_METHOD)
                 while not ended.is_set() or not refused:
                     replies = method(iter([frame.hello(FrameType.HELLO), os.urandom(200)]), timeout=TIMEOUT_S)
                     refused.extend(

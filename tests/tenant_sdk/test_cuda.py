@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from noise.hints import HintStore
+from noise.hints.store import HintStore
 from noise.lattice import Lattice
-from noise.ledger import Ledger
+from noise.ledger.ledger import Ledger
 from noise.off import Off
 from noise.pad import Pad
 from tenant_sdk import TenantClient
 from tests.noise.test_lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, sent, weight_of, wide
 from tests.reference.test_parity import RELATIVE, adapted, batch, grads, relative
 from tests.tenant_sdk import tiny
-from wire import ring
 from wire.frame import Arithmetic, Direction
+from wire.ring import coding
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 
@@ -74,7 +74,7 @@ def test_rows_are_masked_and_unmasked_where_they_are(
     rows = rows_of(num_rows, spec.widths(direction)[0])
     exact, bound, _ = bounds(spec, direction, provider.weights[0], rows, DEFAULT, 128)
     masked = scheme.mask(spec, direction, rows.to(device))
-    reply = ring.product(sent(masked).to("cpu"), provider.matrix(masked.messages[0].call))
+    reply = coding.product(sent(masked).to("cpu"), provider.matrix(masked.messages[0].call))
     found = masked.unmask([reply.to(device)])
     assert (found.device.type, found.dtype, found.shape) == (device, torch.float32, exact.shape)
     assert bool(((wide(found.to("cpu")) - exact).abs() <= bound).all())

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import GenerationConfig, TemperatureLogitsWarper
 
-from attacks.overflow import Fault, Overflower
-from provider.core import ProviderCore
+from attacks.programs.overflow import Fault, Overflower
+from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
-from tenant_sdk.planned_calls import Course, NotFiniteWarning
+from tenant_sdk.model.planned_calls import Course, NotFiniteWarning
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction

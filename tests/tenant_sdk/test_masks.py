@@ -24,14 +24,14 @@ from peft import LoraConfig
 
 from noise.params import LatticeParameters
 from noise.scheme import GroupSpec
-from provider.core import ProviderCore
-from provider.identity import StateDir
-from provider.tenants import enroll
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient, embedded
-from tenant_sdk.model import group_spec, load_alphas
-from tenant_sdk.planned_calls import NotFiniteWarning
+from tenant_sdk.model.build import group_spec, load_alphas
+from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.session import NotVerifiedWarning
-from tenant_sdk.trusted import TrustedCheckpoint
+from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tests.noise.test_lattice import DEFAULT, bounds, wide
 from tests.reference.test_parity import adapted, batch, grads, relative
 from tests.tenant_sdk import tiny
@@ -45,9 +45,9 @@ from wire.errors import (
     Unavailable,
     WeakParameters,
 )
-from wire.expand import Rows, SeededRows
 from wire.frame import Call, Direction, Purpose
 from wire.manifest import parse_manifest
+from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")

@@ -12,7 +12,7 @@ import pytest
 from peft import PeftModel
 
 from tenant_sdk import TenantClient
-from tenant_sdk.checkpoints import Checkpoints, save_adapter
+from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}

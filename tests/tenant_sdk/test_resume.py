@@ -19,9 +19,9 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
-from provider.core import ProviderCore
-from provider.identity import StateDir
-from provider.tenants import enroll
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from attacks.hostile_bundle import HostileBundle
-from provider.core import ProviderCore
+from attacks.programs.hostile_bundle import HostileBundle
+from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient
-from tenant_sdk.dataset import UnusableRowWarning
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.text.rows import CutWarning
+from tenant_sdk.training.dataset import UnusableRowWarning
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError, DatasetError
 from wire.transport.inproc import InprocConnection

@@ -13,11 +13,13 @@ import pytest
 import torch
 from transformers import set_seed
 
-from provider.core import ProviderCore
-from provider.identity import StateDir
-from provider.server import Server
-from provider.tenants import enroll
-from tenant_sdk import TenantClient, finetune, model
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ProviderCore
+from provider.net.server import Server
+from tenant_sdk import TenantClient
+from tenant_sdk.model import build
+from tenant_sdk.training import finetune
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.test_masks import TOY_OPTIONS
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
@@ -190,14 +192,14 @@ def test_a_client_in_bfloat16_changes_the_default_dtype_of_no_other_thread(
 ) -> None:
     """Masks are made in other threads, and a number there in sixteen bits would be a wrong one."""
     seen: set[torch.dtype] = set()
-    swap = model._swap
+    swap = build._swap
 
     def watched(*args: Any) -> None:
         with ThreadPoolExecutor(1) as pool:
             seen.add(pool.submit(lambda: torch.zeros(1).dtype).result(TIMEOUT_S))
         swap(*args)
 
-    monkeypatch.setattr(model, "_swap", watched)
+    monkeypatch.setattr(build, "_swap", watched)
     options = {"mask": "off", "weights": "native", "dtype": torch.bfloat16, "cache": tmp_path, "progress": False}
     with TenantClient(f"inproc:{chat_folder}", **options) as client:
         loaded = client.load_model()

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
+from tests.tenant_sdk.test_bundle import Liar
 
 from noise.params import LatticeParameters
 from noise.verify import FAILED
-from provider.core import ProviderCore
-from provider.identity import StateDir
-from provider.tenants import enroll
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient, embedded
 from tests.reference.test_parity import adapted, batch, grads, relative
 from tests.tenant_sdk import tiny
-from tests.tenant_sdk.test_bundle import Liar
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
-from wire.expand import Rows
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

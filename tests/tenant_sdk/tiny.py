@@ -11,10 +11,10 @@ from peft import LoraConfig
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from provider.core import ProviderCore
-from provider.models import load, resolve
-from provider.server import Server
-from provider.weights import serve_model
+from provider.model.load import load, resolve
+from provider.model.served_model import ProviderCore
+from provider.model.weights import serve_model
+from provider.net.server import Server
 from tests.conftest import make_tiny
 from wire.limits import Limits
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from noise.ledger import SeedExhausted
-from noise.slots import SlotsExhausted
+from noise.blocks.slots import SlotsExhausted
+from noise.ledger.ledger import SeedExhausted
 from wire import errors
 from wire.errors import VeilbaseError, WireCode, code_of, error_from_code
 

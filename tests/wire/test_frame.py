@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.vectors import load
 from wire import frame
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
-from wire.expand import SeededRows
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose, check_tensor_header, parse
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
+from wire.ring.seeded_rows import SeededRows
 
 CASES = load("frames.json")
 CALL = Call(3, Direction.BACKWARD, Arithmetic.RING, Purpose.EFFECT)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from provider.identity import StateDir
-from provider.tenants import enroll
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
 from tenant_sdk.identity import issuer_of, read_endpoint
 from wire.errors import ConfigurationError
 from wire.transport.identity import load_identity

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import kernels, ring
 from wire.errors import InvalidTensor, MaskOverflow
-from wire.quantise import INT8_MAX, max_norms, quantise
+from wire.ring import coding, kernels
+from wire.ring.quantise import INT8_MAX, max_norms, quantise
 
 LIMIT = 2**31
 LARGEST = float(np.finfo(np.float32).max)
@@ -108,7 +108,7 @@ def test_no_product_wraps(
     weight = random_weight(d, m, weight_kind, generator)
     rows = adversarial_rows(kind, weight, num_rows, generator)
     weight_norm, _ = max_norms(weight)
-    encoded, beta = ring.encode(rows, weight_norm, error_norm, slack)
+    encoded, beta = coding.encode(rows, weight_norm, error_norm, slack)
     assert encoded.dtype == torch.int32
     assert beta.dtype == torch.float32
     assert beta.shape == (num_rows, 1)
@@ -128,8 +128,8 @@ def test_result_is_within_rounding(kind: str, direction: str) -> None:
         (quantised, column_norm, alpha) if direction == "forward" else (quantised.t(), row_norm, None)
     )
     rows = adversarial_rows(kind, weight, 5, generator)
-    encoded, beta = ring.encode(rows, norm)
-    got = ring.decode(ring.product(encoded, weight), beta, scales)
+    encoded, beta = coding.encode(rows, norm)
+    got = coding.decode(coding.product(encoded, weight), beta, scales)
     assert got.dtype == torch.float32
     wide = weight.to(torch.float64)
     factor = torch.ones(weight.shape[1], dtype=torch.float64) if scales is None else scales.to(torch.float64)
@@ -145,35 +145,35 @@ def test_the_scale_wastes_no_bits(kind: str) -> None:
     generator = torch.Generator().manual_seed(12)
     weight = random_weight(512, 8, "random", generator)
     norm, _ = max_norms(weight)
-    encoded, _ = ring.encode(adversarial_rows(kind, weight, 4, generator), norm)
+    encoded, _ = coding.encode(adversarial_rows(kind, weight, 4, generator), norm)
     norms = torch.linalg.vector_norm(encoded.to(torch.float64), dim=1)
     assert float(norms.min()) > 0.99 * LIMIT / norm
 
 
 def test_a_single_number_under_weight_norm_one_stays_an_int32() -> None:
     for value in (1.0, -1.0, LARGEST, -LARGEST, 1e-20, 3.0000002):
-        encoded, _ = ring.encode(torch.tensor([[value]]), 1.0)
+        encoded, _ = coding.encode(torch.tensor([[value]]), 1.0)
         check_bound(encoded, 1.0, 0.0, 0.0)
         assert (int(encoded) > 0) == (value > 0)
 
 
 def test_the_smallest_rows_lose_bits_but_never_their_bound() -> None:
     # below a norm of 2^-100 times the budget the scale no longer follows the row
-    encoded, beta = ring.encode(torch.tensor([[2.0**-90], [2.0**-149]]), 1024.0)
+    encoded, beta = coding.encode(torch.tensor([[2.0**-90], [2.0**-149]]), 1024.0)
     assert encoded.tolist() == [[1 << 10], [0]]
     assert beta.tolist() == [[2.0**-100], [2.0**-100]]
 
 
 def test_zeros_are_zeros() -> None:
-    encoded, beta = ring.encode(torch.zeros(2, 5), 10.0)
+    encoded, beta = coding.encode(torch.zeros(2, 5), 10.0)
     assert not encoded.any()
-    assert torch.equal(ring.decode(encoded, beta, torch.ones(5)), torch.zeros(2, 5))
+    assert torch.equal(coding.decode(encoded, beta, torch.ones(5)), torch.zeros(2, 5))
 
 
 def test_each_row_has_its_own_scale() -> None:
     rows = torch.tensor([[1.0, 0.0], [1e-20, 0.0], [1e20, 0.0]])
-    encoded, beta = ring.encode(rows, 127.0)
-    alone = [ring.encode(row[None], 127.0) for row in rows]
+    encoded, beta = coding.encode(rows, 127.0)
+    alone = [coding.encode(row[None], 127.0) for row in rows]
     assert torch.equal(encoded, torch.cat([one for one, _ in alone]))
     assert torch.equal(beta, torch.cat([one for _, one in alone]))
 
@@ -182,22 +182,22 @@ def test_each_row_has_its_own_scale() -> None:
 def test_other_float_types(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(13)
     rows = torch.randn(3, 64, generator=generator).to(dtype)
-    encoded, beta = ring.encode(rows, 127.0 * 8)
+    encoded, beta = coding.encode(rows, 127.0 * 8)
     check_bound(encoded, 127.0 * 8, 0.0, 0.0)
-    torch.testing.assert_close(ring.decode(encoded, beta), rows.to(torch.float32), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(coding.decode(encoded, beta), rows.to(torch.float32), rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_any_layout() -> None:
     rows = torch.randn(64, 6, generator=torch.Generator().manual_seed(14)).t()
-    encoded, beta = ring.encode(rows, 500.0)
-    again, beta_again = ring.encode(rows.contiguous(), 500.0)
+    encoded, beta = coding.encode(rows, 500.0)
+    again, beta_again = coding.encode(rows.contiguous(), 500.0)
     assert torch.equal(encoded, again)
     assert torch.equal(beta, beta_again)
 
 
 def test_centred_at_both_ends() -> None:
     reply = torch.tensor([[-(2**31), 2**31 - 1, -1, 0]], dtype=torch.int32)
-    decoded = ring.decode(reply, torch.tensor([[2.0]]), torch.tensor([1.0, 1.0, 0.5, 1.0]))
+    decoded = coding.decode(reply, torch.tensor([[2.0]]), torch.tensor([1.0, 1.0, 0.5, 1.0]))
     assert decoded.tolist() == [[-(2.0**32), 2.0**32, -1.0, 0.0]]
 
 
@@ -206,7 +206,7 @@ def test_refuses_what_is_not_finite(bad: float) -> None:
     rows = torch.ones(3, 4)
     rows[2, 1] = bad
     with pytest.raises(InvalidTensor, match="nothing was sent") as caught:
-        ring.encode(rows, 10.0)
+        coding.encode(rows, 10.0)
     assert not any(word in str(caught.value) for word in ("nan,", "inf,", "tensor("))
 
 
@@ -222,19 +222,19 @@ def test_refuses_what_is_not_finite(bad: float) -> None:
 )
 def test_overflow_is_refused(d: int, weight_norm: float, error_norm: float, slack: float) -> None:
     with pytest.raises(MaskOverflow, match=f"{d} inputs"):
-        ring.encode(torch.ones(1, d), weight_norm, error_norm, slack)
+        coding.encode(torch.ones(1, d), weight_norm, error_norm, slack)
 
 
 def test_the_widest_layer_of_the_manifest_has_room() -> None:
     d = 1 << 22
-    encoded, _ = ring.encode(torch.full((1, d), LARGEST), INT8_MAX * 2048.0)
+    encoded, _ = coding.encode(torch.full((1, d), LARGEST), INT8_MAX * 2048.0)
     assert int(encoded.to(torch.int64).square().sum()) < (LIMIT / (INT8_MAX * 2048.0)) ** 2
 
 
 def test_no_rows() -> None:
-    encoded, beta = ring.encode(torch.empty(0, 7), 10.0)
+    encoded, beta = coding.encode(torch.empty(0, 7), 10.0)
     assert encoded.shape == (0, 7)
-    assert ring.decode(ring.product(encoded, torch.ones(7, 3, dtype=torch.int8)), beta).shape == (0, 3)
+    assert coding.decode(coding.product(encoded, torch.ones(7, 3, dtype=torch.int8)), beta).shape == (0, 3)
 
 
 @pytest.mark.gpu
@@ -244,7 +244,7 @@ def test_no_product_wraps_on_cuda(kind: str) -> None:
     generator = torch.Generator().manual_seed(15)
     weight = random_weight(64, 9, "full", generator)
     norm, _ = max_norms(weight)
-    encoded, beta = ring.encode(adversarial_rows(kind, weight, 4, generator).cuda(), norm, 100.0, 1e6)
+    encoded, beta = coding.encode(adversarial_rows(kind, weight, 4, generator).cuda(), norm, 100.0, 1e6)
     check_bound(encoded.cpu(), norm, 100.0, 1e6)
     assert bool(torch.isfinite(beta).all())
 
@@ -265,9 +265,9 @@ def test_both_forms_give_the_same_bits(
     effect = torch.randint(-(2**31), 2**31, (num_rows, d + 3), generator=generator).to(torch.int32)[:, 3:]
 
     def all_of_it() -> list[torch.Tensor]:
-        plain, by_alpha = ring.encode(rows, 1000.0, 3.0, 1e5), ring.encode(rows, 50.0, 0.0, 0.0, alpha)
+        plain, by_alpha = coding.encode(rows, 1000.0, 3.0, 1e5), coding.encode(rows, 50.0, 0.0, 0.0, alpha)
         scales = torch.linspace(1e-20, 1e20, num_rows)[:, None]
-        decoded = [ring.decode(reply, scales, *more) for more in ((), (alpha,), (None, effect), (alpha, effect))]
+        decoded = [coding.decode(reply, scales, *more) for more in ((), (alpha,), (None, effect), (alpha, effect))]
         return [*plain, *by_alpha, *decoded]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -293,13 +293,13 @@ def test_each_row_is_looked_at(value: float, place: tuple[int, int], monkeypatch
     rows = torch.ones(300, 900)
     rows[place] = value
     with pytest.raises(InvalidTensor, match="NaN or infinity"):
-        ring.encode(rows, 10.0)
+        coding.encode(rows, 10.0)
 
 
 @needs_kernels
 def test_what_overflows_by_alpha_is_infinite() -> None:
     with pytest.raises(InvalidTensor, match="NaN or infinity"):
-        ring.encode(torch.full((2, 3), LARGEST), 10.0, alpha=torch.tensor([1.0, 2.0, 1.0]))
+        coding.encode(torch.full((2, 3), LARGEST), 10.0, alpha=torch.tensor([1.0, 2.0, 1.0]))
 
 
 @needs_kernels

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import wire
-from wire import expand, frame, limits
+from wire import frame, limits
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Direction, FrameType, Purpose
 from wire.manifest import BUNDLE_FILE_NAMES, GroupInfo, LayerInfo, Manifest
+from wire.ring import seeded_rows
 
 SPEC = (Path(wire.__file__).parent / "SPEC.md").read_text()
 SECTIONS = {int(part[0]): part for part in re.split(r"^## ", SPEC, flags=re.MULTILINE)[1:]}
@@ -58,10 +59,11 @@ def test_header_numbers(field: str, enum: type[FrameType]) -> None:
 def test_seeds() -> None:
     (seeds,) = [line for line in re.split(r"^- ", SECTIONS[3], flags=re.MULTILINE) if line.startswith("**Seeds.**")]
     text = " ".join(seeds.split())
-    assert f"{expand.PACKED_BYTES} bytes" in text
-    assert f"a seed of {expand.SEED_BYTES} bytes" in text
+    assert f"{seeded_rows.PACKED_BYTES} bytes" in text
+    assert f"a seed of {seeded_rows.SEED_BYTES} bytes" in text
     assert "first_row + num_rows MUST NOT exceed 2^40" in text
-    assert re.findall(r"SHA-256\(`(.*?)` ‖ one zero byte ‖ seed\)", SECTIONS[5])[0].encode() + b"\0" == expand.DOMAIN
+    domain = re.findall(r"SHA-256\(`(.*?)` ‖ one zero byte ‖ seed\)", SECTIONS[5])[0]
+    assert domain.encode() + b"\0" == seeded_rows.DOMAIN
 
 
 def test_error_table() -> None:
@@ -108,6 +110,6 @@ def test_fixed_numbers() -> None:
     assert limits.MAX_BUNDLE_BYTES == 64 << 30
     assert limits.MAX_BUNDLE_FILES == 32
     assert frame.PROTOCOL_VERSION == 1
-    assert expand.MAX_ROWS == 2**40
-    assert (expand.SEED_BYTES, expand.PACKED_BYTES) == (32, 48)
+    assert seeded_rows.MAX_ROWS == 2**40
+    assert (seeded_rows.SEED_BYTES, seeded_rows.PACKED_BYTES) == (32, 48)
     assert frame.MAGIC == b"VEIL"

@@ -20,13 +20,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from provider.identity import StateDir, issue_server_certificate
-from provider.server import server_options
-from provider.tenants import enroll
+from provider.identity.authority import StateDir, issue_server_certificate
+from provider.identity.registry import enroll
+from provider.net.server import server_options
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
-from wire.transport.grpc_client import channel_options
+from wire.transport.grpc_connection import channel_options
 from wire.transport.identity import TlsIdentity
 from wire.transport.tls_socket import (
     ALPN,

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 
 from wire.errors import InvalidTensor
-from wire.expand import PACKED_BYTES, Rows, SeededRows, count_rows
 from wire.frame import ITEM_BYTES, Call, check_rows, row_of
 from wire.manifest import Manifest
-from wire.threads import all_cores
-from wire.transport.base import Pending, Traffic
+from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows, count_rows
+from wire.ring.threads import all_cores
+from wire.transport.connection import Pending, Traffic
 
 
 class Handler(Protocol):

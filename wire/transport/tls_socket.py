@@ -29,7 +29,7 @@ from typing import cast
 
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
-from wire.memory import unwritten
+from wire.ring.buffers import unwritten
 from wire.transport.busy_poll import SMALL_BYTES, BusyPoll
 
 ALPN = "veilbase/1"

@@ -233,7 +233,7 @@ def test_the_table_of_status() -> None:
 
 
 def test_log_lines_name_tenant_stream_and_request() -> None:
-    record = logging.LogRecord("provider.session", logging.ERROR, "x.py", 1, "a request %s", ("failed",), None)
+    record = logging.LogRecord("provider.net.session", logging.ERROR, "x.py", 1, "a request %s", ("failed",), None)
     record.__dict__.update({"tenant": "acme", "stream": "0a1b", "request": 7, "rows": "never shown"})
     assert TextFormatter().format(record).endswith("a request failed tenant=acme stream=0a1b request=7")
     written = json.loads(JsonFormatter().format(record))

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from provider.config import ProviderSettings
-from provider.models import load, resolve
+from provider.model.load import load, resolve
+from provider.model.weights import ServedModel, serve_model
 from provider.parallel import start
 from provider.parallel.dispatch import Dispatcher
 from provider.parallel.environment import rank_here
-from provider.weights import ServedModel, serve_model
 from tests.conftest import tiny_config
 
 ROOT = Path(__file__).parents[3]

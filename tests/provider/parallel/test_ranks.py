@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from provider import executor
+from provider.engine import products
 from provider.parallel.command import Command, Operation
 from provider.parallel.tensor_parallel import ColumnSlices
 from tests.provider.parallel.conftest import Follower, Team
 from tests.waiting import WAIT_S, comes, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavailable, UnknownLayer
-from wire.expand import Rows, SeededRows
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.ring.seeded_rows import Rows, SeededRows
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ def test_every_product_is_that_of_one_process(
     for call in calls(team):
         for num_rows in (0, 1, 5, 300):  # the last are too many to travel with the command
             rows = rows_of(team, call, num_rows)
-            expected = executor.compute(team.whole, call, rows)
+            expected = products.compute(team.whole, call, rows)
             reply = team.core.compute(call, rows)
             if call.arithmetic is RING:
                 assert reply.dtype == torch.int32
@@ -91,7 +91,7 @@ def test_threads_that_ask_at_the_same_time_get_their_own(
         for index in range(len(asked)):
             call, num_rows = asked[(index + offset) % len(asked)]
             rows = rows_of(team, call, num_rows)
-            if not torch.equal(team.core.compute(call, rows), executor.compute(team.whole, call, rows)):
+            if not torch.equal(team.core.compute(call, rows), products.compute(team.whole, call, rows)):
                 wrong.append((call, num_rows))
 
     threads = [threading.Thread(target=work, args=(7 * number,)) for number in range(4)]
@@ -125,11 +125,11 @@ def test_what_is_wrong_is_refused_before_any_rank_hears_of_it(
     with each.context() as patch:
         patch.setattr(team.dispatcher, "_tell", lambda command: pytest.fail("the ranks were told"))
         for call, rows, error in BAD:
-            for product in (team.core.compute, lambda *request: executor.compute(team.whole, *request)):
+            for product in (team.core.compute, lambda *request: products.compute(team.whole, *request)):
                 with pytest.raises(error):
                     product(call, rows)
     rows = rows_of(team, CALL, 3)
-    assert torch.equal(team.core.compute(CALL, rows), executor.compute(team.whole, CALL, rows))
+    assert torch.equal(team.core.compute(CALL, rows), products.compute(team.whole, CALL, rows))
     team.core.close()
     assert follower.answer() == "stopped"
 
@@ -144,12 +144,12 @@ def test_a_rank_that_cannot_compute_fails_that_product_alone(
         with pytest.raises(RemoteFault):
             team.core.compute(call, rows_of(team, call, 4))
     rows = rows_of(team, good, 4)
-    assert torch.equal(team.core.compute(good, rows), executor.compute(team.whole, good, rows))
+    assert torch.equal(team.core.compute(good, rows), products.compute(team.whole, good, rows))
     with each.context() as patch:
         patch.setattr(ColumnSlices, "share", lambda *_: 1 / 0)  # rank 0's own
         with pytest.raises(RemoteFault):
             team.core.compute(good, rows)
-    assert torch.equal(team.core.compute(good, rows), executor.compute(team.whole, good, rows))
+    assert torch.equal(team.core.compute(good, rows), products.compute(team.whole, good, rows))
     team.core.close()
     assert follower.answer() == "stopped"
 
@@ -178,7 +178,7 @@ def test_a_rank_waits_as_long_as_rank_0_is_there(
     comes(enough, "five heartbeats")
     assert set(beats) == {Operation.HEARTBEAT}
     rows = rows_of(team, CALL, 3)
-    assert torch.equal(team.core.compute(CALL, rows), executor.compute(team.whole, CALL, rows))
+    assert torch.equal(team.core.compute(CALL, rows), products.compute(team.whole, CALL, rows))
     team.dispatcher._ended.set()  # no more beats
     assert follower.answer().startswith("Unavailable: rank 1 ends")
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from provider import executor
-from provider.models import load, resolve
+from provider.engine import products
+from provider.model.load import load, resolve
+from provider.model.weights import ServedModel, serve_model
 from provider.parallel.command import INLINE_NUMBERS, NUM_NUMBERS, Command, Operation
 from provider.parallel.sharding import split, without_weights
 from provider.parallel.tensor_parallel import ColumnSlices
-from provider.weights import ServedModel, serve_model
 from wire.errors import InvalidTensor
-from wire.expand import SeededRows
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
+from wire.ring.seeded_rows import SeededRows
 
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 
@@ -45,7 +45,7 @@ def test_shares_of_any_number_of_ranks_make_the_product(served: ServedModel, siz
             cols = group.info.in_features if direction is Direction.FORWARD else group.info.out_features
             rows = torch.randint(-(2**31), 2**31, (3, cols), dtype=torch.int32) if arithmetic is RING else None
             rows = torch.randn(3, cols) if rows is None else rows
-            expected = executor.compute(served, call, rows)
+            expected = products.compute(served, call, rows)
             joined = torch.zeros_like(expected)
             for one, block in zip(slices, slices[0].blocks(call, 3), strict=True):
                 block.of(joined).add_(one.share(call, rows))
@@ -55,9 +55,9 @@ def test_shares_of_any_number_of_ranks_make_the_product(served: ServedModel, siz
 @pytest.mark.parametrize("direction", list(Direction))
 def test_hints_are_made_in_pieces(served: ServedModel, monkeypatch: pytest.MonkeyPatch, direction: Direction) -> None:
     call, seeded = Call(0, direction, RING, Purpose.HINT), SeededRows(bytes(32), 3, 75)
-    monkeypatch.setattr("provider.executor._HINT_SCRATCH_BYTES", 10_000)
+    monkeypatch.setattr("provider.engine.products._HINT_SCRATCH_BYTES", 10_000)
     slices = [ColumnSlices(served, rank, 3) for rank in range(3)]
-    expected = executor.compute(served, call, seeded)
+    expected = products.compute(served, call, seeded)
     joined = torch.zeros_like(expected)
     for one, block in zip(slices, slices[0].blocks(call, 75), strict=True):
         block.of(joined).add_(one.share(call, seeded))
@@ -85,7 +85,7 @@ def test_nobody_multiplies_by_weights_that_are_elsewhere(served: ServedModel, ar
         info = served.groups[0].info
         cols = info.in_features if direction is Direction.FORWARD else info.out_features
         with pytest.raises((InvalidTensor, RuntimeError)):
-            executor.compute(described, call, torch.ones(1, cols, dtype=DTYPES[arithmetic]))
+            products.compute(described, call, torch.ones(1, cols, dtype=DTYPES[arithmetic]))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from provider.config import ProviderSettings
-from provider.models import load, resolve
+from provider.model.load import load, resolve
+from provider.model.weights import serve_model
 from provider.parallel.environment import rank_here
 from provider.parallel.start import fingerprint
-from provider.weights import serve_model
 from wire.errors import ConfigurationError
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tenant_sdk.text.source import ProviderTokenizer, TokenizerSource, named_text, provider_text, verified_text
-from tenant_sdk.trusted import find_tokenizer
+from tenant_sdk.trust.checkpoint import find_tokenizer
 from tests.tenant_sdk import tiny
 from wire.errors import ConfigurationError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from provider.core import ProviderCore
+from provider.model.served_model import ProviderCore
 from tenant_sdk.trust.pins import PARTS, Pins, canonical_digests
 from wire.errors import ConfigurationError, ProviderChanged
 from wire.manifest import Manifest

@@ -1,0 +1,414 @@
+"""`python -m attacks.active`: a provider that answers wrongly on purpose, and what that shows it of the tenant.
+
+The provider is honest but for one fault: a wrong hint, a wrong product or a reply sent again. What it can see is
+metadata: which calls come, with how many rows, and when they end. Where two secrets of the same shape give the same
+metadata under a fault, that fault told the provider nothing; where they do not, it has an oracle.
+
+Guarantees: faults are made by the provider's own process alone, the tenant is the public SDK with the shipped mask
+parameters. It measures a few faults on a tiny model: that none of them is an oracle is not evidence that no fault is.
+It does not look at timing. Source of the question: DESIGN.md, section 5; docs/threat-model.md, "A provider that lies".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+import torch
+
+from attacks.programs import row_counts
+from attacks.report.exit_status import exit_status
+from attacks.victim import quick_model
+from noise import sampling
+from noise.verify import FAILED
+from provider.embedded import make_core
+from provider.model.served_model import ProviderCore
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.session import NotVerifiedWarning
+from wire.errors import VeilbaseError
+from wire.frame import Call, Direction, Purpose
+from wire.manifest import Manifest
+from wire.ring.seeded_rows import Rows, SeededRows, count_rows
+from wire.transport.inproc import InprocConnection
+
+NEW_TOKENS = 8
+"""Length limit of an answer: an honest one of these prompts has so many."""
+PROMPTS = (
+    "who founded it?", "where is depot?", "in which year? ", "what is a seal?", "who signs this?", "what is plan B?",
+    "which river is?", "what code is 7?",
+)  # fmt: skip
+"""Secrets of one length, so that honest runs look alike."""
+DATA = (
+    (("who founded us?", " Ada Quill"), ("whose is depot?", " Port Hale")),
+    (("what is in it? ", " 7-amber-3"), ("which river is?", " the Senn.")),
+)
+"""Two data sets of one shape."""
+_RANK = 4
+_TRAIN_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One number of each reply of a kind changed; always the output head's column of the end-of-answer token.
+
+    Attributes:
+        purpose, direction: of the replies; of a product its last row is changed, of a hint its first.
+        delta: added mod 2^32; None sends the reply before it again.
+        first: how many replies of the kind stay honest.
+    """
+
+    name: str
+    purpose: Purpose
+    direction: Direction
+    delta: int | None
+    first: int = 0
+
+
+_FORWARD, _BACKWARD = Direction.FORWARD, Direction.BACKWARD
+FORWARD_FAULTS = (
+    Fault("product + 1", Purpose.PRODUCT, _FORWARD, 1),
+    Fault("product + 2^29", Purpose.PRODUCT, _FORWARD, 1 << 29),
+    Fault("product + 2^30", Purpose.PRODUCT, _FORWARD, 1 << 30),
+    Fault("product + 2^31", Purpose.PRODUCT, _FORWARD, 1 << 31),
+    Fault("reply replayed", Purpose.PRODUCT, _FORWARD, None, 1),
+    Fault("hint + 1, one entry", Purpose.HINT, _FORWARD, 1),
+    Fault("hint + 2^30, one entry", Purpose.HINT, _FORWARD, 1 << 30),
+    Fault("hint + 2^31, one entry", Purpose.HINT, _FORWARD, 1 << 31),
+)
+BACKWARD_FAULTS = (
+    Fault("gradient + 2^31", Purpose.PRODUCT, _BACKWARD, 1 << 31),
+    Fault("gradient replayed", Purpose.PRODUCT, _BACKWARD, None, 1),
+    Fault("gradient hint + 2^30, one entry", Purpose.HINT, _BACKWARD, 1 << 30),
+)
+TRAINING_FAULTS = FORWARD_FAULTS[:1] + FORWARD_FAULTS[3:5] + FORWARD_FAULTS[6:7] + BACKWARD_FAULTS
+SECRET_FAULT = FORWARD_FAULTS[6]
+"""Of the hint: the column's effect on row t of a block is then off by 2^30 times coefficient t of its first secret."""
+
+Job = Literal["answers", "repeated", "training"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The metadata of one request."""
+
+    purpose: str
+    direction: str
+    group: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One fault against one job, over all of its secrets.
+
+    Attributes:
+        job: `answers` of different prompts, one prompt's answer `repeated`, or `training` on different data.
+        fault: its name; None for the honest run.
+        verify: whether the tenant checks replies.
+        caught: whether every run ended with the fixed error of a failed check.
+        failed: runs that ended in any error.
+        requests_after: the most requests that followed the first wrong reply, an attempt to go on included.
+        metadata: of every run, beside its honest run: the `same`, the same but `cut short`, or `different` in some.
+        decode_steps: of each answer; empty for training.
+        answer_length_changed: whether the fault shows in the length of some answer that was not aborted.
+        tells_secrets_apart: whether metadata differed between the runs, which differ in nothing but a secret.
+    """
+
+    job: Job
+    fault: str | None
+    verify: bool
+    caught: bool
+    failed: int
+    requests_after: int
+    metadata: Literal["same", "cut short", "different"]
+    decode_steps: tuple[int, ...]
+    answer_length_changed: bool
+    tells_secrets_apart: bool
+
+
+@dataclass(frozen=True)
+class SecretReading:
+    """What answer lengths told about the mask's own secret, under SECRET_FAULT without `verify`.
+
+    Attributes:
+        num_answers: sessions, each with one answer.
+        num_claims: answers that ended early in row t: the provider then claims that coefficient t is -1.
+        num_right: of those; guessing is right for a third.
+    """
+
+    num_answers: int
+    num_claims: int
+    num_right: int
+
+
+@dataclass
+class Liar:
+    """An honest provider but for one fault; notes the metadata of whatever it is asked."""
+
+    core: ProviderCore
+    fault: Fault | None
+    group: int
+    column: int
+    seen: list[Seen] = field(default_factory=list)
+    first_wrong: int | None = None
+    _before: torch.Tensor | None = field(default=None, repr=False)
+    _num_matching: int = 0
+
+    def manifest(self) -> Manifest:
+        """The honest one."""
+        return self.core.manifest()
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """The honest bundle."""
+        return self.core.read_file(file_name)
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """The product, or the fault."""
+        num_rows = count_rows(rows)
+        self.seen.append(Seen(call.purpose.name.lower(), call.direction.name.lower(), call.group, num_rows))
+        reply = self.core.compute(call, rows)
+        fault = self.fault
+        if fault is None or (call.group, call.purpose, call.direction) != (self.group, fault.purpose, fault.direction):
+            return reply
+        if isinstance(rows, SeededRows) and rows.first_row:
+            return reply  # a later part of the hint: the changed entry is in the first
+        forged = self._forged(fault, reply)
+        if forged is not reply and self.first_wrong is None:
+            self.first_wrong = len(self.seen)
+        return forged
+
+    def _forged(self, fault: Fault, reply: torch.Tensor) -> torch.Tensor:
+        self._num_matching += 1
+        before, self._before = self._before, reply
+        if self._num_matching <= fault.first:
+            return reply
+        if fault.delta is None:
+            return reply if before is None or before.shape != reply.shape else before
+        forged = reply.clone()
+        row = 0 if fault.purpose is Purpose.HINT else -1
+        value = (int(forged[row, self.column]) + fault.delta + (1 << 31)) % (1 << 32) - (1 << 31)
+        forged[row, self.column] = value
+        return forged
+
+
+@dataclass
+class Site:
+    """A tiny model, its provider, and tenants that trust the same folder."""
+
+    folder: Path
+    model: Path
+    core: ProviderCore
+    group: int
+    column: int
+    num_sessions: int = 0
+
+    @contextlib.contextmanager
+    def session(self, fault: Fault | None, verify: bool) -> Iterator[tuple[TenantClient, Liar]]:
+        """A tenant with the default mask, connected to a provider with a fault."""
+        liar = Liar(self.core, fault, self.group, self.column)
+        # hints are streamed: a stored one, forged or not, would serve later sessions too
+        options = {"hints": "stream", "background": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotVerifiedWarning)
+            # the public way to an embedded provider takes a model, not a handler that lies
+            with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(liar)):
+                client = TenantClient(
+                    "inproc:liar", mask="lattice", verify=self.model if verify else None, mask_options=options,
+                    cache=self.folder / "cache", progress=False,
+                )  # fmt: skip
+                client.connect()
+        self.num_sessions += 1
+        try:
+            yield client, liar
+        finally:
+            client.close()
+
+    def answer(self, client: TenantClient, prompt: str) -> None:
+        """One answer, at most NEW_TOKENS long."""
+        client.generate(prompt, max_new_tokens=NEW_TOKENS)
+
+    def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
+        """Fine-tuning of fixed length."""
+        from peft import LoraConfig
+
+        rows = [{"prompt": question, "completion": answer} for question, answer in data]
+        client.finetune(
+            rows, LoraConfig(task_type="CAUSAL_LM", r=_RANK, target_modules="all-linear"),
+            self.folder / f"adapter{self.num_sessions}", max_steps=_TRAIN_STEPS, batch_size=2, warmup_steps=0,
+            progress=False, resume=False,
+        )  # fmt: skip
+
+
+def site(folder: Path) -> Site:
+    """Makes the model and its provider below `folder`."""
+    model = quick_model.make("tiny-llama", folder / "model")
+    core = make_core(str(model))
+    head = next(group for group in core.manifest().groups if group.layers[0].name == "lm_head")
+    return Site(folder, model, core, head.id, quick_model.SPECIAL.index("<|end|>"))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One secret under one fault: what the provider saw, and how it ended."""
+
+    seen: tuple[Seen, ...]
+    error: str | None
+    requests_after: int
+    num_decode_steps: int
+
+
+def _run(where: Site, fault: Fault | None, verify: bool, work: Callable[[TenantClient], None]) -> _Run:
+    """A session of its own. After an error the tenant tries to answer a prompt: that counts as `requests_after`."""
+    error: str | None = None
+    with where.session(fault, verify) as (client, liar):
+        try:
+            work(client)
+        except VeilbaseError as exc:
+            error = str(exc)
+            with contextlib.suppress(VeilbaseError):
+                where.answer(client, PROMPTS[0])
+        after = len(liar.seen) - liar.first_wrong if liar.first_wrong is not None else 0
+        head = (where.group, "product", "forward")
+        steps = sum((one.group, one.purpose, one.direction) == head for one in liar.seen)
+        return _Run(tuple(liar.seen), error, after, steps)
+
+
+def _outcome(job: Job, fault: Fault | None, verify: bool, runs: Sequence[_Run], honest: Sequence[_Run]) -> Outcome:
+    caught = all(run.error == FAILED for run in runs)
+    pairs = list(zip(runs, honest, strict=True))
+    return Outcome(
+        job, fault.name if fault else None, verify, caught,
+        failed=sum(run.error is not None for run in runs),
+        requests_after=max(run.requests_after for run in runs),
+        metadata=_compared(pairs),
+        decode_steps=() if job == "training" else tuple(run.num_decode_steps for run in runs),
+        answer_length_changed=not caught and any(run.num_decode_steps != true.num_decode_steps for run, true in pairs),
+        tells_secrets_apart=len({run.seen for run in runs}) > 1,
+    )  # fmt: skip
+
+
+def _compared(pairs: Sequence[tuple[_Run, _Run]]) -> Literal["same", "cut short", "different"]:
+    if all(run.seen == true.seen for run, true in pairs):
+        return "same"
+    return "cut short" if all(run.seen == true.seen[: len(run.seen)] for run, true in pairs) else "different"
+
+
+def measure(folder: Path, num_prompts: int = 5) -> list[Outcome]:
+    """Every fault against every job, with and without `verify`, honest runs first; `repeated` without alone.
+
+    Args:
+        folder: empty, for the model and the tenants' caches.
+        num_prompts: of PROMPTS; as often one prompt is repeated.
+    """
+    where = site(folder)
+    answers = [functools.partial(where.answer, prompt=prompt) for prompt in PROMPTS[:num_prompts]]
+    training = [functools.partial(where.train, data=data) for data in DATA]
+    outcomes: list[Outcome] = []
+    for verify in (True, False):
+        outcomes += _faults(where, "answers", answers, FORWARD_FAULTS, verify)
+        if not verify:
+            outcomes += _faults(where, "repeated", answers[:1] * num_prompts, FORWARD_FAULTS, verify)
+        outcomes += _faults(where, "training", training, TRAINING_FAULTS, verify)
+    return outcomes
+
+
+def _faults(
+    where: Site, job: Job, work: Sequence[Callable[[TenantClient], None]], faults: Sequence[Fault], verify: bool
+) -> list[Outcome]:
+    honest = [_run(where, None, verify, each) for each in work]
+    outcomes = [_outcome(job, None, verify, honest, honest)]
+    for fault in faults:
+        outcomes.append(_outcome(job, fault, verify, [_run(where, fault, verify, each) for each in work], honest))
+    return outcomes
+
+
+def read_secret(folder: Path, num_answers: int = 24) -> SecretReading:
+    """Claims coefficients of the mask's secret from answer lengths alone, and compares them with the secret.
+
+    Row 0 of the public matrix is coefficient 0 of A's first polynomials: an entry of the hint there that is wrong by δ
+    makes the effect on row t of a block wrong by δ·s[t]. Where s[t] is -1, the logit of the end-of-answer token rises
+    by 2^30 units of the ring, and the answer ends in that row.
+
+    Args:
+        folder: empty.
+        num_answers: sessions, one prompt after the other.
+    """
+    where = site(folder)
+    claimed = right = 0
+    drawn: list[torch.Tensor] = []
+    draw = sampling.ternary
+
+    def noting(rng: sampling.Csprng, shape: Sequence[int]) -> torch.Tensor:
+        drawn.append(draw(rng, tuple(shape)))
+        return drawn[-1].clone()
+
+    with mock.patch.object(sampling, "ternary", noting):
+        for number in range(num_answers):
+            prompt = PROMPTS[number % len(PROMPTS)]
+            run = _run(where, SECRET_FAULT, False, functools.partial(where.answer, prompt=prompt))
+            last_row = run.num_decode_steps - 1
+            if run.num_decode_steps < NEW_TOKENS:
+                claimed += 1
+                right += int(drawn[-1][0, 0, last_row]) == -1  # of the output head, whose block is made last
+    return SecretReading(num_answers, claimed, right)
+
+
+def lines(outcomes: Sequence[Outcome], reading: SecretReading | None = None) -> list[str]:
+    """A Markdown table, and a line about the mask's secret."""
+    table = [
+        "| verify | job | fault | caught | requests after it | metadata | decode steps | secrets told apart |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        caught = "–" if one.fault is None else _yes(one.caught)
+        steps = " ".join(map(str, one.decode_steps)) or "–"
+        table.append(
+            f"| {'on' if one.verify else 'off'} | {one.job} | {one.fault or 'none'} | {caught} | {one.requests_after} "
+            f"| {one.metadata} | {steps} | {_yes(one.tells_secrets_apart)} |"
+        )
+    if reading is not None:
+        table += ["", f"Without verify, “{SECRET_FAULT.name}”: {reading.num_claims} of {reading.num_answers} answers "
+                  f"ended early; each was read as one coefficient of the mask's secret, {reading.num_right} rightly "
+                  "(guessing: a third)."]  # fmt: skip
+    return table
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes active.json and active.md; status 1 where `verify` let a fault pass, or row counts told too much."""
+    parser = argparse.ArgumentParser(prog="python -m attacks.active", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    return exit_status(options.out, lambda: _measure_and_report(options.out))
+
+
+def _measure_and_report(out: Path) -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        outcomes = measure(Path(scratch) / "faults")
+        reading = read_secret(Path(scratch) / "secret")
+        leaks = row_counts.measure(Path(scratch) / "rows")
+    table = [*lines(outcomes, reading), "", *row_counts.lines(leaks)]
+    data = {
+        "outcomes": [asdict(one) for one in outcomes],
+        "secret_reading": asdict(reading),
+        "row_counts": [asdict(one) for one in leaks],
+    }
+    (out / "active.json").write_text(json.dumps(data, indent=1) + "\n")
+    (out / "active.md").write_text("\n".join(["# A provider that answers wrongly", "", *table, ""]))
+    print("\n".join(table))
+    caught = all(one.caught for one in outcomes if one.verify and one.fault)
+    return 0 if caught and row_counts.is_held_off(leaks) else 1
+

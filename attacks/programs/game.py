@@ -1,0 +1,372 @@
+"""`python -m attacks.game`: can anyone tell which of two known texts, or adapters, is behind a masked message?
+
+Each run throws a coin, sends one of two known inputs of a layer through noise's own scheme, and lets every score of
+attacks/adversaries/distinguisher.py look at what a provider would see. The result is the area under the ROC curve
+(AUC) of each score: 1.0 tells them apart always, 0.5 is guessing. A message fills a whole block of the default
+parameters (512 rows), so that in the lattice game every run has a secret and an error of its own and runs are
+independent. What an interval around 0.5 shows: these scores, on so many runs, find nothing. It is not a proof.
+
+Intervals are at 99.9% for all scores together (Bonferroni): the normal quantile times the bootstrap's standard error,
+resampled by run. Even on perfect masks one game in a thousand misses 0.5: play again before you conclude anything.
+
+Exit status: 0 when every interval holds 0.5 and every control wins, 1 when not, 2 for what cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from attacks.adversaries.distinguisher import SCORES, Known, Seen, known
+from attacks.controls.control import ControlResult
+from attacks.programs.game_choice import PARAMETERS, choice
+from attacks.report.exit_status import exit_status
+from noise import sampling
+from noise.hints.store import DEFAULT_DROPPED_BITS
+from noise.ledger.ledger import Ledger
+from noise.polynomial import negacyclic
+from noise.registry import Setting, make_scheme
+from noise.scheme import MaskScheme, encode_rows
+from wire.errors import ConfigurationError
+from wire.frame import Call, Direction
+from wire.ring import coding
+from wire.ring.seeded_rows import SEED_BYTES, Rows, SeededRows
+
+CONFIDENCE = 0.999
+NEEDED_HALF_WIDTH = 0.03
+FULL_RUNS, QUICK_RUNS, CONTROL_RUNS = 8000, 600, 200
+NEEDED_CONTROL = 0.95
+MASKS = ("lattice", "pad", "shares", "off")
+_RESAMPLES = 1000
+"""The standard error of a standard deviation from so many draws is 2.2% of it."""
+_NARROW_BITS, _COARSE_BITS = 26, 4
+
+
+# ---- what is seen ---------------------------------------------------------------------------------------------------
+
+Sender = Callable[[int], Seen]
+"""The coin → one run's view."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    reply: torch.Tensor
+
+    def result(self) -> torch.Tensor:
+        return self.reply
+
+
+class Tenant:
+    """A mask of noise, bound to a provider of one group, and what the adversary knows of the two inputs."""
+
+    def __init__(self, mask: str, secret: str, folder: Path) -> None:
+        """Args.
+
+        mask: one of MASKS.
+        secret: one of SECRETS.
+        folder: for the ledger and hints.
+
+        Raises:
+            ConfigurationError: an unknown mask or secret.
+        """
+        if mask not in MASKS:
+            raise ConfigurationError(f"the game is played on ring arithmetic, with one of {', '.join(MASKS)}")
+        self.choice = choice(secret)
+        self._seed = bytes(SEED_BYTES)  # masks without a public matrix meet any matrix
+        options = {} if mask in ("shares", "off") else {"background": False}
+        self._scheme: MaskScheme = make_scheme(mask, "ring", options, self._setting(folder, mask))
+        self._scheme.bind(self._effect)
+        self.candidates = self._encoded(mask)
+        self._before = self.message(0), self.candidates[0]
+
+    def _setting(self, folder: Path, mask: str) -> Setting:
+        return Setting(
+            "int8", ("ring",), lambda: Ledger.open(folder / "ledger", "tenant"), folder / "hints",
+            num_providers=2 if mask == "shares" else 1, weight_of=lambda _: self.choice.weight,
+        )  # fmt: skip
+
+    def _effect(self, call: Call, rows: Rows, reply_cols: int) -> _Sent:
+        if not isinstance(rows, SeededRows):
+            raise ConfigurationError("this provider answers hints only")
+        self._seed = rows.seed  # public: the provider is told
+        return _Sent(coding.product(rows.expand(self.choice.weight.shape[0]), self.choice.weight))
+
+    def _encoded(self, mask: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """x̃ of both inputs, as this mask scales them."""
+        group, room = self.choice.group, (0.0, 0.0)
+        if mask == "lattice":
+            error_norm = sampling.error_bound(PARAMETERS) * math.sqrt(group.in_features)
+            room = error_norm, float((1 << (DEFAULT_DROPPED_BITS - 1)) * PARAMETERS.dimension)
+        first, second = (encode_rows(group, Direction.FORWARD, rows, *room)[0] for rows in self.choice.inputs)
+        return first, second
+
+    @property
+    def known(self) -> Known:
+        """For the adversary; after the first message, which makes the seed public."""
+        return known(self.candidates, self.public_matrix)
+
+    @functools.cached_property
+    def public_matrix(self) -> torch.Tensor:
+        """A, int32, shape (rank·512, in_features)."""
+        return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
+
+    def message(self, coin: int) -> torch.Tensor:
+        """The rows that the first provider gets, int32, from fresh slots."""
+        rows = self._scheme.mask(self.choice.group, Direction.FORWARD, self.choice.inputs[coin]).messages[0].rows
+        if not isinstance(rows, torch.Tensor):
+            raise ConfigurationError("the first message of this mask has no rows")
+        return rows
+
+    def send(self, coin: int) -> Seen:
+        """One run; the message before it is the last run's, and the adversary has been told what that one hid."""
+        before, plain = self._before
+        sent = self.message(coin)
+        self._before = sent, self.candidates[coin]
+        return Seen(sent, before, plain)
+
+    def close(self) -> None:
+        """Drops the masks."""
+        self._scheme.close()
+
+
+# ---- the game -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One score over all runs."""
+
+    score: str
+    auc: float
+    interval: tuple[float, float]
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval's width."""
+        return (self.interval[1] - self.interval[0]) / 2
+
+    @property
+    def is_at_chance(self) -> bool:
+        """Whether the interval holds 0.5."""
+        return self.interval[0] <= 0.5 <= self.interval[1]
+
+
+def play(mask: str = "lattice", num_runs: int = FULL_RUNS, secret: str = "prompt") -> list[Outcome]:  # noqa: S107
+    """Plays one game on noise's scheme with its default parameters.
+
+    Args:
+        mask: one of MASKS.
+        num_runs: independent runs.
+        secret: one of SECRETS.
+
+    Raises:
+        ConfigurationError: an unknown mask or secret, or too few runs.
+    """
+    with _tenant(mask, secret) as tenant:
+        return outcomes(*run(tenant.send, tenant.known, num_runs))
+
+
+@contextlib.contextmanager
+def _tenant(mask: str, secret: str = "prompt") -> Iterator[Tenant]:  # noqa: S107 - as in `choice`
+    with tempfile.TemporaryDirectory() as folder:
+        tenant = Tenant(mask, secret, Path(folder))
+        try:
+            yield tenant
+        finally:
+            tenant.close()
+
+
+def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Throws the coin and scores the views.
+
+    Returns:
+        scores, float64, shape (num_scores, num_runs); coins, bool, shape (num_runs,).
+    """
+    if num_runs < 2:
+        raise ConfigurationError(f"a game takes at least 2 runs, got {num_runs}")
+    coins = torch.randint(2, (num_runs,), generator=torch.Generator().manual_seed(1)).bool()
+    scores = torch.empty(len(SCORES), num_runs, dtype=torch.float64)
+    for index, coin in enumerate(coins.tolist()):
+        seen = send(int(coin))
+        scores[:, index] = torch.tensor([score(facts, seen) for score in SCORES.values()], dtype=torch.float64)
+    return scores, coins
+
+
+def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
+    """AUC and interval of every score; same arguments as `run` returns.
+
+    Raises:
+        ConfigurationError: coins that fell on one side, or a score that tells no run from another: no game was played.
+    """
+    if bool(coins.all()) or not bool(coins.any()):
+        raise ConfigurationError(f"all of {len(coins)} coins fell on one side: play more runs")
+    if not bool(scores.isfinite().all()) or bool((scores == scores[:, :1]).all(1).any()):
+        raise ConfigurationError("a score is not finite, or the same in all runs: it measures nothing")
+    ranks = [_ranks(row) for row in scores]
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.empty(_RESAMPLES, len(ranks), dtype=torch.float64)
+    for resample in drawn:
+        chosen = torch.randint(len(coins), (len(coins),), generator=generator)
+        for index, rank in enumerate(ranks):
+            resample[index] = auc(rank[chosen], coins[chosen])
+    reach = quantile(len(ranks)) * drawn.std(dim=0)
+    found = []
+    for name, rank, half in zip(SCORES, ranks, reach.tolist(), strict=True):
+        value = auc(rank, coins)
+        found.append(Outcome(name, value, (max(0.0, value - half), min(1.0, value + half))))
+    return found
+
+
+def _ranks(scores: torch.Tensor) -> torch.Tensor:
+    """Places in order, int64; equal scores share one."""
+    ranks: torch.Tensor = torch.unique(scores, return_inverse=True)[1]
+    return ranks
+
+
+def auc(ranks: torch.Tensor, coins: torch.Tensor) -> float:
+    """Probability that a run with the second input scores higher than one with the first; ties count a half.
+
+    Args:
+        ranks: int64, not negative, shape (num_runs,).
+        coins: bool, same shape.
+    """
+    size = int(ranks.max()) + 1
+    ones = torch.bincount(ranks[coins], minlength=size).to(torch.float64)
+    zeros = torch.bincount(ranks[~coins], minlength=size).to(torch.float64)
+    below = zeros.cumsum(0) - zeros / 2
+    return float((ones * below).sum() / (ones.sum() * zeros.sum()))
+
+
+def quantile(num_scores: int) -> float:
+    """Normal quantile for two-sided intervals that hold together at CONFIDENCE."""
+    return statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (2 * num_scores))
+
+
+def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
+    """Half-width at chance: the rank-sum statistic's standard deviation, √((n+1)/(12·n₀·n₁)), times the quantile."""
+    half = num_runs / 2
+    return quantile(num_scores) * math.sqrt((num_runs + 1) / (12 * half * half))
+
+
+# ---- controls -------------------------------------------------------------------------------------------------------
+
+
+def controls(num_runs: int = CONTROL_RUNS) -> list[ControlResult]:
+    """Each score on traffic where it should win; named before the games are played, so nothing is picked."""
+    with _tenant("lattice") as tenant:
+        found = [_won("lattice, a slot used twice", "difference", run(_reuse(tenant), tenant.known, num_runs))]
+        for setting, score, masks in _weak_masks(tenant):
+            send = functools.partial(_under, masks, tenant)
+            found.append(_won(setting, score, run(send, tenant.known, num_runs)))
+    with _tenant("off") as unmasked:
+        found.append(_won("no mask", "size", run(unmasked.send, unmasked.known, num_runs), 1.0))
+    return found
+
+
+def _won(
+    setting: str, score: str, played: tuple[torch.Tensor, torch.Tensor], needed: float = NEEDED_CONTROL
+) -> ControlResult:
+    scores, coins = played
+    value = auc(_ranks(scores[list(SCORES).index(score)]), coins)
+    return ControlResult("distinguisher", setting, f"AUC of {score}", value, needed, smaller_wins=False)
+
+
+def _reuse(tenant: Tenant) -> Sender:
+    """Two messages under the mask of the first, whose text is known: what no scheme of noise would do."""
+
+    def send(coin: int) -> Seen:
+        first = tenant.message(0)
+        again = first - tenant.candidates[0] + tenant.candidates[coin]
+        return Seen(again, first, tenant.candidates[0])
+
+    return send
+
+
+def _under(masks: Callable[[], torch.Tensor], tenant: Tenant, coin: int) -> Seen:
+    before = masks() + tenant.candidates[0]
+    return Seen(masks() + tenant.candidates[coin], before, tenant.candidates[0])
+
+
+def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.Tensor]]]:
+    """Masks with one fault each: (setting, the score that must find it, a maker of fresh rows)."""
+    generator = torch.Generator().manual_seed(3)
+    shape = tenant.candidates[0].shape
+
+    def uniform(bits: int) -> torch.Tensor:
+        return torch.randint(-(1 << (bits - 1)), 1 << (bits - 1), shape, generator=generator).to(torch.int32)
+
+    hat = negacyclic.transform(tenant.public_matrix, PARAMETERS)
+    rng = sampling.Csprng()
+
+    def one_trit() -> torch.Tensor:
+        secret = torch.zeros(1, PARAMETERS.rank, PARAMETERS.ring_degree, dtype=torch.int8)
+        place = int(torch.randint(secret.numel(), (1,), generator=generator))
+        secret.view(-1)[place] = int(torch.randint(2, (1,), generator=generator)) * 2 - 1
+        error = sampling.error(rng, (1, *shape), PARAMETERS)
+        return negacyclic.combine(hat, negacyclic.secret_transform(secret), error)[0]
+
+    yield f"masks of {_NARROW_BITS} bits", "phase", lambda: uniform(_NARROW_BITS)
+    yield f"masks on a grid of 2^{_COARSE_BITS}", "low bits", lambda: uniform(32 - _COARSE_BITS) << _COARSE_BITS
+    yield "lattice, a secret of one trit", "public matrix", one_trit
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
+    """The table, best score first named below it."""
+    table = [f"| score ({mask}, {secret}) | AUC | {CONFIDENCE:.1%} interval, all scores together |", "|---|---|---|"]
+    table += [f"| {one.score} | {one.auc:.4f} | {one.interval[0]:.4f} to {one.interval[1]:.4f} |" for one in found]
+    best = max(found, key=lambda one: abs(one.auc - 0.5))
+    told = "at chance" if best.is_at_chance else "NOT at chance"
+    table += ["", f"Farthest from 0.5: {best.score}, {told}; half-width {best.half_width:.4f}.", ""]
+    table += ["| control | metric | value | needed | wins |", "|---|---|---|---|---|"]
+    for check in checks:
+        won = "yes" if check.wins else "NO"
+        table.append(f"| {check.setting} | {check.metric} | {check.value:.4f} | ≥ {check.needed:g} | {won} |")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    options = _parser().parse_args(arguments)
+    num_runs = options.runs if options.runs is not None else QUICK_RUNS if options.quick else FULL_RUNS
+    torch.set_num_threads(1)
+    return exit_status(options.out, lambda: _play_and_report(options.mask, options.secret, num_runs, options.out))
+
+
+def _play_and_report(mask: str, secret: str, num_runs: int, out: Path | None) -> int:
+    began = time.monotonic()
+    found = play(mask, num_runs, secret)
+    checks = controls()
+    print("\n".join(lines(mask, secret, found, checks)))
+    print(f"\n{num_runs} runs in {time.monotonic() - began:.1f} s, controls of {CONTROL_RUNS} runs included")
+    if out is not None:
+        scores, wins = [asdict(one) for one in found], [{**asdict(check), "wins": check.wins} for check in checks]
+        data = {"mask": mask, "secret": secret, "runs": num_runs, "scores": scores, "controls": wins}
+        data |= {"confidence": CONFIDENCE, "method": "bootstrap over runs, normal, Bonferroni over scores"}
+        (out / "game.json").write_text(json.dumps(data, indent=1) + "\n")
+    is_narrow = num_runs < FULL_RUNS or all(one.half_width <= NEEDED_HALF_WIDTH for one in found)
+    return 0 if is_narrow and all(one.is_at_chance for one in found) and all(check.wins for check in checks) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m attacks.game", description="A distinguisher game.")
+    parser.add_argument("--mask", default="lattice", help=", ".join(MASKS))
+    parser.add_argument("--secret", default="prompt", help="what the coin chooses: prompt or adapter")
+    parser.add_argument("--runs", type=int, help=f"{FULL_RUNS} by default")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_RUNS} runs")
+    parser.add_argument("--out", type=Path, help="folder of game.json")
+    return parser
+

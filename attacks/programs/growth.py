@@ -1,0 +1,104 @@
+"""`python -m attacks.growth`: time of lattice reduction at toy dimensions, on a line to the shipped ones.
+
+It prints what was measured, the line through it and where that line is at the dimensions of the shipped parameter sets,
+beside the published estimates. The line is an illustration and estimates nothing: attacks/adversaries/lattice_growth.py
+says why. Masks of these toy dimensions cannot be had from the tenant without its toy flag.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from attacks.adversaries.lattice_growth import BLOCK_SIZES, HARD_SIGMA, Growth, extrapolate, fit, measure_growth
+from attacks.report.exit_status import exit_status
+from noise.params import PARAMETERS
+
+SHIPPED_SIGMA = 3.2
+SERIES = ((SHIPPED_SIGMA, (32, 48, 64, 80, 96)), (HARD_SIGMA, (16, 28, 40, 52, 64)))
+"""Error and dimensions: the shipped error, with which LLL alone succeeds, and one that needs BKZ from about 64 on."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and prints; exit status 1 where no line can be drawn, 2 for what cannot be done."""
+    options = _parser().parse_args(arguments)
+    series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
+
+    def work() -> int:
+        measured = {sigma: measure_growth(dimensions, sigma, options.seed) for sigma, dimensions in series}
+        print("\n".join(line for sigma, points in measured.items() for line in lines(sigma, points)))
+        if options.out is not None:
+            write(options.out, measured)
+        return 0 if all(math.isfinite(fit(points)[0]) for points in measured.values()) else 1
+
+    return exit_status(options.out, work)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m attacks.growth", description=__doc__)
+    parser.add_argument("--dimensions", type=_dimensions, help="comma-separated, in place of both series")
+    parser.add_argument("--sigma", type=_sigma, default=SHIPPED_SIGMA, help="error, with --dimensions")
+    parser.add_argument("--seed", type=int, default=0, help="of the instances")
+    parser.add_argument("--out", type=Path, help="folder of growth.json")
+    return parser
+
+
+def _dimensions(text: str) -> list[int]:
+    found = [int(part) for part in text.split(",")]
+    if not all(4 <= dimension <= 160 for dimension in found):
+        raise argparse.ArgumentTypeError("expected dimensions from 4 to 160: larger ones take hours")
+    return found
+
+
+def _sigma(text: str) -> float:
+    found = float(text)
+    if not 0.5 <= found <= 2**28:
+        raise argparse.ArgumentTypeError("expected an error from 0.5 to 2^28")
+    return found
+
+
+def lines(sigma: float, measured: Sequence[Growth]) -> list[str]:
+    """One series as Markdown."""
+    table = [f"σ = {sigma:g}, q = 2^32, ternary secret", "", "| dimension | samples | seconds | found by |"]
+    table.append("|---|---|---|---|")
+    table += [f"| {one.dimension} | {one.num_samples} | {one.seconds:.3g} | {_found_by(one)} |" for one in measured]
+    slope, intercept = fit(measured)
+    if not math.isfinite(slope):
+        told = "No line that rises: the secret has to be found at two dimensions, and later at the larger one."
+        return [*table, "", told, ""]
+    table += ["", f"The line: log2(seconds) = {slope:.3f} · dimension {intercept:+.1f}", ""]
+    table += ["| set | dimension | σ | bits on the line | published estimate |", "|---|---|---|---|---|"]
+    for name, (bits, published) in extrapolate(measured).items():
+        chosen = PARAMETERS[name]
+        table.append(f"| {name} | {chosen.dimension} | {chosen.sigma:g} | {bits:.0f} | {published} |")
+    return [*table, "", "A line through toy points illustrates growth; it estimates nothing.", ""]
+
+
+def _found_by(one: Growth) -> str:
+    if one.block_size is None:
+        return f"nothing up to block size {max(BLOCK_SIZES)}"
+    return "LLL" if one.block_size == min(BLOCK_SIZES) else f"BKZ {one.block_size}"
+
+
+def write(folder: Path, measured: dict[float, list[Growth]]) -> Path:
+    """growth.json: every measurement, and for each series the bits on its line beside the published ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = [
+        {
+            "sigma": sigma,
+            "measured": [asdict(one) for one in points],
+            "bits": {
+                name: {"on_the_line": bits if math.isfinite(bits) else None, "published": published}
+                for name, (bits, published) in extrapolate(points).items()
+            },
+        }
+        for sigma, points in measured.items()
+    ]
+    file = folder / "growth.json"
+    file.write_text(json.dumps({"series": data}, indent=1) + "\n")
+    return file
+

@@ -1,0 +1,59 @@
+"""A provider that serves an honest one's model with other bundle files than its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from wire.frame import Call
+from wire.manifest import BundleFile, Manifest
+from wire.ring.seeded_rows import Rows, count_rows
+from wire.transport.inproc import Handler
+
+
+class HostileBundle:
+    """An honest provider but for its bundle; it notes the rows of every request. A `wire.transport.inproc.Handler`."""
+
+    def __init__(self, core: Handler) -> None:
+        """Args: core: the honest provider."""
+        self._core = core
+        self.files = {file.name: b"".join(core.read_file(file.name)) for file in core.manifest().bundle}
+        self.announced: Manifest | None = None
+        self.num_rows: list[int] = []
+        """Rows of each request so far, in order."""
+
+    def announce(self, **changes: Any) -> None:
+        """Makes a manifest that fits the files as they are now, config included, and then the changes."""
+        files = tuple(
+            BundleFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+            for name, data in self.files.items()
+        )
+        lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in files)
+        digest = hashlib.sha256("".join(lines).encode()).hexdigest()
+        content = self._core.manifest().model_dump() | {"bundle": files, "bundle_digest": digest}
+        with contextlib.suppress(ValueError, KeyError, RecursionError):
+            config = json.loads(self.files["config.json"])
+            content |= {"config": config} if isinstance(config, dict) else {}
+        self.announced = Manifest.model_validate({**content, **changes})
+
+    def change_json(self, name: str, **changes: Any) -> None:
+        """Changes entries of one JSON file."""
+        self.files[name] = json.dumps(json.loads(self.files[name]) | changes).encode()
+
+    def manifest(self) -> Manifest:
+        """The announced manifest, or the honest one."""
+        return self.announced or self._core.manifest()
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """A bundle file as it is now."""
+        yield self.files[file_name]
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """The honest product."""
+        self.num_rows.append(count_rows(rows))
+        return self._core.compute(call, rows)

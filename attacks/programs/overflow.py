@@ -1,0 +1,249 @@
+"""`python -m attacks.overflow`: a provider that makes the tenant's numbers overflow, and watches where the calls end.
+
+Every reply of one direction is wrong by a constant, or holds a NaN or an infinity. In a deep model a number is then no
+longer finite at a layer that depends on the data: whoever stops there tells the provider about them. What it can see is
+which calls come, in which order and with how many rows. Data of one shape that give different calls are told apart.
+
+Guarantees: the provider alone is dishonest, the tenant is the public SDK without `verify`. The control is the same
+tenant made to stop at the first value that is not finite, as it would where `verify` is on: there the provider has to
+win, or the faults are too weak to show anything. It measures a few faults on a tiny model without a mask, whose calls
+are those of every mask; it does not look at time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+from unittest import mock
+
+import torch
+
+from attacks.report.exit_status import exit_status
+from attacks.victim import quick_model
+from provider.embedded import make_core
+from provider.model.served_model import ProviderCore
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.model.planned_calls import NotFiniteWarning, PlannedCalls
+from tenant_sdk.model.remote_group import RemoteExecutor
+from wire.errors import NotFinite
+from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.manifest import Manifest
+from wire.ring.seeded_rows import Rows, count_rows
+from wire.transport.inproc import InprocConnection
+
+NUM_LAYERS = 28
+"""A constant of 2^31 grows to more than float32 holds within a hundred layer groups."""
+TRAIN_STEPS = 2
+NEW_TOKENS = 6
+DATA = (
+    (("who founded us?", " Ada Quill"), ("whose is depot?", " Port Hale")),
+    (("what is in it? ", " 7-amber-3"), ("which river is?", " the Senn.")),
+    (("when was it so?", " in 1987.."), ("who is it then?", " TamOrrin.")),
+    (("is plan B sold?", " yes it is"), ("who signs this?", " a copper.")),
+)
+"""Four data sets of one shape; their prompts are the secrets of answers."""
+
+Job = Literal["training", "answers"]
+Seen = tuple[int, str, str, int]
+"""Group, purpose, direction and rows of one request."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What every product of one direction is wrong by.
+
+    Attributes:
+        wrong: a whole number is added mod 2^32 to every number of a reply in ring arithmetic; `nan` or `inf` is the
+            first number of every reply in float arithmetic.
+        first: how many replies of the direction stay honest.
+    """
+
+    direction: Direction
+    wrong: float
+    first: int = 0
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        shown = f"2^{int(self.wrong).bit_length() - 1}" if math.isfinite(self.wrong) else str(self.wrong)
+        return f"{self.direction.name.lower()} {shown}" + (f" after {self.first}" if self.first else "")
+
+    @property
+    def arithmetic(self) -> Literal["ring", "float"]:
+        """That a fault of this kind can be sent in."""
+        return "ring" if math.isfinite(self.wrong) else "float"
+
+
+FAULTS = tuple(
+    Fault(direction, wrong, first)
+    for direction in (Direction.BACKWARD, Direction.FORWARD)
+    for wrong in (2.0**30, 2.0**31, math.nan, math.inf)
+    for first in ((0, 7) if wrong != 2.0**30 else (0,))
+)
+OVERFLOW = Fault(Direction.BACKWARD, 2.0**31)
+"""The fault with which a tenant that stops at once is lost."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One fault over all secrets.
+
+    Attributes:
+        job: `training` on different data, or `answers` of fixed length to different prompts.
+        fault: its name.
+        stops_at_once: whether it is the control.
+        num_failed: runs that ended in an error.
+        num_calls: of each run.
+        bits: log2 of how many sequences of calls there were: what the provider told apart.
+    """
+
+    job: Job
+    fault: str
+    stops_at_once: bool
+    num_failed: int
+    num_calls: tuple[int, ...]
+    bits: float
+
+
+@dataclass
+class Overflower:
+    """An honest provider but for one fault; notes what it is asked."""
+
+    core: ProviderCore
+    fault: Fault
+    seen: list[Seen] = field(default_factory=list)
+    _num_matching: int = 0
+
+    def manifest(self) -> Manifest:
+        """The honest one."""
+        return self.core.manifest()
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """The honest bundle."""
+        return self.core.read_file(file_name)
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """The product and the fault."""
+        self.seen.append((call.group, call.purpose.name, call.direction.name, count_rows(rows)))
+        reply = self.core.compute(call, rows)
+        if (call.purpose, call.direction) != (Purpose.PRODUCT, self.fault.direction):
+            return reply
+        self._num_matching += 1
+        return reply if self._num_matching <= self.fault.first else _wrong(reply, call, self.fault.wrong)
+
+
+def _wrong(reply: torch.Tensor, call: Call, wrong: float) -> torch.Tensor:
+    if call.arithmetic is Arithmetic.RING:
+        return ((reply.to(torch.int64) + int(wrong) + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)
+    forged = reply.clone()
+    forged[0, 0] = wrong
+    return forged
+
+
+@dataclass
+class Site:
+    """A deep tiny model and its provider."""
+
+    folder: Path
+    core: ProviderCore
+    num_sessions: int = 0
+
+    @contextlib.contextmanager
+    def session(self, fault: Fault, stops_at_once: bool) -> Iterator[tuple[TenantClient, Overflower]]:
+        """A tenant without a mask and without `verify`; as a control it stops at the first value that is not finite."""
+        provider = Overflower(self.core, fault)
+        with contextlib.ExitStack() as open_:
+            open_.enter_context(mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)))
+            if stops_at_once:
+                at_once = PlannedCalls(may_stop=True)
+                open_.enter_context(mock.patch.object(RemoteExecutor, "planned_calls", return_value=at_once))
+            client = TenantClient(
+                "inproc:overflow", mask="off", arithmetic=fault.arithmetic, cache=self.folder / "cache", progress=False
+            )
+            open_.callback(client.close)
+            self.num_sessions += 1
+            yield client, provider
+
+    def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
+        """Fine-tuning of fixed length."""
+        from peft import LoraConfig
+
+        client.finetune(
+            [{"prompt": question, "completion": answer} for question, answer in data],
+            LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"),
+            self.folder / f"adapter{self.num_sessions}", max_steps=TRAIN_STEPS, batch_size=2, warmup_steps=0,
+            save_steps=1, progress=False, resume=False,
+        )  # fmt: skip
+
+
+def site(folder: Path) -> Site:
+    """Makes the model and its provider below `folder`."""
+    return Site(folder, make_core(str(quick_model.make("tiny-llama", folder / "model", NUM_LAYERS))))
+
+
+def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
+    """An answer of fixed length, drawn at random; one that is not finite fails at its end."""
+    client.generate(data[0][0], max_new_tokens=NEW_TOKENS, fixed_length=True, do_sample=True)
+
+
+def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) -> Outcome:
+    """One fault against all secrets."""
+    work: Callable[[TenantClient, Sequence[tuple[str, str]]], None] = where.train if job == "training" else answer
+    seen: list[tuple[Seen, ...]] = []
+    num_failed = 0
+    for data in DATA:
+        with where.session(fault, stops_at_once) as (client, provider), warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotFiniteWarning)
+            try:
+                work(client, data)
+            except NotFinite:
+                num_failed += 1
+            seen.append(tuple(provider.seen))
+    bits = math.log2(len(set(seen)))
+    return Outcome(job, fault.name, stops_at_once, num_failed, tuple(map(len, seen)), bits)
+
+
+def measure_all(folder: Path) -> list[Outcome]:
+    """The control, then every fault against both jobs."""
+    where = site(folder)
+    outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True)]
+    outcomes += [measure(where, "training", fault) for fault in FAULTS]
+    return outcomes + [measure(where, "answers", fault) for fault in FAULTS if fault.direction is Direction.FORWARD]
+
+
+def lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """A Markdown table."""
+    table = ["| job | fault | tenant | failed | calls | bits told |", "|---|---|---|---|---|---|"]
+    for one in outcomes:
+        tenant = "stops at once (control)" if one.stops_at_once else "as shipped"
+        calls = " ".join(map(str, one.num_calls))
+        table.append(f"| {one.job} | {one.fault} | {tenant} | {one.num_failed} | {calls} | {one.bits:g} |")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes overflow.json and overflow.md; exit status 1 where a fault told data apart, or the control did not."""
+    parser = argparse.ArgumentParser(prog="python -m attacks.overflow", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of overflow.json and overflow.md")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    return exit_status(options.out, lambda: _measure_and_report(options.out))
+
+
+def _measure_and_report(out: Path) -> int:
+    with tempfile.TemporaryDirectory() as scratch:
+        outcomes = measure_all(Path(scratch))
+    table = lines(outcomes)
+    (out / "overflow.json").write_text(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
+    (out / "overflow.md").write_text("\n".join(["# Where the calls of an overflow end", "", *table, ""]))
+    print("\n".join(table))
+    return 0 if all((one.bits > 0) == one.stops_at_once for one in outcomes) else 1
+

@@ -1,0 +1,245 @@
+"""A provider whose bundle turns what a text says into how many rows it takes; row counts are visible under any mask.
+
+Each bundle is tried on prompts of one length, in which an honest tokenizer makes the same number of tokens, and on
+data sets of one shape. What is reported is the entropy of the row counts over equally likely secrets: the bits that
+one prompt, or one data set, gives away to a provider that only counts.
+
+Two bundles break the bounds that a tenant sets (docs/threat-model.md, "Row counts"): they must win on a stock
+tokenizer, which is the control, and give nothing against a tenant. The third stays inside every bound: its tokenizer
+is made of allowed components, its template puts contents where they belong, and its vocabulary and cutting rule carry a
+list of guesses. Whoever may choose a vocabulary can always do that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from attacks.programs.hostile_bundle import HostileBundle
+from attacks.victim import quick_model
+from provider.embedded import make_core
+from provider.model.served_model import ProviderCore
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.session import NotVerifiedWarning
+from wire.errors import VeilbaseError
+from wire.transport.inproc import InprocConnection
+
+NUM_SECRETS = 16
+PROMPTS = tuple(f"the pin is {number:02d}" for number in range(NUM_SECRETS))
+DATA = tuple(
+    ({"prompt": f"the pin? {number:02d}", "completion": " yes"}, {"prompt": "who?", "completion": " A"})
+    for number in range(NUM_SECRETS)
+)
+"""Secrets of one length: an honest tokenizer makes the same number of tokens of each."""
+BUCKET_TOKENS = 64
+_FILLER = "~"
+_NEW_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class Leak:
+    """One bundle against one way to hold it off.
+
+    Attributes:
+        bundle: what the provider ships.
+        defence: `stock tokenizer` for the control without any bound, else what the tenant asked for.
+        job: `prompts` or `training`.
+        bits: entropy of the row counts over the secrets; NUM_SECRETS equally likely ones hold log2 of it.
+        refused: whether the tenant refused the bundle and sent nothing.
+    """
+
+    bundle: str
+    defence: str
+    job: str
+    bits: float
+    refused: bool
+
+
+def _reading_template(bundle: HostileBundle) -> None:
+    """A template that writes as many spaces as the prompt's last letter's number."""
+    bundle.files["chat_template.jinja"] = (
+        b"{% for m in messages %}{{ m['content'] }}{% for c in '0123456789abcdef' %}{% if m['content'][-2:] | int == "
+        b"loop.index0 %}{{ ' ' * loop.index0 }}{% endif %}{% endfor %}{% endfor %}"
+    )
+
+
+def _spelling_normalizer(bundle: HostileBundle) -> None:
+    """A normalizer that spells each guess out by as many letters as its number."""
+    guesses = [
+        {"type": "Replace", "pattern": {"String": f" {number:02d}"}, "content": " " * (number + 1)}
+        for number in range(NUM_SECRETS)
+    ]
+    bundle.change_json("tokenizer.json", normalizer={"type": "Sequence", "normalizers": guesses})
+
+
+def _guessing_vocabulary(bundle: HostileBundle) -> None:
+    """A cutting rule in which each guess swallows another number of the template's filler signs, all of it allowed."""
+    tokenizer = json.loads(bundle.files["tokenizer.json"])
+    guesses = [f"{number:02d}{_FILLER}{{{number}}}" for number in range(NUM_SECRETS)]
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "|".join([*guesses, r"[\s\S]"])}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    bundle.files["tokenizer.json"] = json.dumps(tokenizer).encode()
+    filler = _FILLER * NUM_SECRETS
+    bundle.files["chat_template.jinja"] = (
+        "{% for m in messages %}{{ m['content'] }}" + filler + "{% endfor %}"
+    ).encode()
+
+
+def _word_vocabulary(bundle: HostileBundle) -> None:
+    """For texts without a template: each guess is one token with another number of the letters before it."""
+    tokenizer = json.loads(bundle.files["tokenizer.json"])
+    before = "the pin? "
+    guesses = [re.escape(f"{before[number % len(before) :]}{number:02d}") for number in range(NUM_SECRETS)]
+    tokenizer["pre_tokenizer"] = {
+        "type": "Split", "pattern": {"Regex": "|".join([*guesses, r"[\s\S]"])}, "behavior": "Isolated", "invert": False,
+    }  # fmt: skip
+    bundle.files["tokenizer.json"] = json.dumps(tokenizer).encode()
+
+
+BUNDLES: dict[str, dict[str, Callable[[HostileBundle], None]]] = {
+    "a template that reads": {"prompts": _reading_template},
+    "a normalizer that spells": {"prompts": _spelling_normalizer, "training": _spelling_normalizer},
+    "a vocabulary of guesses, within all bounds": {"prompts": _guessing_vocabulary, "training": _word_vocabulary},
+}
+OUT_OF_BOUNDS = tuple(BUNDLES)[:2]
+WITHIN_BOUNDS = tuple(BUNDLES)[2]
+STOCK = "stock tokenizer"
+DEFENCES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "tokenizer=": {"tokenizer": True},
+    "pad_rows=": {"pad_rows": BUCKET_TOKENS},
+}
+
+
+def is_held_off(leaks: Sequence[Leak]) -> bool:
+    """Whether every bundle wins on a stock tokenizer and reads nothing through the defences that claim so."""
+    for leak in leaks:
+        if leak.defence == STOCK and leak.bits == 0:
+            return False
+        is_bounded = leak.defence == "none" and leak.bundle in OUT_OF_BOUNDS
+        if (is_bounded or leak.defence in ("tokenizer=", "pad_rows=")) and leak.bits > 0:
+            return False
+    return True
+
+
+def entropy_bits(observed: Sequence[Hashable]) -> float:
+    """Entropy of equally likely observations, in bits."""
+    counts = Counter(observed).values()
+    return sum(-count / len(observed) * math.log2(count / len(observed)) for count in counts) + 0.0
+
+
+def measure(folder: Path) -> list[Leak]:
+    """Every bundle against every defence, and against a stock tokenizer as the control.
+
+    Args:
+        folder: empty.
+    """
+    model = quick_model.make("tiny-llama", folder / "model")
+    core = make_core(str(model))
+    leaks: list[Leak] = []
+    for name, jobs in BUNDLES.items():
+        for job, change in jobs.items():
+            bundle = HostileBundle(core)
+            change(bundle)
+            bundle.announce()
+            leaks.append(Leak(name, STOCK, job, _stock_bits(bundle, job, folder / "stock" / f"{len(leaks)}"), False))
+            for defence, options in DEFENCES.items():
+                named = {key: str(model) if key == "tokenizer" else value for key, value in options.items()}
+                leaks.append(_against_tenant(name, defence, job, core, change, named, folder))
+    return leaks
+
+
+def _stock_bits(bundle: HostileBundle, job: str, folder: Path) -> float:
+    """What transformers' own tokenizer makes of the secrets, with nothing in a hostile bundle's way."""
+    from transformers import AutoTokenizer
+
+    folder.mkdir(parents=True)
+    for name, data in bundle.files.items():
+        (folder / name).write_bytes(data)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if job == "training":
+        rows = [[row["prompt"] + row["completion"] for row in data] for data in DATA]
+        return entropy_bits([max(len(tokenizer(text)["input_ids"]) for text in texts) for texts in rows])
+    if not tokenizer.chat_template:
+        return entropy_bits([len(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS])
+    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    return entropy_bits([len(tokenizer.apply_chat_template(one, return_dict=False)) for one in asked])
+
+
+def _against_tenant(
+    name: str, defence: str, job: str, core: ProviderCore, change: Callable[[HostileBundle], None],
+    options: dict[str, Any], folder: Path,
+) -> Leak:  # fmt: skip
+    secrets: Sequence[Any] = PROMPTS if job == "prompts" else DATA
+    seen: list[Hashable] = []
+    refused = 0
+    for number, secret in enumerate(secrets):
+        bundle = HostileBundle(core)
+        change(bundle)
+        bundle.announce()
+        with _session(bundle, folder, options) as client:
+            try:
+                _work(client, job, secret, folder / f"adapter{number}")
+            except VeilbaseError:
+                refused += 1
+        seen.append(tuple(bundle.num_rows))
+    nothing_sent = all(one == () for one in seen)
+    return Leak(name, defence, job, entropy_bits(seen), refused == len(secrets) and nothing_sent)
+
+
+@contextlib.contextmanager
+def _session(bundle: HostileBundle, folder: Path, options: dict[str, Any]) -> Iterator[TenantClient]:
+    """An unverified tenant of the public SDK. Row counts are the same under any mask, so the plainest is used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NotVerifiedWarning)
+        with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(bundle)):
+            client = TenantClient(
+                "inproc:hostile", mask="off", arithmetic="ring", cache=folder / "cache", progress=False, **options
+            )
+            client.connect()
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+def _work(client: TenantClient, job: str, secret: Any, adapter: Path) -> None:
+    if job == "prompts":
+        client.generate(secret, max_new_tokens=_NEW_TOKENS, fixed_length=True)
+        return
+    from peft import LoraConfig
+
+    client.finetune(
+        list(secret), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]), adapter, max_steps=1,
+        batch_size=2, progress=False, resume=False,
+    )  # fmt: skip
+
+
+def lines(leaks: Sequence[Leak]) -> list[str]:
+    """A Markdown table of the bits that each bundle read."""
+    table = [
+        f"Bits that row counts give away, of {math.log2(NUM_SECRETS):.0f}:",
+        "",
+        f"| bundle | job | {STOCK} | {' | '.join(DEFENCES)} |",
+        "|---|---|---|" + "---|" * len(DEFENCES),
+    ]
+    for name, jobs in BUNDLES.items():
+        for job in jobs:
+            cells = {each.defence: each for each in leaks if (each.bundle, each.job) == (name, job)}
+            shown = [_cell(cells[defence]) for defence in (STOCK, *DEFENCES)]
+            table.append(f"| {name} | {job} | {' | '.join(shown)} |")
+    return table
+
+
+def _cell(leak: Leak) -> str:
+    return "refused" if leak.refused else f"{leak.bits:.1f}"

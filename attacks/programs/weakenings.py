@@ -1,0 +1,268 @@
+"""`python -m attacks.weakenings`: would anyone notice if the lattice mask were weakened at its shipped size?
+
+A real tenant sends a prompt again and again, answers one, and trains a step, through a provider that notes what it
+sees. Beside it, in the same process, attacks/victim/draws.py looks at what its masks are made of, and
+attacks/victim/draws_statistics.py says whether chance makes that. Then each weakness of
+attacks/controls/weak_lattice.py is put into the mask, and the same is done again. Adversaries get what the provider
+noted, and nothing else.
+
+Exit status: 0 when honest tenants pass, every weakness is noticed from inside, and those that an adversary should
+notice from outside it does; 1 when not; 2 for what cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from attacks.adversaries import no_error, shared_error, slot_reuse, sparse_secret
+from attacks.controls.control import ControlResult
+from attacks.controls.lattice_traffic import no_model
+from attacks.controls.shared_error import control as shared_error_control
+from attacks.controls.sparse_secret import control as sparse_secret_control
+from attacks.controls.weak_lattice import WEAKNESSES, Weakness
+from attacks.report.exit_status import exit_status
+from attacks.victim import check, quick_model
+from attacks.victim.draws import Watch
+from attacks.victim.draws_statistics import Statistics
+from attacks.victim.synthetic import Exchange, write_recording
+from noise.params import PARAMETERS
+from noise.polynomial import kernels
+from provider.embedded import make_core
+from provider.model.served_model import ProviderCore
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.session import NotVerifiedWarning
+from wire.frame import Call
+from wire.ring.seeded_rows import Rows, SeededRows
+from wire.transport.inproc import InprocConnection
+
+ADVERSARIES = tuple(module.ADVERSARY for module in (no_error, slot_reuse, sparse_secret, shared_error))
+"""Those that are certain of what they claim about a lattice mask, and look at the shipped size."""
+_PROMPT, _TIMES = 64, 18
+"""Rows of a prompt and how often it is sent: more than two blocks, eight prompts each, and 49 equal rows in a row."""
+_ANSWER_TOKENS = 4
+_ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "what year?", "completion": " 1987"})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an honest tenant makes its masks."""
+
+    name: str
+    parameters: str = "default"
+    in_pieces: bool = False
+    is_compiled: bool = True
+
+
+SETTINGS = (
+    Setting("default"),
+    Setting("default, in pieces", in_pieces=True),
+    Setting("default, without compiled arithmetic", is_compiled=False),
+    Setting("default, in pieces, without compiled arithmetic", in_pieces=True, is_compiled=False),
+    Setting("conservative", "conservative"),
+    Setting("lean", "lean"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One tenant.
+
+    Attributes:
+        weakness: its name; None for an honest one.
+        num_secrets, num_pieces: that were looked at; the latter are blocks where they were made whole.
+        checks: of its draws.
+        claims: adversary → what it claimed on the provider's view, which it is certain of.
+        expected: the adversary that should claim something.
+    """
+
+    setting: str
+    weakness: str | None
+    num_secrets: int
+    num_pieces: int
+    checks: list[check.Check]
+    claims: dict[str, int]
+    expected: str | None = None
+
+    @property
+    def alarms(self) -> list[str]:
+        """From inside."""
+        return check.alarms(self.checks)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether an honest tenant passed, or a weakness was noticed by all who should."""
+        if self.weakness is None:
+            return not self.alarms and not any(self.claims.values())
+        return bool(self.alarms) and (self.expected is None or self.claims[self.expected] > 0)
+
+
+@dataclass
+class _Provider:
+    """An honest one that notes what it sees."""
+
+    core: ProviderCore
+    seen: list[Exchange] = field(default_factory=list, repr=False)
+
+    def manifest(self) -> Any:
+        """The core's."""
+        return self.core.manifest()
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """The core's."""
+        return self.core.read_file(file_name)
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """The core's answer."""
+        reply = self.core.compute(call, rows)
+        request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
+        direction, purpose = call.direction.name.lower(), call.purpose.name.lower()
+        self.seen.append(Exchange(call.group, request, reply.clone(), direction, purpose))
+        return reply
+
+
+class Site:
+    """A tiny model and its provider, for one tenant after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes both in a folder."""
+        self._folder = folder
+        self._model = quick_model.make("tiny-llama", folder / "model")
+        self._core = make_core(str(self._model))
+        self._num_runs = 0
+
+    def run(self, setting: Setting, weakness: Weakness | None = None) -> Outcome:
+        """Lets a tenant do its work, looks at it from both sides, and says what was noticed."""
+        statistics = Statistics(PARAMETERS[setting.parameters])
+        watch = Watch(PARAMETERS[setting.parameters], statistics.keep)
+        provider = _Provider(self._core)
+        with contextlib.ExitStack() as around:
+            if not setting.is_compiled:
+                around.enter_context(mock.patch.object(kernels, "available", return_value=False))
+            if weakness is not None:
+                around.enter_context(weakness.inject())
+            around.enter_context(watch())  # the last one in, so that it sees what the others do
+            self._work(around.enter_context(self._client(provider, setting)))
+        claims = self._attacked(provider.seen)
+        return Outcome(
+            setting.name, weakness.name if weakness else None, len(watch.secrets), len(watch.units),
+            statistics.checks(watch), claims, weakness.adversary if weakness else None,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _client(self, provider: _Provider, setting: Setting) -> Iterator[TenantClient]:
+        self._num_runs += 1
+        # stored hints, or no block is made in pieces; a pool that holds nothing, or all are made whole
+        options: dict[str, Any] = {"parameters": setting.parameters, "background": False}
+        options |= {"pool_bytes": 1} if setting.in_pieces else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotVerifiedWarning)
+            # the public way to an embedded provider takes a model, not a handler that notes
+            with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
+                client = TenantClient(
+                    "inproc:noting", mask="lattice", mask_options=options, progress=False,
+                    cache=self._folder / f"cache{self._num_runs}",
+                )  # fmt: skip
+                client.connect()
+        try:
+            yield client
+        finally:
+            client.close()
+
+    def _work(self, client: TenantClient) -> None:
+        from peft import LoraConfig
+
+        model = client.load_model()
+        prompt = torch.arange(_PROMPT).remainder(90)[None] + len(quick_model.SPECIAL)
+        with torch.no_grad():
+            for _ in range(_TIMES):
+                model(input_ids=prompt, use_cache=False)
+        client.generate("what is the seal?", max_new_tokens=_ANSWER_TOKENS)
+        client.finetune(
+            list(_ROWS), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"),
+            self._folder / f"adapter{self._num_runs}", max_steps=1, batch_size=2, warmup_steps=0, progress=False,
+            resume=False,
+        )  # fmt: skip
+
+    def _attacked(self, seen: Sequence[Exchange]) -> dict[str, int]:
+        with tempfile.TemporaryDirectory() as folder:
+            view = write_recording(Path(folder) / "seen", self._core.manifest(), seen)
+            return {one.name: len(one.attack(view, no_model(), None)) for one in ADVERSARIES}
+
+
+def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Sequence[Weakness] = WEAKNESSES,
+            ) -> list[Outcome]:  # fmt: skip
+    """Honest tenants in every setting, then every weakness."""
+    site = Site(folder)
+    found = [site.run(setting) for setting in settings]
+    for weakness in weaknesses:
+        found.append(site.run(SETTINGS[1] if weakness.in_pieces else SETTINGS[0], weakness))
+    return found
+
+
+def controls() -> list[ControlResult]:
+    """Of the adversaries that are too slow for the quick profile."""
+    return [sparse_secret_control(), shared_error_control()]
+
+
+def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
+    """Markdown: tenants, the honest ones' farthest tests, and controls."""
+    table = [
+        "| tenant | secrets, blocks or pieces | from inside | from outside | as it should be |",
+        "|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        said = [f"{name} ({count})" for name, count in one.claims.items() if count]
+        inside = "; ".join(one.alarms[:2]) + (f" and {len(one.alarms) - 2} more" if len(one.alarms) > 2 else "")
+        tests = check.total_tests(one.checks)
+        name = f"**{one.weakness}**" if one.weakness else f"honest: {one.setting}"
+        table.append(
+            f"| {name} | {one.num_secrets}, {one.num_pieces} | {inside or f'nothing, in {tests} tests'} "
+            f"| {', '.join(said) or 'nobody'} | {'yes' if one.is_right else 'NO'} |"
+        )
+    table += ["", "| test, the first tenant | how many | farthest | chance of one below |", "|---|---|---|---|"]
+    for test in outcomes[0].checks:
+        chance = f"10^{test.log10_chance:.1f}"
+        table.append(f"| {test.name} | {test.num_tests} | {test.value:.4g} {test.unit} | {chance} |")
+    table += ["", "| control | setting | value | needed | wins |", "|---|---|---|---|---|"]
+    for control in checks:
+        won = "yes" if control.wins else "NO"
+        table.append(
+            f"| {control.adversary} | {control.setting} | {control.value:.3g} | ≤ {control.needed:.3g} | {won} |"
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes weakenings.json and weakenings.md."""
+    parser = argparse.ArgumentParser(prog="python -m attacks.weakenings", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of weakenings.json and weakenings.md")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    return exit_status(options.out, lambda: _measure_and_report(options.out))
+
+
+def _measure_and_report(out: Path) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = measure(Path(folder))
+    checks = controls()
+    table = lines(outcomes, checks)
+    told = [asdict(one) | {"checks": check.to_json(one.checks)} for one in outcomes]
+    data = {"outcomes": told, "controls": [asdict(one) for one in checks]}
+    (out / "weakenings.json").write_text(json.dumps(data, indent=1) + "\n")
+    (out / "weakenings.md").write_text(
+        "\n".join(["# Weaknesses of the lattice mask, put there on purpose", "", *table, ""])
+    )
+    print("\n".join(table))
+    return 0 if all(one.is_right for one in outcomes) and all(one.wins for one in checks) else 1
+

@@ -1,0 +1,57 @@
+"""All adversaries, in the order of the report, and their positive controls."""
+
+from __future__ import annotations
+
+import importlib
+
+from attacks.seen.adversary import Adversary
+from attacks.controls.control import Control
+from wire.errors import ConfigurationError
+
+MODULES = (
+    "layer0_lookup", "deep_state", "closed_form", "substitute",
+    "traffic_shape", "gradient_view", "gradient_equations",
+    "known_mask", "which_of_k", "sphere_fit", "differencing", "averaging", "principal_components", "subspace",
+    "low_bits", "seed_search",
+    "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction", "collusion", "byte_statistics",
+    "sparse_secret", "shared_error",
+)  # fmt: skip
+"""Files of attacks/adversaries, each with a control of the same name in attacks/controls."""
+NOT_IN_QUICK = ("sparse_secret", "shared_error")
+"""Seconds for each public matrix: left to the full profile, to recordings, and to `attacks.programs.weakenings`."""
+
+
+def adversaries(names: str | None = None) -> list[Adversary]:
+    """The catalogue, or the named part of it.
+
+    Args:
+        names: comma-separated; None for all.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    found = {one.name: one for one in map(_adversary, MODULES)}
+    if names is None:
+        return list(found.values())
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in found]
+    if unknown or not wanted:
+        raise ConfigurationError(f"no adversary {', '.join(unknown) or names!r}: known are {', '.join(found)}")
+    return [found[name] for name in wanted]
+
+
+def quick() -> str:
+    """Names, comma-separated, of those that the quick profile runs unless it is told others."""
+    return ",".join(_adversary(module).name for module in MODULES if module not in NOT_IN_QUICK)
+
+
+def controls(names: str | None = None) -> list[Control]:
+    """One for each adversary that `adversaries` returns for these names."""
+    wanted = {one.name for one in adversaries(names)}
+    modules = [module for module in MODULES if _adversary(module).name in wanted]
+    return [importlib.import_module(f"attacks.controls.{module}").control for module in modules]
+
+
+def _adversary(module: str) -> Adversary:
+    adversary: Adversary = importlib.import_module(f"attacks.adversaries.{module}").ADVERSARY
+    return adversary

@@ -1,0 +1,340 @@
+"""The command line that both tools share: victim or recording, adversaries, report.
+
+Exit status: 0 when the report was written, 1 when a control does not win or a private mask shows more than chance does,
+2 for what cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attacks.victim import quick_model
+from attacks.seen.adversary import Adversary
+from attacks.report.catalogue import adversaries, controls, quick
+from attacks.controls.control import Control, ControlResult
+from attacks.report.exit_status import exit_status
+from attacks.victim.tenant import KINDS
+from wire.errors import ConfigurationError
+
+MASKS = "off,gaussian-pool,lattice"
+_LOOK_S = 0.5
+_ENDING_S = 10.0
+"""What a process that has sent its results has to end by itself."""
+_JUDGED_ROWS = 16
+"""Private questions that a stolen adapter is asked."""
+
+OTHER_PROGRAMS = {
+    "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
+    "attacks.game": "a distinguisher game: which of two prompts was sent, thousands of times over",
+    "attacks.weakenings": "weaknesses put into the lattice mask at its shipped size, and honest ones: who notices",
+    "attacks.growth": "time of lattice reduction at toy dimensions, beside the published estimates",
+}
+"""Adversaries that need more than a recording, or none: --list names them, `--adversaries` does not take them."""
+
+if TYPE_CHECKING:
+    from attacks.report.evaluate import Case
+    from attacks.report.table import Result
+    from attacks.seen.view import View
+
+
+def main(program: str, description: str, default: str | None, arguments: Sequence[str] | None) -> int:
+    """Parses and runs.
+
+    Args:
+        default: names of adversaries when none are given; None for all.
+    """
+    parser = _parser(program, description)
+    options = parser.parse_args(arguments)
+    if options.view is not None and options.peft != "lora":
+        parser.error("--view takes a recording as it is: --peft is for a victim")
+    if options.view is not None and options.draws:
+        parser.error("--view has no victim to look into: leave --draws out")
+    if options.view is None and options.tenant is not None:
+        parser.error("--tenant is for --view")
+    before = signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the processes that were started are ended
+    try:
+        if options.list:
+            for one in adversaries(default):
+                print(f"{one.name:22} {one.summary}")
+            print("\nprograms of their own:")
+            for module, summary in OTHER_PROGRAMS.items():
+                print(f"python -m {module:15} {summary}")
+            return 0
+        names = default if options.adversaries is None else options.adversaries
+        if names is None and options.view is None and _model(options) in quick_model.NAMES:
+            names = quick()
+        return exit_status(options.out, lambda: _run(options, names))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _parser(program: str, description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=description,
+        epilog="Exit status: 0 done; 1 a control does not win, what is not private holds, or a private mask shows more "
+        "than chance does; 2 it cannot be done.",
+    )
+    parser.add_argument(
+        "--model", help="tiny-llama, tiny-gpt2, smollm2-135m or a Hugging Face folder; by default what --profile says"
+    )
+    parser.add_argument("--profile", choices=("quick", "full"), default="quick", help="full is smollm2-135m")
+    parser.add_argument(
+        "--masks",
+        help=f"comma-separated, {MASKS} by default; with --view the one that was used, if you know",
+    )
+    parser.add_argument("--adversaries", help="comma-separated names of --list")
+    parser.add_argument("--peft", choices=tuple(KINDS), default="lora", help="what the victim trains; tiny models only")
+    parser.add_argument(
+        "--draws", action="store_true",
+        help="also look, inside the victim, at what its lattice masks are made of; the full profile always does",
+    )  # fmt: skip
+    parser.add_argument("--adapter", type=Path, help="PEFT folder to attack in place of one that is trained")
+    parser.add_argument("--view", type=Path, help="a recording of `provider serve --record` in place of a victim")
+    parser.add_argument("--tenant", help="with --view: whose traffic; by default that of all")
+    parser.add_argument("--out", type=Path, default=Path("report"), help="folder of the report")
+    parser.add_argument("--list", action="store_true", help="names the adversaries, and the programs beside this one")
+    return parser
+
+
+def _model(options: argparse.Namespace) -> str:
+    chosen: str = options.model or ("smollm2-135m" if options.profile == "full" else "tiny-llama")
+    return chosen
+
+
+def _run(options: argparse.Namespace, names: str | None) -> int:
+    chosen = adversaries(names)
+    with _controls_beside(names) as results_of_controls:
+        return _attack_and_report(options, chosen, results_of_controls)
+
+
+@contextlib.contextmanager
+def _controls_beside(names: str | None) -> Iterator[Connection]:
+    """Runs the adversaries' positive controls in a process of their own, which ends with the block."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_run_controls, args=(theirs, names), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.join(_ENDING_S if sys.exc_info()[0] is None else 0)  # a signal on its way out would be a traceback
+        process.terminate()
+        process.join(_ENDING_S)
+        process.kill()  # an exception that the signal raised may have been lost
+        process.join()
+
+
+def _run_controls(results: Connection, names: str | None) -> None:
+    import torch
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders go, too
+    torch.set_num_threads(1)
+    with contextlib.redirect_stderr(io.StringIO()):  # of a library that counts its steps
+        results.send([_checked(control) for control in controls(names)])
+
+
+def _checked(control: Control) -> ControlResult:
+    """One that raises does not win, and the others are run all the same."""
+    try:
+        return control()
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the report says so
+        name = control.__module__.rsplit(".", 1)[-1]
+        return ControlResult(name, f"raised {type(exc).__name__}", "ran", 0.0, 1.0, smaller_wins=False)
+
+
+def _attack_and_report(
+    options: argparse.Namespace, chosen: Sequence[Adversary], results_of_controls: Connection
+) -> int:
+    import torch
+
+    from attacks.report import verdict
+    from attacks.report import plots
+    from attacks.report import table
+    from attacks.truth.judge import kind_of
+
+    shutil.rmtree(options.out / "stolen", ignore_errors=True)  # of an earlier run
+    model = _model(options)
+    is_tiny = model in quick_model.NAMES
+    if is_tiny:
+        torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
+        if options.view is not None:
+            cases, notes = _recorded(options)
+        else:
+            cases, notes = _cases(Path(scratch), Path(recording), model, options)
+        results = _attack_all(cases, chosen, options.out, len(os.sched_getaffinity(0)) if is_tiny else 1)
+    _say(f"controls of {len(chosen)} adversaries")
+    try:
+        checks: list[ControlResult] = results_of_controls.recv()
+    except EOFError:
+        raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from None
+    alarms = [
+        *verdict.weakened(results),
+        *(said for case in cases for said in verdict.drawn(case.label, case.draws)),
+        *(f"control of {one.adversary} does not win" for one in checks if not one.wins),
+    ]
+    if options.peft == "lora" and options.view is None:
+        truths = [case.truth for case in cases if case.truth is not None]
+        kinds = {kind_of(name) for truth in truths for name, delta in truth.deltas.items() if bool(delta.any())}
+        alarms += verdict.standing(results, is_tiny, kinds, {one.name for one in chosen})
+    notes += [f"ALARM: {alarm}" for alarm in alarms] or ["no alarm: what is private shows no more than chance does"]
+    files = [*table.write(options.out, results, checks, notes), *plots.draw(options.out, results)]
+    print("\n".join(table.lines(results, checks, notes)))
+    print(f"\nwritten: {', '.join(map(str, files))}; adapters and prompts that were stolen: {options.out / 'stolen'}")
+    for alarm in alarms:
+        print(f"ALARM: {alarm}", file=sys.stderr)
+    return 1 if alarms else 0
+
+
+def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
+    """Every case, in order; in several processes where each has a core and little memory is needed."""
+    from attacks.report.evaluate import attack, parts
+
+    whole = [(case, part) for case in range(len(cases)) for part in range(len(parts(chosen)))]
+    if num_processes < 2:
+        return [
+            result for case, part in whole for result in attack(cases[case], parts(chosen)[part], chosen, out, _say)
+        ]
+    order = sorted(whole, key=lambda one: one[1])  # thieves, who take longest, first
+    context = multiprocessing.get_context("fork")  # so that views and models are there already
+    others = {process.pid for process in multiprocessing.active_children()}
+    with context.Pool(num_processes, _set_work, (cases, chosen, out)) as pool:
+        started = {process.pid for process in multiprocessing.active_children()} - others
+        waiting = pool.map_async(_attack_part, order, chunksize=1)
+        while not waiting.ready():
+            waiting.wait(_LOOK_S)
+            if not started <= {process.pid for process in multiprocessing.active_children()}:
+                raise ConfigurationError("a process that attacks ended without a word: out of memory?")
+        found = dict(zip(order, waiting.get(), strict=True))
+    return [result for one in whole for result in found[one]]
+
+
+_work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
+
+
+def _set_work(*work: Any) -> None:
+    # An exception where the pool ends may be lost, and the process waited for. A group of its own, since a signal to
+    # all of the old one would end it while it holds a lock for which the pool waits: the pool ends it, and nobody else.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgrp()
+    _work[:] = [work]
+
+
+def _attack_part(place: tuple[int, int]) -> list[Result]:
+    from attacks.report.evaluate import attack, parts
+
+    cases, chosen, out = _work[0]
+    return attack(cases[place[0]], parts(chosen)[place[1]], chosen, out, _say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _checked_view(view: View, label: str, num_prompts: int) -> View:
+    """The view of one run; a mask that was not seen whole must not pass for one that held.
+
+    Raises:
+        ConfigurationError: messages without tensors, or prompts that were not recorded.
+    """
+    from attacks.seen.forward_passes import places
+
+    whole = view.with_tensors()
+    found = len({number for number, _ in places(whole).values()})
+    if len(whole.messages) < len(view.messages) or found != num_prompts:
+        raise ConfigurationError(
+            f"the recording of {label} is not whole ({len(whole.messages)} of {len(view.messages)} messages, "
+            f"{found} of {num_prompts} prompts): is there room on the disk?"
+        )
+    return whole
+
+
+def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
+    """A case for each tenant of a recording; judged only as far as an adapter is given."""
+    from attacks.report import verdict
+    from attacks.victim import profiles
+    from attacks.report.evaluate import Case
+    from attacks.victim.checkpoint import load_public
+    from attacks.truth.secrets import Truth
+    from attacks.seen.view import open_view
+
+    if options.model is None or options.model in quick_model.NAMES:
+        raise ConfigurationError("--view needs --model: the folder or the name of the model that the recording is of")
+    known = dict.fromkeys((*profiles.MASKS, *verdict.PRIVATE_MASKS))
+    if options.masks is not None and options.masks not in known:
+        raise ConfigurationError(f"with --view, --masks is one of {', '.join(known)}; got {options.masks!r}")
+    view = open_view(options.view)
+    tenants = view.tenants if options.tenant is None else (options.tenant,)
+    if not set(tenants) <= set(view.tenants):
+        raise ConfigurationError(f"no tenant {options.tenant!r} in the recording: there are {', '.join(view.tenants)}")
+    if options.adapter is not None and len(tenants) > 1:
+        raise ConfigurationError(f"--adapter is one tenant's: choose --tenant out of {', '.join(tenants)}")
+    notes = [f"recording of {view.manifest.model_id}, {len(view.messages)} messages"]
+    if not view.is_ended:
+        notes.append("the recording was not ended: it goes on, was cut off, or its disk was full")
+    loaded, public = load_public(options.model, view.manifest)
+    truth = None if options.adapter is None else Truth(loaded, public, view.manifest, options.adapter)
+    cases = []
+    for name in tenants:
+        seen = view.of_tenant(name)
+        if seen.is_truncated:
+            notes.append(
+                f"{name}: tensors of the first {len(seen.with_tensors().messages)} of {len(seen.messages)} messages, "
+                "since the recording ran into its size limit; metadata of all"
+            )
+        cases.append(Case(name, options.masks or verdict.UNKNOWN, seen, public, truth, [], None, tenant=name))
+    return cases, notes
+
+
+def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
+    """A case for each mask, and what the report must say about the traffic."""
+    from attacks.victim import check
+    from attacks.victim import harness
+    from attacks.victim import profiles
+    from attacks.report.evaluate import Case
+    from attacks.truth.gain import PrivateTask
+    from attacks.victim.checkpoint import load_public
+    from attacks.truth.secrets import Truth, read_batches
+    from attacks.seen.view import open_view
+
+    runs = profiles.runs(options.masks or MASKS)
+    profile = profiles.choose(scratch, model, options.adapter, options.peft)
+    job = profile.job.model_copy(update={"watched": True}) if options.draws else profile.job
+    seen = recording / "seen"  # apart from the truth
+    harness.record(scratch / "run", seen, profile.model, job, runs, profile.limit, profile.layers)
+    view = open_view(seen)
+    if not view.is_ended:
+        raise ConfigurationError("the recording was not ended: is there room on the disk?")
+    notes = [f"profile {profile.name}, model {model}, {len(view.messages)} messages recorded"]
+    loaded, public = load_public(profile.model, view.manifest)
+    truth = Truth(loaded, public, view.manifest, profile.job.adapter or profile.job.truth / "adapter")
+    rows = profile.job.rows[:_JUDGED_ROWS]
+    task = PrivateTask(truth.base, truth.adapted, public.tokenizer, rows) if rows else None
+    cases = []
+    for run in runs:
+        sent = json.loads((profile.job.truth / f"{run.label}.json").read_text())
+        trained = read_batches(profile.job.truth / f"{run.label}-batches.json")
+        seen_here = _checked_view(view.of_tenant(run.label), run.label, len(sent))
+        drawn = []
+        if job.watched and run.mask == "lattice":
+            drawn = check.from_json(json.loads((job.truth / f"{run.label}-draws.json").read_text()))
+            notes.append(f"{run.label}: {check.total_tests(drawn)} tests of what its masks are made of, from inside")
+        cases.append(Case(run.label, run.mask, seen_here, public, truth, sent, task, trained, draws=drawn))
+    return cases, notes

@@ -1,0 +1,228 @@
+"""Every adversary against every mask of a recording, judged: what the command lines share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from attacks.adversaries import byte_statistics, shared_error, slot_reuse
+from attacks.seen.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
+from attacks.victim.check import Check
+from attacks.report.finding import KL, Finding, unclaimed, verdict_on
+from attacks.truth.gain import Gain, PrivateTask, Worth
+from attacks.report.verdict import METADATA
+from attacks.truth.judge import judge
+from attacks.truth.judge_facts import in_words
+from attacks.seen.forward_passes import Opened
+from attacks.seen.public_model import PublicModel
+from attacks.report.table import Result
+from attacks.truth.stolen_adapter import write
+from attacks.truth.secrets import Batch, Truth
+from attacks.seen.view import View
+from wire.errors import ConfigurationError
+
+_CERTAIN: dict[str, tuple[str, ...]] = {
+    "slot-reuse": (slot_reuse.SHARED_ROWS, slot_reuse.SHARED_SECRET),
+    "byte-statistics": (byte_statistics.FACT,),
+    "no-error": (),
+    "tiny-error": (),
+    "lattice-reduction": (),
+    "seed-search": (),
+    "sparse-secret": (),
+    "shared-error": (shared_error.SHARED,),
+}
+"""Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the facts that count."""
+FAILED = "failed"
+_THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
+"""What is tried again on rows that another adversary opened."""
+_WHO = ("base", "victim", "stolen")
+_NOTICED = 0.04
+"""Of a gain or an agreement: the gate alarms at 2.5 of it, a tenth; less is a few tokens of a hundred."""
+_WON = 0.9
+"""Share of the victim's gain, or of its answers."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mask's view, and the truth about it.
+
+    Attributes:
+        label: of the run, or the tenant's name.
+        mask: its name; `gate.UNKNOWN` where nobody says what it was.
+        truth: None where nobody knows it: then claims are counted and written down, and not judged.
+        sent: for each prompt the tokens that went through the layers.
+        task: private questions, for the gain; None where there are none.
+        trained: batches of its training steps, in order; empty where nobody knows them.
+        tenant: for the report, where the traffic is somebody's and not a run's.
+        draws: tests of what its masks are made of, looked at from inside; empty where nobody did.
+    """
+
+    label: str
+    mask: str
+    view: View
+    public: PublicModel
+    truth: Truth | None
+    sent: Sequence[Sequence[int]]
+    task: PrivateTask | None
+    trained: Sequence[Batch] = ()
+    tenant: str | None = None
+    draws: Sequence[Check] = ()
+
+    @property
+    def arithmetic(self) -> str:
+        """Of the masked messages."""
+        return next((message.arithmetic for message in self.view.select("product")), "ring")
+
+
+def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
+    """Parts of a case that may be attacked side by side: thieves, others, and those that hand rows to thieves."""
+    thieves = [one for one in adversaries if one.name in _THIEVES]
+    openers = [one for one in adversaries if one.opens_masks]
+    return [thieves, [one for one in adversaries if one not in thieves and one not in openers], openers]
+
+
+def attack(
+    case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
+) -> list[Result]:
+    """Runs some adversaries on one mask; to rows that they open thieves are put, once more.
+
+    Args:
+        part: who runs.
+        adversaries: who may run on opened rows.
+        out: stolen adapters are written below it.
+    """
+    results: list[Result] = []
+    opened: dict[str, Opened] = {}
+    if not case.view.with_tensors().messages:
+        part = [one for one in part if one.name == METADATA]  # the others would say that they found nothing
+    for one in part:
+        claims = _run(one, case, None, say)
+        results += _judged(case, one.name, claims, out)
+        stolen = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
+        if one.opens_masks and stolen:
+            opened[one.name] = stolen
+    for opener, rows in opened.items():
+        for one in adversaries:
+            if one.name in _THIEVES:
+                results += _judged(case, f"{opener} + {one.name}", _run(one, case, rows, say), out)
+    return results
+
+
+def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
+    """Claims; an adversary that raises fails alone, and the gate counts it.
+
+    Raises:
+        ConfigurationError: the recording cannot be read.
+    """
+    began = time.monotonic()
+    try:
+        claims = one.attack(case.view, case.public, opened)
+    except ConfigurationError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - its own mistake, on a view that nobody tried
+        say(f"{case.label}: {one.name} FAILED: {type(exc).__name__}: {str(exc)[:200]}")
+        return [StolenFact(FAILED, type(exc).__name__)]
+    say(f"{case.label}: {one.name}{' on opened rows' if opened else ''}: {time.monotonic() - began:.1f} s")
+    return claims
+
+
+def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[Result]:
+    truth = case.truth
+    findings = _counted(claims) if truth is None else judge(claims, case.view, truth, case.sent, case.trained)
+    findings += _certain(name, claims)
+    if truth is not None:
+        findings += _unjudged(claims, {one.module for one in findings}, _CERTAIN.get(name, ()))
+    deltas = [claim for claim in claims if isinstance(claim, StolenDelta)]
+    folder = out / "stolen" / f"{case.label}-{name.replace(' ', '-')}"
+    stolen = write(deltas, case.public, folder) if deltas else None
+    _write_prompts([claim for claim in claims if isinstance(claim, StolenTokens)], case.public, folder)
+    if stolen is not None and case.task is not None:
+        findings += _worth(case.task.measure(stolen), folder)
+    return [Result(case.mask, case.arithmetic, name, finding, case.tenant) for finding in findings or _silent(claims)]
+
+
+def _silent(claims: Sequence[Claim]) -> list[Finding]:
+    """What the table says where there is nothing to judge: no claim, or claims that nobody has a truth for."""
+    if not claims:
+        return [unclaimed("–", "–")]
+    return [Finding("claims", "claimed", float(len(claims)), 0.0, (0.0, 0.0), "not judged")]
+
+
+def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
+    """Claims of adversaries that are never wrong by chance count whether or not anybody can judge what is in them."""
+    failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
+    if failed:
+        return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
+    told = _CERTAIN.get(name, ())
+    count = sum(not isinstance(claim, StolenFact) or claim.name in told for claim in claims)
+    if name not in _CERTAIN or not count:
+        return []
+    return [Finding("mask", "certain claims", float(count), 0.0, (0.0, 0.0), "wins")]
+
+
+def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:
+    """What was read, as text where the model has a tokenizer."""
+    if not claims:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = public.tokenizer
+    read = [
+        {"prompt": claim.prompt, "text": tokenizer.decode(claim.token_ids) if tokenizer else list(claim.token_ids)}
+        for claim in claims
+    ]
+    (folder / "prompts.json").write_text(json.dumps(read, ensure_ascii=False, indent=1))
+
+
+def _counted(claims: Sequence[Claim]) -> list[Finding]:
+    names = {StolenDelta: "layers", StolenTokens: "prompts", StolenRows: "messages", StolenDifference: "differences"}
+    found = []
+    for kind, name in names.items():
+        count = sum(isinstance(claim, kind) for claim in claims)
+        if count:
+            found.append(Finding(name, "claimed", float(count), 0.0, (0.0, 0.0), "not judged"))
+    return [*found, *_unjudged(claims, set(), ())]
+
+
+def _unjudged(claims: Sequence[Claim], judged: Collection[str], certain: Collection[str]) -> list[Finding]:
+    """Facts that nobody has a truth for, in their own words; without those that stand elsewhere."""
+    facts = [claim for claim in claims if isinstance(claim, StolenFact)]
+    return [
+        Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", said=in_words(one))
+        for one in facts
+        if one.name not in judged and one.name not in certain and one.name != FAILED
+    ]
+
+
+def _worth(gain: Gain, folder: Path) -> list[Finding]:
+    (folder / "answers.json").write_text(json.dumps([dict(zip(_WHO, each, strict=True)) for each in gain.answers]))
+    return [
+        _worth_of("stolen task gain", gain.gain),
+        replace(_worth_of("agreement of answers", gain.agreement), said=_first_answer(gain)),
+        _divergence_of(gain.divergence),
+    ]
+
+
+def _divergence_of(worth: Worth) -> Finding:
+    verdict = verdict_on(worth.value, worth.by_chance, worth.value < (1 - _WON) * worth.baseline, False)
+    return Finding("adapter", KL, worth.value, worth.baseline, worth.by_chance, verdict, worth.spread)
+
+
+def _worth_of(metric: str, worth: Worth) -> Finding:
+    """The interval of chance is no narrower than `_NOTICED`: a bootstrap knows questions, and not a thief's luck."""
+    low, high = worth.by_chance
+    interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
+    verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))
+    return Finding("adapter", metric, worth.value, worth.baseline, interval, verdict, worth.spread)
+
+
+def _first_answer(gain: Gain) -> str:
+    """The first private answer as each adapter gives it; all that were tried are in answers.json."""
+    if not gain.answers:
+        return ""
+    said = dict(zip(_WHO, gain.answers[0], strict=True))
+    return ", ".join(f"{who} “{said[who].strip()}”" for who in reversed(_WHO))

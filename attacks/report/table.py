@@ -1,0 +1,180 @@
+"""report.json and report.md: the table that a tenant reads before choosing a mask."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attacks.controls.control import ControlResult
+from attacks.report.finding import NO_CLAIM, Finding
+
+_LONGEST = 240
+"""Characters of a claim in words; report.json has the whole of it."""
+LEGEND = (
+    "- **wins**: what a thief needs: an error below 0.1, a cosine above 0.99, nine tenths of tokens or gain. **At "
+    "baseline**: inside the 99% interval of guessing; a report has dozens of lines, and one leaves it now and then.",
+    "- **stolen task gain**: share of what the victim's adapter gains on private questions that the stolen one has; "
+    "**agreement of answers**: share of answer tokens that both would say; **KL to the victim**: nats per token.",
+    "- **relative error** and **cosine with ΔW**: of the stolen weights of a kind of layer, medians and means over the "
+    "layers that were claimed; **share claimed** says how many those are. **subspace overlap**: mean squared cosine of "
+    "the principal angles between the claimed and the true change's input directions. **q·k**: query times key.",
+    "- **recovery rate**: right among the tokens that were tried, and **share tried** of all. **certain claims** are "
+    "never wrong by chance. **A + B**: A opened the mask, B used the rows. **claimed, not judged**: nobody knows.",
+)
+NOTE = (
+    "“At baseline” says that this adversary, on this traffic, did no better than guessing. It is not evidence of "
+    "security: what `lattice`, `pad` and `shares` protect rests on the assumptions in docs/threat-model.md."
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finding about one mask; `tenant` names whose traffic it was where that does not go without saying."""
+
+    mask: str
+    arithmetic: str
+    adversary: str
+    finding: Finding
+    tenant: str | None = None
+
+
+def write(
+    folder: Path, results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]
+) -> tuple[Path, Path]:
+    """Writes both files and returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "results": [
+            {
+                "mask": one.mask,
+                "arithmetic": one.arithmetic,
+                "adversary": one.adversary,
+                "module": one.finding.module,
+                "metric": one.finding.metric,
+                "value": _number(one.finding.value),
+                "baseline": one.finding.baseline,
+                "interval": list(one.finding.interval),
+                "spread": None if one.finding.spread is None else list(one.finding.spread),
+                "verdict": one.finding.verdict,
+                **({"said": one.finding.said} if one.finding.said else {}),
+                **({"tenant": one.tenant} if one.tenant is not None else {}),
+            }
+            for one in results
+        ],
+        "controls": [
+            {
+                "adversary": one.adversary,
+                "setting": one.setting,
+                "metric": one.metric,
+                "value": _number(one.value),
+                "needed": one.needed,
+                "wins": one.wins,
+            }
+            for one in controls
+        ],
+        "notes": list(notes),
+    }
+    machine, human = folder / "report.json", folder / "report.md"
+    machine.write_text(json.dumps(data, indent=1) + "\n")
+    human.write_text("\n".join(["# Attack report", "", *lines(results, controls, notes), ""]))
+    return machine, human
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
+
+
+def _line(one: Result) -> str:
+    found = one.finding
+    value, baseline = "–", "–"
+    if found.verdict != NO_CLAIM:
+        value = f"{found.value:.3g}" + _between(found.spread)
+    if found.verdict not in (NO_CLAIM, "not judged"):
+        baseline = f"{found.baseline:.3g}" + _between(found.interval)
+    cells = _whose(one), one.arithmetic, one.adversary, found.module, found.metric, value, baseline, found.verdict
+    return f"| {' | '.join(map(_plain, cells))} |"
+
+
+def _whose(one: Result) -> str:
+    return one.mask if one.tenant is None else f"{one.mask} ({one.tenant})"
+
+
+def _plain(text: str) -> str:
+    """Fit for a cell or a line of Markdown: what was stolen, or a recording says, may hold anything."""
+    return "".join(f"\\{char}" if char in "|`<" else char for char in " ".join(text.split()))
+
+
+def _between(interval: tuple[float, float] | None) -> str:
+    return "" if interval is None else f" ({interval[0]:.3g} to {interval[1]:.3g})"
+
+
+def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]) -> list[str]:
+    """The report as Markdown."""
+    table = [
+        *_summary(results),
+        "",
+        *LEGEND,
+        "",
+        "| mask | arithmetic | adversary | module | metric | value | baseline (99% interval) | verdict |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    table += [_line(one) for one in results]
+    checks = ["| control | setting | metric | value | needed | wins |", "|---|---|---|---|---|---|"]
+    for control in controls:
+        sign = "≤" if control.smaller_wins else "≥"
+        checks.append(
+            f"| {control.adversary} | {control.setting} | {control.metric} | {control.value:.3g} "
+            f"| {sign} {control.needed:.3g} | {'yes' if control.wins else 'NO'} |"
+        )
+    said = [f"- {note}" for note in notes]
+    words = [f"- {what} ({'; '.join(where)})" for what, where in _words(results).items()]
+    told = ["", "What was said, in words:", "", *words] if words else []
+    return [
+        *table,
+        *told,
+        "",
+        NOTE,
+        "",
+        "Positive controls: the same code where it should win.",
+        "",
+        *checks,
+        "",
+        *said,
+    ]
+
+
+def _summary(results: Sequence[Result]) -> list[str]:
+    """A line for each mask: who won, who was above what chance gives, and how many were not."""
+    verdicts: dict[str, dict[str, set[str]]] = {}
+    for one in results:
+        verdicts.setdefault(f"{_whose(one)}, {one.arithmetic}", {}).setdefault(one.adversary, set()).add(
+            one.finding.verdict
+        )
+    found = []
+    for mask, by_name in verdicts.items():
+        won = [name for name, each in by_name.items() if any(one.startswith("wins") for one in each)]
+        above = [name for name, each in by_name.items() if name not in won and "above baseline" in each]
+        others = len(by_name) - len(won) - len(above)
+        found.append(
+            f"- **{_plain(mask)}**: won in some line by {', '.join(won) or 'nobody'}; above baseline in some line: "
+            f"{', '.join(above) or 'nobody'}; {others} others."
+        )
+    return found
+
+
+def _words(results: Sequence[Result]) -> dict[str, list[str]]:
+    """What was said, and through which masks: metadata says the same through all of them."""
+    found: dict[str, list[str]] = {}
+    for one in results:
+        if one.finding.said:
+            what = f"{one.adversary}, {one.finding.module}: {_plain(_clipped(one.finding.said))}"
+            found.setdefault(what, []).append(f"{_whose(one)}, {one.arithmetic}")
+    return found
+
+
+def _clipped(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

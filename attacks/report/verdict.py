@@ -1,0 +1,143 @@
+"""What a report must show, so that a build fails when a mask weakens or an adversary forgets how to win.
+
+A private mask's findings lie near their baselines: single 99% intervals are left now and then by chance (a report has
+dozens), so the gate is at `_SLACK` half-widths, about 6.4 standard deviations. `off` and `gaussian-pool` must fall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from attacks.victim.check import Check, alarms
+from attacks.report.finding import KL, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
+from attacks.report.table import Result
+
+PRIVATE_MASKS = ("lattice", "pad", "shares")
+UNKNOWN = "unknown"
+"""A mask that nobody named: claims that are never wrong count, since it may have been a private one."""
+METADATA = "traffic-shape"
+"""Its facts are not protected by any mask, and DESIGN says so."""
+_COUNTS = ("claimed", SHARE_TRIED, SHARE_CLAIMED, KL, OVERLAP)
+"""How much was claimed, which says nothing about what is right; and what other lines of the same claim say better."""
+_SLACK = 2.5
+_LEAST_ERROR = 0.9
+_MOST_SLACK = 0.3
+_GAIN, _AGREEMENT = "stolen task gain", "agreement of answers"
+"""A gain of losses alone is no leak: weights that are noise can flatten a tiny model's wrong certainties, and its loss
+falls by up to two thirds of what an IA3 victim gained. Answers then agree less than the base model's do, so a thief has
+to show both."""
+_MOST_WORTH = 0.1
+"""What a thief may seem to gain from a private mask."""
+_ADAPTER = {
+    ("adapter", "stolen task gain"): 0.9,
+    ("o_proj", "relative error"): 1e-3,
+    ("v_proj", "relative error"): 1e-3,
+    ("down_proj", "relative error"): 1e-3,
+}
+_OPENED_ERROR = 0.05
+"""Of ΔW through `gaussian-pool` on a real model: the masks that were taken off are many times the rows, and leave their
+rounding in them (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
+_SHARE_CLAIMED = {("o_proj", SHARE_CLAIMED): 0.9, ("v_proj", SHARE_CLAIMED): 0.9}
+"""Without a mask; a median over the layers that were claimed says little about the others."""
+_TOKENS = {("tokens", "recovery rate"): 0.99, ("tokens", SHARE_TRIED): 0.99}
+_BATCH = {("training tokens", "recovery rate"): 0.99}
+_ROWS = {("rows", "row cosine"): 0.99}
+_FALLS = {
+    ("off", "float"): {
+        "closed-form": _ADAPTER | _SHARE_CLAIMED,
+        "layer-0 lookup": _TOKENS,
+        "gradient-view": _BATCH,
+    },
+    ("off", "ring"): {"layer-0 lookup": _TOKENS, "gradient-view": _BATCH},
+    ("gaussian-pool", "float"): {
+        "known-mask + closed-form": _ADAPTER,
+        "known-mask + layer-0 lookup": _TOKENS,
+        "known-mask + gradient-view": _BATCH,
+        "known-mask": _ROWS,
+        "which-of-K": _ROWS,
+    },
+}
+"""The targets: ΔW of three layers to 1e-3, nine tenths of the gain, and the tokens of prompts and of a training step.
+Labels are not asked for: where the output head stays with the tenant, nobody is sent them."""
+
+
+def weakened(results: Sequence[Result]) -> list[str]:
+    """Findings in which a private mask shows more than chance does, and adversaries that failed on any mask."""
+    at_odds = {
+        (one.mask, one.arithmetic, one.adversary)
+        for one in results
+        if one.finding.metric == _AGREEMENT and not _beats_chance(one)
+    }
+    return [
+        f"{one.mask}: {one.adversary} reaches {one.finding.metric} {one.finding.value:.3g} on {one.finding.module}"
+        for one in results
+        if one.finding.metric == "failed"
+        or (one.mask in PRIVATE_MASKS and one.adversary != METADATA and _beats_chance(one))
+        or (one.mask == UNKNOWN and one.finding.metric == "certain claims" and _beats_chance(one))
+        if one.finding.metric != _GAIN
+        or one.finding.verdict == "wins"
+        or (one.mask, one.arithmetic, one.adversary) not in at_odds
+    ]
+
+
+def drawn(label: str, checks: Sequence[Check]) -> list[str]:
+    """What a victim drew that chance does not make; see attacks/victim/draws_statistics.py."""
+    return [f"{label}, from inside: {said}" for said in alarms(checks)]
+
+
+def _beats_chance(one: Result) -> bool:
+    found = one.finding
+    if not math.isfinite(found.value) or found.metric in _COUNTS:
+        return False
+    if found.verdict.startswith("wins"):  # where it tried, too
+        return True
+    if found.metric == "certain claims":
+        return found.value > 0
+    if found.metric in ("relative error", "largest error"):
+        return found.value < _LEAST_ERROR
+    if found.metric in (
+        _GAIN,
+        _AGREEMENT,
+    ):  # compared with the base model; not by their own interval, which few questions widen
+        return found.value > found.baseline + _MOST_WORTH
+    half = (found.interval[1] - found.interval[0]) / 2
+    distance = found.value - found.baseline
+    if "cosine" in found.metric:  # the opposite of the truth is the truth, too
+        distance = abs(distance)
+    return distance > min(_SLACK * half, _MOST_SLACK)
+
+
+def standing(
+    results: Sequence[Result],
+    is_tiny: bool = True,
+    kinds: Collection[str] = ("o_proj", "v_proj", "down_proj"),
+    ran: Collection[str] | None = None,
+) -> list[str]:
+    """Adversaries that should have won against what is not private, and did not.
+
+    Args:
+        ran: names of those that were run; None for the whole catalogue.
+        is_tiny: whether the model is one of the tiny ones; see `_OPENED_ERROR`.
+        kinds: of layers that the adapter changes: of others there is nothing to steal.
+    """
+    lost = []
+    for (mask, arithmetic), names in _FALLS.items():
+        here = [one for one in results if (one.mask, one.arithmetic) == (mask, arithmetic)]
+        for name, needed in names.items() if here else ():
+            if ran is not None and not set(name.split(" + ")) <= set(ran):
+                continue
+            values = {
+                (one.finding.module, one.finding.metric): one.finding.value for one in here if one.adversary == name
+            }
+            for (module, metric), bound in needed.items():
+                if metric in ("relative error", SHARE_CLAIMED) and module not in kinds:
+                    continue
+                value = values.get((module, metric))
+                if mask == "gaussian-pool" and metric == "relative error" and not is_tiny:
+                    bound = _OPENED_ERROR
+                reached = value is not None and (value <= bound if metric == "relative error" else value >= bound)
+                if not reached:
+                    said = "nothing" if value is None else f"{value:.3g}"
+                    lost.append(f"{mask} ({arithmetic}): {name} reaches {said} for {metric} of {module}, not {bound}")
+    return lost

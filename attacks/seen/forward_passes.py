@@ -1,0 +1,142 @@
+"""Messages put back together: which belong to one forward pass, and which passes to one prompt with its answer.
+
+Guarantees: uses the view alone: groups come in the order of the manifest, so a step back begins another pass; a pass
+of one row goes on with the prompt before it, since a KV cache makes decode steps of one row. It guesses wrong where
+several prompts of one tenant run at once: attack a recording of one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attacks.seen.view import Message, View
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass, and the backward pass that followed it if one did.
+
+    Attributes:
+        forward, backward: group id to message; a group that was asked for several times (IA3, OFT) by its first.
+        repeats, backward_repeats: the other messages of such a group, in order.
+    """
+
+    forward: Mapping[int, Message]
+    backward: Mapping[int, Message]
+    repeats: Mapping[int, tuple[Message, ...]]
+    backward_repeats: Mapping[int, tuple[Message, ...]]
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens, over the whole batch."""
+        return next(iter(self.forward.values())).num_rows if self.forward else 0
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a backward pass followed."""
+        return bool(self.backward)
+
+
+def passes(view: View) -> list[Pass]:
+    """All passes of one tenant's view, in order."""
+    only_group = len({message.group for message in view.select("product")}) == 1
+    found: list[Pass] = []
+    forward, backward, repeats, backward_repeats = _Firsts(), _Firsts(), _Others(), _Others()
+    last = -1
+    for message in view.select("product"):
+        if message.direction == "backward":
+            _add(message, backward, backward_repeats)
+            continue
+        if forward and (backward or message.group < last or (only_group and message.group == last)):
+            found.append(Pass(forward, backward, repeats, backward_repeats))
+            forward, backward, repeats, backward_repeats = _Firsts(), _Firsts(), _Others(), _Others()
+        last = message.group
+        _add(message, forward, repeats)
+    if forward or backward:
+        found.append(Pass(forward, backward, repeats, backward_repeats))
+    return found
+
+
+_Firsts = dict[int, Message]
+_Others = dict[int, tuple[Message, ...]]
+
+
+def _add(message: Message, firsts: _Firsts, others: _Others) -> None:
+    if message.group in firsts:
+        others[message.group] = (*others.get(message.group, ()), message)
+    else:
+        firsts[message.group] = message
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt and its answer as rows: what each group was given, token after token.
+
+    Attributes:
+        number: its place among the view's prompts, as in `places`.
+        rows: group id to float64, shape (num_tokens, in_features).
+        repeats: the same of further requests of a group in each pass, whose members were given different inputs.
+    """
+
+    number: int
+    rows: Mapping[int, torch.Tensor]
+    repeats: Mapping[int, tuple[torch.Tensor, ...]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer together, without the last token, which no layer was given."""
+        return next(iter(self.rows.values())).shape[0]
+
+
+Opened = Mapping[int, torch.Tensor]
+"""seq of a message to its unmasked request rows, float64: what an adversary that opens a mask hands on."""
+
+
+def places(view: View) -> dict[int, tuple[int, int]]:
+    """Where each message of inference traffic stands: seq to (place in `prompts`, first token there)."""
+    found: dict[int, tuple[int, int]] = {}
+    number, start = -1, 0
+    for one in passes(view):
+        if one.is_training:
+            continue
+        if one.num_rows > 1 or number < 0:
+            number, start = number + 1, 0
+        found.update((message.seq, (number, start)) for message in one.forward.values())
+        start += one.num_rows
+    return found
+
+
+def prompts(view: View, opened: Opened | None = None, only: Collection[int] | None = None) -> list[Prompt]:
+    """Inference traffic as prompts; passes that were trained on are left out.
+
+    Args:
+        view: one tenant's.
+        opened: rows to take in place of the recorded ones; messages that are not in it are left out.
+        only: groups whose rows are wanted; None reads them all.
+    """
+    found: list[dict[tuple[int, int], list[torch.Tensor]]] = []
+    for one in passes(view):
+        if one.is_training:
+            continue
+        if one.num_rows > 1 or not found:
+            found.append({})
+        for group, message in one.forward.items():
+            if only is not None and group not in only:
+                continue
+            for place, each in enumerate((message, *one.repeats.get(group, ()))):
+                if opened is None or each.seq in opened:
+                    rows = each.request() if opened is None else opened[each.seq]
+                    found[-1].setdefault((group, place), []).append(rows.to(torch.float64))
+    return [_prompt(number, parts) for number, parts in enumerate(found) if parts]
+
+
+def _prompt(number: int, parts: Mapping[tuple[int, int], list[torch.Tensor]]) -> Prompt:
+    rows = {group: torch.cat(several) for (group, place), several in parts.items() if place == 0}
+    repeats: dict[int, tuple[torch.Tensor, ...]] = {}
+    for (group, place), several in sorted(parts.items(), key=lambda item: item[0]):
+        if place:
+            repeats[group] = (*repeats.get(group, ()), torch.cat(several))
+    return Prompt(number, rows, repeats)

@@ -1,0 +1,224 @@
+"""What one provider sees: a recording made by `provider serve --record`, read back and checked.
+
+Guarantees: a view holds the manifest and the recorded bytes and nothing of the tenant's; a recording that is empty,
+damaged or of another model is one `ConfigurationError`; tensors are read when they are asked for. Where the recorder
+ran into its size limit, messages are there without their tensors, and `is_truncated` says so; where it was not ended,
+`is_ended` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+
+from wire.errors import ConfigurationError, VeilbaseError
+from wire.manifest import Manifest, parse_manifest
+from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
+
+INDEX_NAME = "index.jsonl"
+MANIFEST_NAME = "manifest.json"
+END_NAME = "end.json"
+
+
+class _End(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    messages: int = Field(ge=0)
+    failed: bool
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    seq: int = Field(ge=0)
+    tenant: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")  # as the provider enrols them: it names files
+    layer: int
+    direction: Literal["forward", "backward"]
+    arithmetic: Literal["ring", "float"]
+    purpose: Literal["product", "hint", "effect"]
+    rows: int = Field(ge=0)
+    file: str | None = Field(pattern=r"^[0-9]{8,20}\.safetensors$")
+    truncated: bool = False
+    answered: bool = True
+
+
+@dataclass(frozen=True)
+class Message:
+    """One request and its reply.
+
+    Attributes:
+        seq: place in the recording: in the order of the answers.
+        group: id in the manifest.
+        num_rows: tokens; of a hint, rows of the public matrix.
+        widths: columns of the request and of the reply, by the manifest.
+        file: holds the tensors; None where the recorder had no room left.
+    """
+
+    seq: int
+    tenant: str
+    group: int
+    direction: Literal["forward", "backward"]
+    arithmetic: Literal["ring", "float"]
+    purpose: Literal["product", "hint", "effect"]
+    num_rows: int
+    file: Path | None = field(repr=False)
+    widths: tuple[int, int] = field(repr=False)
+
+    def request(self) -> torch.Tensor:
+        """What came: int32 or float32, shape (num_rows, features); of a hint the 48 bytes of its payload, uint8."""
+        if self.purpose == "hint":
+            return self._read("request", (PACKED_BYTES,), torch.uint8)
+        rows = self.num_rows
+        return self._read("request", (-1 if self.purpose == "effect" else rows, self.widths[0]), self._dtype)
+
+    def reply(self) -> torch.Tensor:
+        """What was answered, shape (num_rows, features of the other side), dtype of the arithmetic."""
+        return self._read("reply", (self.num_rows, self.widths[1]), self._dtype)
+
+    def seeded_rows(self) -> SeededRows:
+        """Of a hint: the seed and rows that were asked for."""
+        return SeededRows.unpack(self.request().numpy().tobytes())
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.int32 if self.arithmetic == "ring" else torch.float32
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.file is None:
+            raise ConfigurationError(f"message {self.seq} was recorded without its tensors: the recording is truncated")
+        try:
+            with safe_open(self.file, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+        except (OSError, SafetensorError):
+            raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from None
+        if (
+            tensor.dtype != dtype
+            or tensor.dim() != len(shape)
+            or any(w not in (-1, h) for w, h in zip(shape, tensor.shape, strict=True))
+        ):
+            raise ConfigurationError(f"{self.file.name} does not hold what its index says: the recording is damaged")
+        return tensor
+
+
+@dataclass(frozen=True)
+class View:
+    """What one provider was sent, and answered.
+
+    Attributes:
+        messages: those that were answered, in the order of the answers.
+        unanswered: those that failed or were cancelled, which have no reply.
+        is_ended: whether the recorder wrote that all is there; without that, the last messages may be missing.
+    """
+
+    manifest: Manifest
+    messages: tuple[Message, ...]
+    is_ended: bool = True
+    unanswered: tuple[Message, ...] = ()
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some messages lack their tensors."""
+        return any(message.file is None for message in self.messages)
+
+    def with_tensors(self) -> View:
+        """The same view up to the first message whose tensors are missing."""
+        whole = itertools.takewhile(lambda message: message.file is not None, self.messages)
+        kept = tuple(message for message in self.unanswered if message.file is not None)
+        return replace(self, messages=tuple(whole), unanswered=kept)
+
+    def of_tenant(self, tenant: str) -> View:
+        """One tenant's messages."""
+        theirs = [tuple(one for one in part if one.tenant == tenant) for part in (self.messages, self.unanswered)]
+        return replace(self, messages=theirs[0], unanswered=theirs[1])
+
+    def products(self) -> tuple[Message, ...]:
+        """All that came under a mask, answered or not, in the order of `seq`."""
+        found = [message for message in (*self.messages, *self.unanswered) if message.purpose == "product"]
+        return tuple(sorted(found, key=lambda message: message.seq))
+
+    @property
+    def tenants(self) -> tuple[str, ...]:
+        """Names, in order of appearance."""
+        return tuple(dict.fromkeys(message.tenant for message in (*self.messages, *self.unanswered)))
+
+    def select(self, purpose: str, direction: str | None = None, group: int | None = None) -> tuple[Message, ...]:
+        """Messages of one purpose, and where given of one direction and group."""
+        return tuple(
+            message
+            for message in self.messages
+            if message.purpose == purpose
+            and (direction is None or message.direction == direction)
+            and (group is None or message.group == group)
+        )
+
+
+def open_view(folder: Path) -> View:
+    """Reads a recording.
+
+    Raises:
+        ConfigurationError: not a recording, empty, or damaged.
+    """
+    try:
+        manifest = parse_manifest((folder / MANIFEST_NAME).read_bytes())
+        lines = (folder / INDEX_NAME).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"{folder} is not a recording: expected the folder that was given to `provider serve --record`"
+        ) from None
+    except (OSError, UnicodeDecodeError, VeilbaseError):
+        raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from None
+    read = [_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1)]
+    messages = [message for message, _ in read]
+    if any(message.seq != place for place, message in enumerate(messages)):
+        raise ConfigurationError(f"{folder / INDEX_NAME} lacks lines, or has them in another order: it was changed")
+    is_ended = _is_ended(folder, len(messages))
+    if not any(message.file is not None for message in messages):
+        raise ConfigurationError(f"the recording in {folder} is empty: no tensor was recorded")
+    answered, others = (tuple(one for one, has_reply in read if has_reply is wanted) for wanted in (True, False))
+    return View(manifest, answered, is_ended, others)
+
+
+def _is_ended(folder: Path, num_messages: int) -> bool:
+    """Whether the recorder came to its end, and not to that of the disk."""
+    try:
+        end = _End.model_validate_json((folder / END_NAME).read_bytes())
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        raise ConfigurationError(f"{folder / END_NAME} cannot be read: the recording was changed") from None
+    if end.messages != num_messages:
+        raise ConfigurationError(
+            f"{folder / INDEX_NAME} has {num_messages} lines of {end.messages}: the recording was cut off or changed"
+        )
+    return not end.failed
+
+
+def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[Message, bool]:
+    """And whether it was answered."""
+    try:
+        fields = _Line.model_validate(json.loads(line))
+    except (ValueError, RecursionError):
+        raise ConfigurationError(
+            f"line {number} of {folder / INDEX_NAME} cannot be read: the recording was cut off or changed"
+        ) from None
+    if not 0 <= fields.layer < len(manifest.groups):
+        raise ConfigurationError(f"line {number} of {folder / INDEX_NAME} names a layer that its model does not have")
+    file = None
+    if fields.file is not None:
+        file = folder / fields.file
+        if file.parent != folder or not file.is_file():
+            raise ConfigurationError(f"the recording in {folder} lacks {Path(fields.file).name}: it was cut off")
+    info = manifest.groups[fields.layer]
+    widths = (info.in_features, info.out_features)
+    message = Message(
+        fields.seq, fields.tenant, fields.layer, fields.direction, fields.arithmetic, fields.purpose, fields.rows, file,
+        widths if fields.direction == "forward" else widths[::-1],
+    )  # fmt: skip
+    return message, fields.answered

@@ -1,0 +1,1 @@
+"""What only the judge may know: the victim's secrets, and whether claims about them are right."""

@@ -1,0 +1,206 @@
+"""What a stolen adapter is worth: the private task with the base model, the victim's adapter and the thief's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attacks.truth.secrets import adapted_copy
+
+_NUM_ANSWERS, _MAX_ANSWER = 3, 24
+_DRAWS, _TAIL = 2000, 0.005
+
+
+@dataclass(frozen=True)
+class Question:
+    """One private question.
+
+    Attributes:
+        num_tokens: of its answer.
+        losses: summed over the answer, of base, victim and thief.
+        divergences: KL divergence from the victim's distribution, summed over the answer: of thief and base, in nats.
+        agreed: tokens at which the thief, and the base model, would say what the victim says.
+    """
+
+    num_tokens: int
+    losses: tuple[float, float, float]
+    agreed: tuple[int, int]
+    divergences: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Worth:
+    """A value with its 99% interval, and what the base model alone gets with the interval of chance around it.
+
+    Intervals are by bootstrap over the questions: few questions make them wide, and too narrow rather than too wide.
+    """
+
+    value: float
+    spread: tuple[float, float]
+    baseline: float
+    by_chance: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What the private questions show.
+
+    Attributes:
+        answers: a few, of base, victim and thief.
+    """
+
+    questions: tuple[Question, ...]
+    answers: tuple[tuple[str, str, str], ...]
+
+    @property
+    def gain(self) -> Worth:
+        """(base − stolen) / (base − victim), of losses per token; 1.0 means that the thief has it all."""
+        losses = torch.tensor([one.losses for one in self.questions], dtype=torch.float64)
+        return _worth(losses[:, 0] - losses[:, 2], losses[:, 0] - losses[:, 1], torch.zeros(len(losses)))
+
+    @property
+    def agreement(self) -> Worth:
+        """Share of answer tokens at which thief and victim would say the same; the baseline is base and victim."""
+        agreed = torch.tensor([one.agreed for one in self.questions], dtype=torch.float64)
+        sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
+        return _worth(agreed[:, 0], sizes, agreed[:, 1])
+
+    @property
+    def divergence(self) -> Worth:
+        """KL divergence from the victim's next-token distribution to the thief's, nats per token; the baseline is the
+        base model's."""
+        divergences = torch.tensor([one.divergences for one in self.questions], dtype=torch.float64)
+        sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
+        return _worth(divergences[:, 0], sizes, divergences[:, 1])
+
+
+def _worth(stolen: torch.Tensor, sizes: torch.Tensor, base: torch.Tensor) -> Worth:
+    """Ratios of sums over questions, which are drawn again and again with replacement.
+
+    By chance a thief is as good as the base model, up to what the same draws move the difference of the two.
+
+    Args:
+        stolen, sizes, base: shape (num_questions,).
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(len(sizes), (_DRAWS, len(sizes)), generator=generator)
+
+    def ratio(parts: torch.Tensor) -> tuple[float, torch.Tensor]:
+        if not float(sizes.sum()):
+            return 0.0, torch.zeros(_DRAWS, dtype=torch.float64)
+        again = parts[drawn].sum(1) / sizes[drawn].sum(1)
+        return float(parts.sum() / sizes.sum()), again[again.isfinite()]
+
+    value, values = ratio(stolen)
+    baseline, _ = ratio(base.to(torch.float64))
+    difference, differences = ratio(stolen - base)
+    low, high = _quantiles(differences - difference)
+    return Worth(value, _quantiles(values), baseline, (baseline + low, baseline + high))
+
+
+def _quantiles(values: torch.Tensor) -> tuple[float, float]:
+    if not len(values):
+        return 0.0, 0.0
+    low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
+    return low, high
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What one model says to private questions.
+
+    Attributes:
+        losses: of each answer.
+        log_probabilities: float32, shape (num_tokens, vocabulary) for each answer.
+        answers: its own, to the first questions.
+    """
+
+    losses: tuple[float, ...]
+    log_probabilities: tuple[torch.Tensor, ...]
+    answers: tuple[str, ...]
+
+
+class PrivateTask:
+    """Private questions, and what base model and victim say to them: asked once, for all thieves, in float32."""
+
+    def __init__(self, base: Any, victim: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Args.
+
+        base, victim: models of attacks/truth/secrets.py.
+        rows: `messages` or `prompt` and `completion`.
+        """
+        self._base, self._victim, self._tokenizer = base, victim, tokenizer
+        self._encoded = [encode(tokenizer, row) for row in rows]
+
+    @functools.cached_property
+    def _before(self) -> tuple[_Said, _Said]:
+        base, victim = (self._hear(copy.deepcopy(model)) for model in (self._base, self._victim))
+        return base, victim
+
+    def measure(self, stolen: Path) -> Gain:
+        """What the adapter in a PEFT folder is worth."""
+        base, victim = self._before
+        thief = self._hear(adapted_copy(self._base, stolen))
+        questions = [
+            Question(
+                len(ids) - start,
+                (base.losses[place], victim.losses[place], thief.losses[place]),
+                (_agreed(victim, thief, place), _agreed(victim, base, place)),
+                (_divergence(victim, thief, place), _divergence(victim, base, place)),
+            )
+            for place, (ids, start) in enumerate(self._encoded)
+        ]
+        return Gain(tuple(questions), tuple(zip(base.answers, victim.answers, thief.answers, strict=True)))
+
+    def _hear(self, model: Any) -> _Said:
+        """Args: model: taken over, and changed."""
+        model = model.to(torch.float32)
+        losses, found = [], []
+        for ids, start in self._encoded:
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]
+            losses.append(float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum")))
+            found.append(logits.log_softmax(-1))
+        asked = self._encoded[:_NUM_ANSWERS]
+        answers = [_answer(model, self._tokenizer, ids[:start], len(ids) - start) for ids, start in asked]
+        return _Said(tuple(losses), tuple(found), tuple(answers))
+
+
+def _agreed(one: _Said, other: _Said, place: int) -> int:
+    choices = (said.log_probabilities[place].argmax(-1) for said in (one, other))
+    return int(torch.eq(*choices).sum())
+
+
+def _divergence(victim: _Said, other: _Said, place: int) -> float:
+    given, wanted = other.log_probabilities[place], victim.log_probabilities[place]
+    return float(torch.nn.functional.kl_div(given, wanted, log_target=True, reduction="sum"))
+
+
+def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
+    """Token ids of a row, and where its answer begins."""
+    if "messages" in row:
+        messages = list(row["messages"])
+        prompt = tokenizer.apply_chat_template(
+            messages[:-1], add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+        return [*prompt, *tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]], len(prompt)
+    prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+    answer = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+    return [*prompt, *answer], len(prompt)
+
+
+def _answer(model: Any, tokenizer: Any, prompt: list[int], count: int) -> str:
+    """Greedy, and as long as the right answer: `generate` would end it early."""
+    given, past, answer = prompt, None, []
+    for _ in range(min(count, _MAX_ANSWER)):
+        with torch.no_grad():
+            output = model(input_ids=torch.tensor([given]), past_key_values=past, use_cache=True)
+        given, past = [int(output.logits[0, -1].argmax())], output.past_key_values
+        answer += given
+    return str(tokenizer.decode(answer, skip_special_tokens=True))

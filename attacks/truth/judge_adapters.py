@@ -1,0 +1,196 @@
+"""Whether stolen adapters are right: ΔW of each kind of layer beside the victim's, as far as anything shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attacks.report.finding import OVERLAP, SHARE_CLAIMED, Finding, unclaimed, verdict_on
+from attacks.seen.adversary import StolenDelta
+from attacks.seen.public_model import Block
+from attacks.truth.secrets import Truth
+
+_MOST_RANK, _RANK_FLOOR = 17, 1e-4
+"""Changes of a higher rank have no subspace to be compared; singular values below are rounding."""
+_SHRUNK = 0.99
+"""A guess shrunk towards zero has an error a little below 1 without any knowledge."""
+
+
+def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
+    """Error and cosine of each kind of layer that the victim adapted, a median over blocks; nothing without claims.
+
+    Of a kind, or a part of one, that this thief of adapters claimed nothing about, a line says so.
+    """
+    claimed = {claim.layer: claim.delta for claim in claims}
+    if not claimed:
+        return []
+    compared: dict[str, list[_Compared | None]] = {}
+    for layer in truth.public.layers():
+        wanted = _visible(layer, truth)
+        if kind_of(layer) not in ("q_proj", "k_proj") and bool(wanted.any()):
+            compared.setdefault(kind_of(layer), []).append(_compare(layer, wanted, claimed, truth))
+    for block in truth.public.blocks:  # judged together: only their product is determined
+        if _changes_scores(block, truth):
+            compared.setdefault("q·k", []).append(_compare_scores(block, claimed, truth))
+    return [finding for kind, each in compared.items() for finding in _findings(kind, each)]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """One layer, or q and k of one block.
+
+    Attributes:
+        error, cosine: of what was claimed.
+        size: how many numbers there are.
+        overlap: share of the true change's input directions that lie among the claimed one's first, with what random
+            ones have and the standard deviation of that; None where the change is not of low rank.
+    """
+
+    error: float
+    cosine: float
+    size: int
+    overlap: tuple[float, float, float] | None = None
+
+
+def _findings(kind: str, each: Sequence[_Compared | None]) -> Iterator[Finding]:
+    """Args: each: of the blocks in which the victim changed it; None where nothing was claimed."""
+    judged = [one for one in each if one is not None]
+    if judged:
+        error, bounds = _median(one.error for one in judged), (_SHRUNK, 1.0)
+        yield Finding(kind, "relative error", error, 1.0, (1.0, 1.0), verdict_on(error, bounds, error < 0.1, False))
+        half = 2.576 / math.sqrt(min(one.size for one in judged) * len(judged))
+        value = sum(one.cosine for one in judged) / len(judged)
+        worst = max(one.error for one in judged)
+        yield Finding(kind, "largest error", worst, 1.0, (1.0, 1.0), verdict_on(worst, bounds, worst < 0.1, False))
+        count = f"{len(judged)} of {len(each)}"
+        yield Finding(kind, SHARE_CLAIMED, len(judged) / len(each), 0.0, (0.0, 0.0), count)
+        yield from _overlap([one.overlap for one in judged if one.overlap is not None], kind)
+        yield Finding(kind, "cosine with ΔW", value, 0.0, (-half, half), verdict_on(value, (-half, half), value > 0.99))
+    if len(judged) < len(each):
+        part = f" ({len(each) - len(judged)} of {len(each)} layers)" if judged else ""
+        yield unclaimed(kind + part, "relative error", 1.0)
+
+
+def _overlap(each: Sequence[tuple[float, float, float]], kind: str) -> Iterator[Finding]:
+    if each:
+        value, baseline, deviation = (sum(parts) / len(each) for parts in zip(*each, strict=True))
+        half = 2.576 * deviation / math.sqrt(len(each))
+        bounds = baseline - half, baseline + half
+        yield Finding(kind, OVERLAP, value, baseline, bounds, verdict_on(value, bounds, value > 0.99))
+
+
+def _overlap_of(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float] | None:
+    """Mean squared cosine of the principal angles between the two input subspaces: ‖U₁ᵀU₂‖²/r, r/d by chance.
+
+    The entries of U₁ᵀU₂ are about Gaussian with variance 1/d for random subspaces, so that the mean of r² squares of
+    them, times r, deviates by √2/d.
+    """
+    torch.manual_seed(0)  # of svd_lowrank
+    found, values, _ = torch.svd_lowrank(wanted, min(_MOST_RANK, *wanted.shape))
+    rank = int((values > _RANK_FLOOR * values[0]).sum())
+    if rank >= min(_MOST_RANK, *wanted.shape):
+        return None
+    claimed, _, _ = torch.svd_lowrank(got, min(_MOST_RANK, *wanted.shape))
+    value = float((found[:, :rank].T @ claimed[:, :rank]).square().sum()) / rank
+    return value, rank / wanted.shape[0], math.sqrt(2) / wanted.shape[0]
+
+
+def _compare(layer: str, wanted: torch.Tensor, claimed: Mapping[str, torch.Tensor], truth: Truth) -> _Compared | None:
+    if layer not in claimed:
+        return None
+    got, public = claimed[layer], truth.public.layers()[layer].weight
+    overlap = _overlap_of(got, wanted) if bool(got.isfinite().all()) else None
+    return _Compared(_relative(got, wanted), _cosine(_off(got, public), _off(wanted, public)), wanted.numel(), overlap)
+
+
+def kind_of(layer: str) -> str:
+    """Llama's name for what a layer does, whatever the model calls it."""
+    module, _, part = layer.partition("[")
+    if part:
+        return {"q": "q_proj", "k": "k_proj", "v": "v_proj"}[part[0]]
+    tail = module.rsplit(".", 1)[-1]
+    if tail == "c_proj":
+        return "o_proj" if ".attn." in module else "down_proj"
+    return {"c_fc": "up_proj"}.get(tail, tail)
+
+
+def _visible(layer: str, truth: Truth) -> torch.Tensor:
+    """ΔW as far as anything that the model computes depends on it: a LayerNorm takes off what is alike in a row."""
+    delta = truth.deltas[layer]
+    lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
+    return delta - delta.mean(1, keepdim=True) if lost else delta
+
+
+def _changes_scores(block: Block, truth: Truth) -> bool:
+    return any(
+        float((found - base).norm()) > 1e-12 * float(base.norm())
+        for base, found in zip(_products(block, {}, truth), _products(block, truth.deltas, truth), strict=True)
+    )
+
+
+def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Truth) -> _Compared | None:
+    """Change of W_q W_kᵀ: the median error and the mean cosine of the heads."""
+    if block.q.name not in claimed or block.k.name not in claimed:
+        return None
+    errors, cosines = [], []
+    products = (_products(block, deltas, truth) for deltas in ({}, claimed, truth.deltas))
+    for base, got, wanted in zip(*products, strict=True):
+        errors.append(_relative(got - base, wanted - base))
+        cosines.append(_cosine(_off(got - base, base), _off(wanted - base, base)))
+    size = block.q.weight.shape[0] * truth.public.head_dim
+    return _Compared(_median(errors), sum(cosines) / len(cosines), size)
+
+
+def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) -> list[torch.Tensor]:
+    """`_scores` of each head, with ΔW of q and k where `deltas` has them."""
+    public = truth.public
+    q, k = (one.weight + deltas.get(one.name, torch.zeros(())) for one in (block.q, block.k))
+    found = []
+    for head in range(public.num_heads):
+        group = head // (public.num_heads // public.num_kv_heads)
+        own, shared = (slice(place * public.head_dim, (place + 1) * public.head_dim) for place in (head, group))
+        found.append(_scores(block, q[:, own], k[:, shared], own))
+    return found
+
+
+def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, columns: slice) -> torch.Tensor:
+    """What a softmax sees of one head's W_q W_kᵀ: it tells keys apart, and so knows keys by their differences alone.
+
+    LayerNorm's rows differ off 1/γ, and along it all stand at one place: what a query has from there comes with the
+    bias of q as one row, of which no data tell the parts. RMSNorm's rows differ everywhere.
+
+    Args:
+        q, k: shape (hidden, head_dim).
+        columns: of the head in the layer's bias.
+    """
+    norm = block.attention_norm
+    if norm.bias is None:
+        return q @ k.T
+    way = torch.nn.functional.normalize(1 / norm.weight, dim=0)
+    place = (norm.bias * way).sum()
+    shared = place * (way @ q) + (0 if block.q.bias is None else block.q.bias[columns])
+    off = torch.eye(len(way), dtype=way.dtype) - torch.outer(way, way)
+    return torch.cat([off @ q, shared[None]]) @ k.T @ off
+
+
+def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    value = float((got - wanted).norm() / wanted.norm())
+    return value if math.isfinite(value) else math.inf
+
+
+def _cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    size = float(got.norm() * wanted.norm())
+    value = float((got * wanted).sum()) / size if size > 0 else 0.0
+    return value if math.isfinite(value) else 0.0
+
+
+def _off(delta: torch.Tensor, public: torch.Tensor) -> torch.Tensor:
+    """ΔW without its part along W: W is public, and IA3, OFT and BOFT change it by something much like −W."""
+    return delta - public * ((delta * public).sum() / public.pow(2).sum())
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(torch.tensor(list(values), dtype=torch.float64).quantile(0.5))  # `median` takes the lower of two

@@ -1,0 +1,122 @@
+"""Whether lists of tokens and facts of metadata are right; the other half of attacks/truth/judge.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from attacks.adversaries.gradient_view import LABELS, TOKENS
+from attacks.adversaries.traffic_shape import BOFT, IA3, KIND, KIND_IF_FINETUNE, KINDS, LORA, LOWEST, MEMBERS, OFT
+from attacks.report.finding import SHARE_TRIED, Finding, share_right
+from attacks.seen.adversary import StolenFact, StolenTokens
+from attacks.seen.forward_passes import Pass, passes
+from attacks.seen.public_model import PublicModel
+from attacks.seen.view import View
+from attacks.truth.secrets import Batch, Truth
+
+_KIND_OF = {"LORA": LORA, "ADALORA": LORA, "VERA": LORA, "IA3": IA3, "OFT": OFT, "BOFT": BOFT}
+"""By PEFT's own names; of those whose ΔW the judge can take."""
+_WHOLE = 0.9
+"""Share of all tokens below which a win is one over the tokens that were tried, and no more."""
+
+
+def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) -> list[Finding]:
+    """Rate of right tokens among those that were tried, and how many of all tokens of the view that is.
+
+    A full win needs both: whoever tries a few easy tokens reads these, and not the prompts.
+    """
+    pairs = [
+        (got, wanted)
+        for claim in claims
+        if claim.prompt < len(sent)
+        for got, wanted in zip(claim.token_ids, sent[claim.prompt], strict=False)
+    ]
+    if not pairs:
+        return []
+    got, wanted = torch.tensor(pairs).T
+    rate = share_right("tokens", got, wanted)
+    num_all = sum(map(len, sent))
+    share = len(pairs) / num_all
+    if rate.verdict == "wins" and share < _WHOLE:
+        rate = replace(rate, verdict="wins where tried")
+    return [rate, Finding("tokens", SHARE_TRIED, share, 0.0, (0.0, 0.0), f"{len(pairs)} of {num_all}")]
+
+
+def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
+    """Facts read from metadata; those that the judge has no truth for are left out.
+
+    A claim that names several kinds or layers, one of which is right, is compared with naming as many at random.
+    """
+    answers: dict[str, tuple[str, float]] = {}
+    if sent:
+        answers["prompt tokens"] = ",".join(str(len(ids)) for ids in sent), math.inf
+    kind = _KIND_OF.get(next(iter(truth.adapted.peft_config.values())).peft_type.value)
+    if kind is not None:
+        answers[KIND] = answers[KIND_IF_FINETUNE] = kind, len(KINDS)
+    adapted = {layer.partition("[")[0] for layer, delta in truth.deltas.items() if bool(delta.any())}
+    groups = [[layer.name for layer in group.layers] for group in truth.manifest.groups]
+    lowest = next((names for names in groups if adapted & set(names)), None)
+    if lowest is not None:
+        answers[LOWEST] = lowest[0], len(groups)
+    changed = adapted & _changing_inputs(truth, kind)
+    for names in groups:
+        if len(names) > 1 and changed & set(names):
+            answers[MEMBERS] = "+".join(name for name in names if name in changed), 2 ** len(names) - 1
+            break
+    return [_fact_finding(claim, *answers[claim.name]) for claim in claims if claim.name in answers]
+
+
+def _changing_inputs(truth: Truth, kind: str | None) -> set[str]:
+    """Layers whose input the adapter changes."""
+    modules = dict(truth.adapted.base_model.model.named_modules())
+    return {
+        name
+        for name in modules
+        if kind in (OFT, BOFT) or (kind == IA3 and getattr(modules[name], "is_feedforward", False))
+    }
+
+
+def _fact_finding(claim: StolenFact, answer: str, num_choices: float) -> Finding:
+    named = claim.value if isinstance(claim.value, tuple) else (str(claim.value),)
+    right = answer in named
+    baseline = min(1.0, len(named) / num_choices)
+    verdict = "at baseline" if not right or baseline == 1.0 else "wins" if len(named) == 1 else "above baseline"
+    return Finding(claim.name, "right", float(right), baseline, (baseline, baseline), verdict, said=in_words(claim))
+
+
+def in_words(claim: StolenFact) -> str:
+    """The claim as a report shows it."""
+    if not isinstance(claim.value, tuple):
+        return str(claim.value)
+    return claim.value[0] if len(claim.value) == 1 else f"one of {', '.join(claim.value)}"
+
+
+def first_step(view: View) -> Pass | None:
+    """The first training pass."""
+    return next((one for one in passes(view) if one.is_training), None)
+
+
+def judge_batch(
+    claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
+) -> list[Finding]:
+    """Tokens and labels of the first training pass, padding included, row after row as the provider was sent them."""
+    step = first_step(view)
+    if step is None or not trained:
+        return []
+    wanted = {TOKENS: trained[0].token_ids.flatten()}
+    head = None if public.head_group is None else step.backward.get(public.head_group)
+    if head is not None:
+        targets = trained[0].targets
+        is_whole = head.num_rows == targets.numel()
+        wanted[LABELS] = targets.flatten() if is_whole else targets[trained[0].has_logits]
+    return [_listed_finding(claim, wanted[claim.name]) for claim in claims if claim.name in wanted and claim.value]
+
+
+def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
+    """Share that is right of a whole batch, which is mostly padding and places without a label; what is missing is
+    wrong."""
+    listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
+    return share_right(claim.name, torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1), wanted)

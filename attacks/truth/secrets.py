@@ -1,0 +1,163 @@
+"""What the victim knows and no adversary is given: its adapter, its tokens, its activations.
+
+Computed by the judge on its own copy of the model, in float64, from the adapter and the token ids that the victim
+wrote down. Base weights are taken as the provider multiplies with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attacks.adversaries.gradient_view import NO_LABEL
+from attacks.seen.public_model import PublicModel
+from wire.errors import ConfigurationError
+from wire.manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One training step: int64, each of shape (batch, num_tokens), padded on the right.
+
+    Attributes:
+        labels: of the tokens at the same places; NO_LABEL where there is none.
+        attn_mask: 0 for padding.
+    """
+
+    token_ids: torch.Tensor
+    labels: torch.Tensor
+    attn_mask: torch.Tensor
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """What each place is trained to say: the label of the next one, shape (batch, num_tokens)."""
+        return torch.nn.functional.pad(self.labels, (0, 1), value=NO_LABEL)[:, 1:]
+
+    @property
+    def has_logits(self) -> torch.Tensor:
+        """Which places the SDK computes logits of: those where some row has a target. Shape (batch, num_tokens)."""
+        return (self.targets != NO_LABEL).any(dim=0).expand(self.targets.shape)
+
+
+def read_batches(file: Path) -> list[Batch]:
+    """The steps that a victim wrote down, in order."""
+    steps = json.loads(file.read_text())
+    return [Batch(*(torch.tensor(step[name]) for name in ("input_ids", "labels", "attention_mask"))) for step in steps]
+
+
+class Truth:
+    """One victim's secrets."""
+
+    def __init__(self, model: Any, public: PublicModel, manifest: Manifest, adapter: Path) -> None:
+        """Args.
+
+        model: the checkpoint, transformers' causal language model; taken over and changed.
+        public: the same as adversaries see it.
+        adapter: PEFT folder.
+
+        Raises:
+            ConfigurationError: the adapter does not fit the model.
+        """
+        self.manifest, self.public = manifest, public
+        self.base = model.to(torch.float64).eval()
+        _set_weights(self.base, public)
+        self.adapted = _adapt(self.base, adapter)
+
+    @functools.cached_property
+    def deltas(self) -> Mapping[str, torch.Tensor]:
+        """ΔW of every base layer of the blocks, float64, shape (in_features, out_features); zero where not adapted."""
+        before = {name: layer.weight for name, layer in self.public.layers().items()}
+        after = _weights(_merged(self.adapted), self.public)
+        return {name: after[name] - weight for name, weight in before.items()}
+
+    def rows(self, token_ids: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        """Group id to what its layers were given, float64, shape (num_tokens, in_features)."""
+        return self._rows(self.adapted, input_ids=torch.tensor([list(token_ids)]))
+
+    def fresh_rows(self, batch: Batch) -> Mapping[int, torch.Tensor]:
+        """The same of a first training step, its rows one after the other: shape (batch·num_tokens, in_features).
+
+        A fresh adapter changes nothing: PEFT starts LoRA's B at zero, IA3 at one, OFT and BOFT at the identity.
+        """
+        return self._rows(self.base, input_ids=batch.token_ids, attention_mask=batch.attn_mask)
+
+    def _rows(self, model: Any, **inputs: torch.Tensor) -> Mapping[int, torch.Tensor]:
+        firsts = {group.layers[0].name: group.id for group in self.manifest.groups}
+        seen: dict[int, torch.Tensor] = {}
+        hooks = []
+        for name, module in _inner(model).named_modules():
+            if name in firsts:
+                hooks.append(module.register_forward_pre_hook(functools.partial(_keep, seen, firsts[name])))
+        try:
+            with torch.no_grad():
+                model(**inputs, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+
+def _keep(seen: dict[int, torch.Tensor], group: int, module: Any, given: tuple[torch.Tensor, ...]) -> None:
+    seen[group] = given[0].detach().reshape(-1, given[0].shape[-1])
+
+
+def _inner(adapted: Any) -> Any:
+    """The transformers model inside a PEFT model."""
+    return adapted.base_model.model if hasattr(adapted, "peft_config") else adapted
+
+
+def adapted_copy(base: Any, adapter: Path) -> Any:
+    """A copy of the model with an adapter, float64, in eval mode."""
+    import copy
+
+    return _adapt(copy.deepcopy(base), adapter, copied=True)
+
+
+def _adapt(base: Any, adapter: Path, copied: bool = False) -> Any:
+    import copy
+    import warnings
+
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would go on with a fresh one
+            adapted = PeftModel.from_pretrained(base if copied else copy.deepcopy(base), str(adapter))
+    except (ValueError, RuntimeError, OSError, KeyError, TypeError, SafetensorError, UserWarning) as exc:
+        said = (str(exc).splitlines() or [type(exc).__name__])[0][:200]
+        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None
+    return adapted.to(torch.float64).eval()
+
+
+def _merged(adapted: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(adapted).merge_and_unload()
+
+
+def _weights(model: Any, public: PublicModel) -> dict[str, torch.Tensor]:
+    """Weights of the blocks' layers, shape (in_features, out_features); members of a fused layer by themselves."""
+    modules = dict(model.named_modules())
+    found = {}
+    for name, layer in public.layers().items():
+        module = modules[name.partition("[")[0]]
+        weight = module.weight.detach().to(torch.float64)
+        weight = weight.t() if isinstance(module, torch.nn.Linear) else weight
+        start, width = (0, layer.weight.shape[1])
+        if "[" in name:
+            start = "qkv".index(name[-2]) * width
+        found[name] = weight[:, start : start + width]
+    return found
+
+
+def _set_weights(model: Any, public: PublicModel) -> None:
+    """Weights as the provider multiplies with them."""
+    for name, weight in _weights(model, public).items():
+        weight.copy_(public.layers()[name].weight)

@@ -1,0 +1,213 @@
+"""What a tenant's lattice masks are really made of: its secrets and errors, looked at from inside its own process.
+
+For weaknesses that no recording shows: at the shipped dimension errors in {0, 1} look like any others from outside. The
+secret is what the mask was computed with, and the error is what is left of a finished mask without A·s, so that both
+are those on the wire, however and wherever they were drawn. Blocks, pieces of blocks and the compiled arithmetic are
+all behind the functions that are wrapped, with unittest.mock: noise/ has no seam for this.
+
+Guarantees: statistics are written, and never a sample; samples and keyed hashes of them stay in this process's memory
+until the watch is dropped. Does not guarantee anything about a process in which it does not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from noise import sampling
+from noise.blocks.pool import Block
+from noise.lattice import Lattice
+from noise.params import PARAMETERS, LatticeParameters
+from noise.polynomial import negacyclic
+from noise.scheme import GroupSpec
+from wire.frame import Direction
+
+DEFAULT = PARAMETERS["default"]
+CORNER_ROWS, CORNER_FEATURES, PREFIX = 16, 32, 2048
+"""What is kept of a block's errors, or a piece's, for comparison with all others: the first features of the first rows,
+and the first numbers in the order in which they lie in memory. A row's first `CORNER_FEATURES` numbers are hashed."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a mask belongs: which scheme of the process, group and direction."""
+
+    session: int
+    group: int
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A block, or a piece of one, as it was made.
+
+    Attributes:
+        secret: which of the secrets it was made with.
+        first_row: its place in the block.
+        corner: int16, shape (CORNER_ROWS, CORNER_FEATURES) at most; prefix: int16, shape (PREFIX,) at most.
+    """
+
+    place: Place
+    secret: int
+    first_row: int
+    corner: torch.Tensor = field(repr=False)
+    prefix: torch.Tensor = field(repr=False)
+
+
+@dataclass
+class Errors:
+    """Errors of one block or piece, as sums and rows: handed to whoever keeps the statistics, and dropped."""
+
+    unit: Unit
+    numbers: torch.Tensor = field(repr=False)
+
+
+class Watch:
+    """Collects, in the order in which masks are made; thread-safe.
+
+    Attributes:
+        secrets: int8, shape (k, N), one for each that a mask was made with, and the places of these masks.
+        units: all blocks and pieces.
+        trits_drawn, errors_drawn: numbers that noise.sampling was asked for.
+        num_unknown: calls that made masks in a way that is not understood here.
+    """
+
+    def __init__(self, parameters: LatticeParameters, keep: Callable[[Errors], None]) -> None:
+        """Args.
+
+        parameters: of the masks.
+        keep: called with the errors of each unit, by one thread at a time.
+        """
+        self.parameters = parameters
+        self.secrets: list[torch.Tensor] = []
+        self.places: list[Place] = []
+        self.units: list[Unit] = []
+        self.trits_drawn = self.errors_drawn = self.num_unknown = 0
+        self._keep = keep
+        self._lock = threading.RLock()
+        self._here = threading.local()
+        self._known: dict[int, _Transformed] = {}
+        self._sessions: dict[int, tuple[int, Lattice]] = {}
+        self._combine = negacyclic.combine
+
+    # ---- what is wrapped --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Watch]:
+        """Watches every lattice mask that this process makes within the block; whatever is patched already is seen."""
+        self._combine = negacyclic.combine
+        with contextlib.ExitStack() as patches:
+            for owner, name, spy in (
+                (sampling, "ternary", self._ternary),
+                (sampling, "error", self._error),
+                (negacyclic, "secret_transform", self._secret_transform),
+                (negacyclic, "combine", self._combined),
+                (Lattice, "_make_blocks", functools.partial(self._made, False)),
+                (Lattice, "_make_pieces", functools.partial(self._made, True)),
+            ):
+                patches.enter_context(mock.patch.object(owner, name, _wrapped(getattr(owner, name), spy)))
+            yield self
+
+    def _ternary(self, original: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        drawn = original(*arguments)
+        with self._lock:
+            self.trits_drawn += drawn.numel()
+        return drawn
+
+    def _error(self, original: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        drawn = original(*arguments)
+        with self._lock:
+            self.errors_drawn += drawn.numel()
+        return drawn
+
+    def _secret_transform(self, original: Callable[..., torch.Tensor], secrets: torch.Tensor) -> torch.Tensor:
+        made = original(secrets)
+        with self._lock:  # held with the transforms, so that no other object gets their id
+            self._known[id(made)] = _Transformed(made, secrets.clone())
+        return made
+
+    def _combined(
+        self, original: Callable[..., torch.Tensor], matrix: Any, secrets_hat: torch.Tensor, *others: Any, **named: Any
+    ) -> torch.Tensor:
+        self._here.last = matrix, secrets_hat
+        return original(matrix, secrets_hat, *others, **named)
+
+    def _made(
+        self,
+        in_pieces: bool,
+        original: Callable[..., list[Block]],
+        scheme: Lattice,
+        group: GroupSpec,
+        direction: Direction,
+        count: int,
+    ) -> list[Block]:
+        self._here.last = None
+        blocks = original(scheme, group, direction, count)
+        with self._lock:
+            number, _ = self._sessions.setdefault(id(scheme), (len(self._sessions), scheme))
+            self._look_at(Place(number, group.id, direction), blocks, in_pieces)
+        return blocks
+
+    # ---- what was made ----------------------------------------------------------------------------------------------
+
+    def _look_at(self, place: Place, blocks: Sequence[Block], in_pieces: bool) -> None:
+        """Takes A·s off the masks that a thread has just made, and keeps what is left."""
+        last: tuple[negacyclic.Transforms, torch.Tensor] | None = self._here.last
+        known = self._known.get(id(last[1])) if last is not None else None
+        if last is None or known is None:
+            self.num_unknown += 1
+            return
+        if not known.numbers or not in_pieces or self.places[known.numbers[0]] != place:  # else the same block goes on
+            known.numbers = range(len(self.secrets), len(self.secrets) + len(known.secrets))
+            self.secrets += known.secrets.unbind()
+            self.places += [place] * len(known.secrets)
+        pure = self._combine(*last)  # int32, (B, N, features)
+        starts = [(index, 0) for index in range(len(blocks))]
+        if in_pieces:
+            starts = [(0, first) for first in known.next_rows([len(block.mask) for block in blocks])]
+        for block, (index, first) in zip(blocks, starts, strict=True):
+            without = pure[index, first : first + len(block.mask)]
+            if without.shape == block.mask.shape:
+                self._note(place, known.numbers[index], first, block.mask - without)  # mod 2^32
+            else:
+                self.num_unknown += 1
+
+    def _note(self, place: Place, secret: int, first_row: int, error: torch.Tensor) -> None:
+        corner = error[:CORNER_ROWS, :CORNER_FEATURES].clamp(-(2**15), 2**15 - 1).to(torch.int16)
+        prefix = error.flatten()[:PREFIX].clamp(-(2**15), 2**15 - 1).to(torch.int16)
+        unit = Unit(place, secret, first_row, corner, prefix)
+        self.units.append(unit)
+        self._keep(Errors(unit, error))
+
+
+@dataclass
+class _Transformed:
+    """Secrets and the transforms that stand for them."""
+
+    transforms: torch.Tensor = field(repr=False)
+    secrets: torch.Tensor = field(repr=False)
+    numbers: range = range(0)
+    num_rows: int = 0
+
+    def next_rows(self, counts: Sequence[int]) -> list[int]:
+        """Where pieces of so many rows begin: those of a block are made in order."""
+        starts = []
+        for count in counts:
+            starts.append(self.num_rows)
+            self.num_rows += count
+        return starts
+
+
+def _wrapped(original: Callable[..., Any], spy: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapper(*arguments: Any, **named: Any) -> Any:
+        return spy(original, *arguments, **named)
+
+    return wrapper

@@ -1,0 +1,133 @@
+"""Drives a victim and a provider that records, as processes, and hands out the view and, apart from it, the truth.
+
+Guarantees: the provider is `provider serve --tls --record` on loopback, the tenant uses the public SDK, and adversaries
+get the recording alone. Every process is ended by its own handle. Nothing here listens to the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from attacks.victim.tenant import Job, Run, Site
+from wire.errors import ConfigurationError
+
+_START_S = 300
+_VICTIM_S = 3000
+
+
+def record(
+    folder: Path, seen: Path, model: str, job: Job, masks: list[Run], limit: str = "4GiB", layers: str | None = None
+) -> None:
+    """Runs the victim against a recording provider.
+
+    Args:
+        folder: for the provider's state, identities and logs.
+        seen: for the recording, apart from everything that adversaries must not see.
+        model: as `provider serve --model` takes it.
+        job: what the victim does.
+        masks: what runs; `identity` is filled in here.
+        limit: of the recording, such as 4GiB.
+        layers: fnmatch patterns; None records all.
+
+    Raises:
+        ConfigurationError: the provider or the victim failed; with the last line of its log.
+    """
+    options = ["--record", str(seen), "--record-limit", limit]
+    if layers is not None:
+        options += ["--record-layers", layers]
+    runs = [run.model_copy(update={"identity": folder / f"identity-{run.label}"}) for run in masks]
+    environment = dict(os.environ)
+    if job.num_threads is not None:
+        environment["OMP_NUM_THREADS"] = str(job.num_threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.json").write_text(job.model_dump_json())
+    log = folder / "victim.log"
+    with (  # the victim trains while the provider starts
+        _victim(folder / "job.json", log, environment) as victim,
+        _provider(folder, model, options, runs, environment) as url,
+    ):
+        try:
+            victim.communicate(Site(url=url, runs=runs).model_dump_json(), timeout=_VICTIM_S)
+        except subprocess.TimeoutExpired:
+            raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from None
+        if victim.returncode:
+            raise ConfigurationError(f"the victim failed: {_last_line(log)}")
+
+
+@contextlib.contextmanager
+def _victim(job: Path, log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A victim that does what it can without a provider; killed with the block, whatever is raised in it."""
+    command = [sys.executable, "-W", "ignore", "-m", "attacks.victim.tenant", str(job)]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, env=environment
+        )
+    try:
+        yield process
+    finally:
+        process.kill()  # which does nothing to one that has ended
+        process.communicate()
+
+
+@contextlib.contextmanager
+def _provider(
+    folder: Path, model: str, options: list[str], runs: list[Run], environment: dict[str, str]
+) -> Iterator[str]:
+    state = folder / "state"
+    command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--model", model]
+    with (folder / "provider.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--state", str(state), *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+        )
+    too_late = threading.Timer(_START_S, process.kill)
+    too_late.start()
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        too_late.cancel()
+        if not line.startswith("ready "):
+            raise ConfigurationError(f"the provider did not start: {_last_line(folder / 'provider.log')}")
+        url = line.split()[1]
+        enroll = [sys.executable, "-m", "provider", "enroll", "--state", str(state), "--endpoint", url]
+        with contextlib.ExitStack() as ending:
+            enrolling = [
+                subprocess.Popen([*enroll, run.label, "--out", str(run.identity)], stdout=subprocess.DEVNULL)
+                for run in runs
+            ]
+            for one in enrolling:
+                ending.callback(one.wait)
+                ending.callback(one.kill)  # which does nothing to one that has ended
+            for run, one in zip(runs, enrolling, strict=True):
+                if _failed(one):
+                    raise ConfigurationError(f"the provider could not enrol {run.label}")
+        yield url
+    finally:
+        too_late.cancel()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _failed(enrolling: subprocess.Popen[bytes]) -> bool:
+    try:
+        return bool(enrolling.wait(timeout=_START_S))
+    except subprocess.TimeoutExpired:
+        return True
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it said nothing"

@@ -1,0 +1,139 @@
+"""What a run does: model, traffic and private facts, for the quick profile and the full one."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attacks.victim import quick_model
+from attacks.victim.tenant import Job, Run
+from wire.errors import ConfigurationError
+
+_FACTS = Path(__file__).parents[2] / "examples" / "data" / "harborlight.jsonl"
+_NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
+"""More tokens than down_proj of SmolLM2 has inputs, 1,536."""
+_TOKEN_IDS = (1000, 40_000)
+_NUM_QUESTIONS = 4
+MASKS = ("off", "gaussian-pool", "lattice", "pad")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Traffic of one evaluation.
+
+    Attributes:
+        model: as `provider serve --model` takes it.
+        layers: recorded; None for all.
+        limit: of the recording.
+    """
+
+    name: str
+    model: str
+    job: Job
+    layers: str | None
+    limit: str
+
+
+def runs(masks: str) -> list[Run]:
+    """The runs that a list of masks stands for; `off` is run in float and in ring arithmetic.
+
+    Raises:
+        ConfigurationError: an unknown mask.
+    """
+    names = [name.strip() for name in masks.split(",") if name.strip()]
+    unknown = [name for name in names if name not in MASKS]
+    if unknown or not names:
+        raise ConfigurationError(f"no mask {', '.join(unknown) or masks!r}: this evaluates {', '.join(MASKS)}")
+    found = []
+    for name in dict.fromkeys(names):
+        for arithmetic in ("float", "ring") if name == "off" else (None,):
+            label = name if arithmetic is None else f"{name}-{arithmetic}"
+            found.append(Run(label=label, identity=Path(), mask=name, arithmetic=arithmetic))
+    return found
+
+
+def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
+    """The profile for a model: quick for the tiny ones.
+
+    Raises:
+        ConfigurationError: an adapter that is not there.
+    """
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
+    if model in quick_model.NAMES:
+        return quick(folder, model, adapter, peft_kind)
+    if peft_kind != "lora":
+        raise ConfigurationError("the full profile trains LoRA; --peft is for the tiny models")
+    return full(folder, model, adapter)
+
+
+def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
+    """A tiny random model: all layers, all adversaries, within a minute."""
+    model = quick_model.make(name, folder / "model")
+    generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
+
+    def characters(count: int) -> list[int]:
+        low = len(quick_model.SPECIAL)
+        return [generator.randrange(low, low + len(quick_model.CHARACTERS)) for _ in range(count)]
+
+    firsts = generator.sample(range(len(quick_model.SPECIAL), len(quick_model.SPECIAL) + 95), 64)
+    prompts = [[first, *characters(5)] for first in firsts] + [characters(8) for _ in range(4)]
+    job = _job(str(model), adapter, list(quick_model.FACTS), prompts, folder / "truth").model_copy(
+        update={
+            "train_steps": 150,
+            "continued_rows": len(quick_model.FACTS),
+            "learning_rate": 5e-3,
+            "peft_kind": peft_kind,
+            "peft": _peft(name, peft_kind),
+            "num_threads": 1,  # training took 13 times the work with two, which wait for each other most of the time
+        }
+    )
+    return Profile("quick", str(model), job, None, "1GiB")
+
+
+def _peft(model: str, kind: str) -> dict[str, Any]:
+    """LoRA on all linear layers; methods that change the input of a base layer where they do."""
+    llama = model == "tiny-llama"
+    if kind == "lora":
+        return {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
+    if kind == "ia3":
+        last = ["down_proj"] if llama else ["mlp.c_proj"]
+        return {"target_modules": last + (["k_proj", "v_proj"] if llama else ["c_attn"]), "feedforward_modules": last}
+    blocks = {"oft_block_size": 8} if kind == "oft" else {"boft_block_size": 8}
+    return {"target_modules": ["q_proj", "v_proj"] if llama else ["c_attn"], **blocks}
+
+
+def full(folder: Path, model: str, adapter: Path | None) -> Profile:
+    """A real model, all of it recorded: enough tokens for the closed forms of o_proj, v_proj and down_proj.
+
+    A token is 2 MB of SmolLM2's traffic, half of it requests; the closed forms hold the requests of all in memory.
+    """
+    rows = [json.loads(line) for line in _FACTS.read_text(encoding="utf-8").splitlines()]
+    generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
+    prompts = [[generator.randrange(*_TOKEN_IDS) for _ in range(_PROMPT_TOKENS)] for _ in range(_NUM_PROMPTS)]
+    job = _job(model, adapter, rows, prompts, folder / "truth").model_copy(
+        update={
+            "peft": {"r": 8, "lora_alpha": 16, "target_modules": ["v_proj", "o_proj", "down_proj"]},
+            "train_steps": 80,
+            "traffic_steps": 1,
+            "traffic_rows": 2,
+            "num_answered": 0,
+            "watched": True,
+            "questions": [row["messages"][0]["content"] for row in rows[:_NUM_QUESTIONS]],
+        }
+    )
+    return Profile("full", model, job, None, "24GiB")
+
+
+def _job(
+    model: str, adapter: Path | None, rows: Sequence[dict[str, Any]], prompts: list[list[int]], truth: Path
+) -> Job:
+    return Job(
+        model=model, adapter=adapter, rows=list(rows), train_steps=60, traffic_steps=2, traffic_rows=8,
+        learning_rate=1e-3, batch_size=8, peft_kind="lora", peft={}, prompts=prompts, questions=[],
+        num_answered=4, answer_tokens=8, truth=truth,
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+"""The tenant that is attacked, in a process of its own: trains an adapter, then sends traffic under each mask.
+
+Run by attacks/victim/harness.py with a job in JSON, and when it has trained, with a provider in a line of standard
+input, in JSON as well. Writes the truth that attacks/truth/judge.py needs (adapter, token ids, batches)
+to a folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter; then, with the
+private adapter, whole prompts without an answer, prompts answered token by token, and one training step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from pydantic import BaseModel
+
+KINDS = {"lora": "LoraConfig", "ia3": "IA3Config", "oft": "OFTConfig", "boft": "BOFTConfig"}
+
+
+class Run(BaseModel):
+    """One mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
+
+    label: str
+    identity: Path
+    mask: str
+    arithmetic: str | None = None
+    mask_options: dict[str, Any] = {}
+
+
+class Site(BaseModel):
+    """Where the victim sends its traffic, and under which masks."""
+
+    url: str
+    runs: list[Run]
+
+
+class Job(BaseModel):
+    """What the victim does.
+
+    Attributes:
+        model: for the embedded provider that it trains with.
+        adapter: an adapter to take in place of training one.
+        rows: private facts, rows of a data set.
+        train_steps: optimizer steps of the private adapter.
+        traffic_steps, traffic_rows: optimizer steps that the attacked provider sees, of a fresh adapter.
+        continued_rows: rows of a training step of the private adapter, as whoever trains it on sends it; 0 for none.
+        peft_kind, peft: one of KINDS, and keyword arguments of its config.
+        questions: a user's messages, sent and answered after the prompts.
+        prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
+        truth: folder for what only the judge may read.
+        num_threads: of the victim and its provider; None leaves it to torch.
+        watched: whether what its lattice masks are made of is looked at; statistics alone are written to `truth`.
+    """
+
+    model: str
+    adapter: Path | None
+    rows: list[dict[str, Any]]
+    train_steps: int
+    traffic_steps: int
+    traffic_rows: int
+    continued_rows: int = 0
+    learning_rate: float
+    batch_size: int
+    peft_kind: str
+    peft: dict[str, Any]
+    prompts: list[list[int]]
+    questions: list[str]
+    num_answered: int
+    answer_tokens: int
+    truth: Path
+    num_threads: int | None = None
+    watched: bool = False
+
+
+def main(job: Job, find_site: Callable[[], Site]) -> None:
+    """Does the job.
+
+    Args:
+        find_site: asked once, when the adapter is there.
+    """
+    from tenant_sdk import TenantClient
+
+    job.truth.mkdir(parents=True, exist_ok=True)
+    cache = job.truth / "cache"
+    adapter = job.adapter
+    if adapter is None:
+        adapter = job.truth / "adapter"
+        with TenantClient(f"inproc:{job.model}", mask="off", arithmetic="float", cache=cache, progress=False) as client:
+            _train(client, job, adapter, job.train_steps, job.batch_size)
+    site = find_site()
+    for run in site.runs:
+        is_watched = job.watched and run.mask == "lattice"
+        with _watched(job.truth / f"{run.label}-draws.json") if is_watched else nullcontext(), TenantClient(
+            site.url, identity=run.identity, mask=run.mask, arithmetic=run.arithmetic, mask_options=run.mask_options,
+            cache=cache, progress=False, verify=job.model if run.mask == "pad" else None,  # pad needs the weights
+        ) as client:  # fmt: skip
+            with _batches() as trained:
+                if job.traffic_steps:
+                    _train(client, job, job.truth / f"traffic-{run.label}", job.traffic_steps, job.traffic_rows)
+            sent = _infer(client, job, adapter)
+            if job.continued_rows:
+                _train_on(client, job, adapter)
+        (job.truth / f"{run.label}.json").write_text(json.dumps(sent))
+        (job.truth / f"{run.label}-batches.json").write_text(json.dumps(trained))
+
+
+def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> None:
+    import peft
+
+    config = getattr(peft, KINDS[job.peft_kind])(task_type="CAUSAL_LM", **job.peft)
+    client.finetune(
+        job.rows, config, output, max_steps=steps, seed=1, progress=False,
+        learning_rate=job.learning_rate, batch_size=batch_size, warmup_steps=0, save_steps=10 * steps, resume=False,
+    )  # fmt: skip
+
+
+@contextmanager
+def _watched(file: Path) -> Iterator[None]:
+    """Looks at the default lattice masks that are made within, and writes what it found: no sample is in it."""
+    from attacks.victim import check, draws, draws_statistics
+
+    statistics = draws_statistics.Statistics(draws.DEFAULT)
+    watch = draws.Watch(draws.DEFAULT, statistics.keep)
+    with watch():
+        yield
+    file.write_text(json.dumps(check.to_json(statistics.checks(watch))))
+
+
+@contextmanager
+def _batches() -> Iterator[list[dict[str, Any]]]:
+    """Keeps each batch as the SDK's trainer computes with it, padded and in the order of the forward passes."""
+    from tenant_sdk.training.finetune import CompletionTrainer
+
+    kept: list[dict[str, Any]] = []
+    compute_loss = CompletionTrainer.compute_loss
+
+    def keep(trainer: Any, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        kept.append({name: inputs[name].tolist() for name in ("input_ids", "labels", "attention_mask")})
+        return compute_loss(trainer, model, inputs, *arguments, **options)
+
+    with mock.patch.object(CompletionTrainer, "compute_loss", keep):
+        yield kept
+
+
+def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
+    """Sends the prompts; returns for each the tokens that went through the layers."""
+    import torch
+
+    from tenant_sdk.adapters import adapted_model
+    from tenant_sdk.generate import encode_prompt
+
+    model = adapted_model(client, adapter)
+    client.fetch_hints()
+    sent = []
+    whole = len(job.prompts) - job.num_answered
+    with torch.no_grad():
+        for ids in job.prompts[:whole]:
+            model(input_ids=torch.tensor([ids]), use_cache=False)
+            sent.append(ids)
+        asked = [encode_prompt(client.tokenizer, question)[0].tolist() for question in job.questions]
+        for ids in [*job.prompts[whole:], *asked]:
+            given = torch.tensor([ids])
+            answer = model.generate(
+                given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=job.answer_tokens,
+                min_new_tokens=job.answer_tokens, pad_token_id=0, temperature=None, top_p=None, top_k=None,
+            )  # fmt: skip
+            sent.append(answer[0, :-1].tolist())
+    return sent
+
+
+def _train_on(client: Any, job: Job, adapter: Path) -> None:
+    """Forward and backward of one batch; the optimizer's step that would follow sends nothing."""
+    from peft import PeftModel
+
+    from tenant_sdk.training.dataset import Collator, load_rows, tokenize
+    from tenant_sdk.training.finetune import completion_loss
+
+    model = PeftModel.from_pretrained(client.load_model(), str(adapter), is_trainable=True).train()
+    rows = tokenize(load_rows(job.rows[: job.continued_rows]), client.tokenizer, model.config.max_position_embeddings)
+    batch = Collator(client.tokenizer.pad_token_id or 0)(rows)
+    loss, _ = completion_loss(model, batch)
+    loss.backward()
+
+
+if __name__ == "__main__":
+    main(Job.model_validate_json(Path(sys.argv[1]).read_text()), lambda: Site.model_validate_json(sys.stdin.readline()))

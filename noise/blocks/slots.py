@@ -1,0 +1,112 @@
+"""The rows of one block of masks, burnt in memory: the half of "no slot is used twice" that no file is needed for.
+
+Guarantees: a row is handed out at most once, whatever threads do, and is burnt before its caller sees it; a forked
+child is refused; nothing here can be pickled or copied. Does not guarantee that the block is on record:
+noise/ledger/ledger.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import NoReturn
+
+from wire.errors import MaskError, MaskReused
+
+_num_forks = 0
+
+
+def _forked() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class SlotsExhausted(MaskError):
+    """The block has fewer unused rows than were asked for; none was burnt."""
+
+
+class Origin:
+    """The process something was made in; `check` refuses every other."""
+
+    __slots__ = ("_num_forks", "_pid")
+
+    def __init__(self) -> None:
+        self._pid, self._num_forks = os.getpid(), _num_forks
+
+    def check(self) -> None:
+        """Raises MaskReused in a forked child: parent and child would hand out the same slots."""
+        # the pid sees forks made by C code, the counter sees a child that has its parent's pid in a new namespace
+        if self._num_forks != _num_forks or self._pid != os.getpid():
+            raise MaskReused("masks made before a fork cannot be used in the child: make a new TenantClient there")
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles of whatever holds this."""
+        raise TypeError("mask slots and ledgers can be neither copied nor pickled: a copy would use its slots again")
+
+
+class Slots:
+    """The rows of one block, each handed out at most once. Safe under threads, dead in a forked child.
+
+    Rows go in order, so that one number, the first unburnt row, is the whole state.
+    """
+
+    __slots__ = ("_lock", "_next", "_num_rows", "_origin")
+
+    def __init__(self, num_rows: int) -> None:
+        """Args: num_rows: rows of the block. Get one from `Reservation.open_block`, so that it is counted."""
+        if num_rows < 0:
+            raise MaskError(f"a block has at least 0 rows, got {num_rows}")
+        self._num_rows, self._next = num_rows, 0
+        self._lock, self._origin = threading.Lock(), Origin()
+
+    @property
+    def remaining(self) -> int:
+        """Unburnt rows; another thread may take them before you do."""
+        return self._num_rows - self._next
+
+    def take(self, num_rows: int) -> range:
+        """Burns the next rows and returns them.
+
+        Raises:
+            SlotsExhausted: fewer are left; nothing was burnt.
+            MaskReused: in a forked child.
+        """
+        return self._take(num_rows, num_rows)
+
+    def take_up_to(self, num_rows: int) -> range:
+        """Burns as many of the next rows as there are, at most `num_rows`; an empty range when none is left."""
+        return self._take(0, num_rows)
+
+    def burn(self, row: int) -> None:
+        """Burns one row by number and abandons the unburnt ones before it.
+
+        Raises:
+            MaskReused: the row is burnt already, or this is a forked child.
+            SlotsExhausted: the block has no such row.
+        """
+        self._origin.check()
+        with self._lock:
+            if row < self._next:
+                raise MaskReused(f"row {row} of this block has been used: a mask row is used once")
+            if row >= self._num_rows:
+                raise SlotsExhausted(f"the block has {self._num_rows} rows, row {row} was asked for")
+            self._next = range(row, row + 1).stop  # range() refuses what is not an integer
+
+    def _take(self, at_least: int, at_most: int) -> range:
+        self._origin.check()
+        if at_most < 0:  # would hand out burnt rows
+            raise MaskError(f"a call takes at least 0 rows, got {at_most}")
+        with self._lock:
+            left = self._num_rows - self._next
+            if left < at_least:
+                raise SlotsExhausted(f"{at_least} mask rows were asked for and {left} are left in this block")
+            rows = range(self._next, self._next + min(at_most, left))
+            self._next = rows.stop  # burnt before the caller sees them
+        return rows
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles."""
+        self._origin.__reduce__()

@@ -1,0 +1,1 @@
+"""How files that count are written: durably, under a lock, for their owner alone."""

@@ -1,0 +1,1 @@
+"""Hints of the lattice mask: fetched once for each layer group and direction, kept on disk."""

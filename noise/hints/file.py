@@ -1,0 +1,252 @@
+"""One hint on disk: a safetensors file of rounded numbers in column tiles, mapped and decoded chunk by chunk.
+
+Layout: 4096 bytes of header, then `crc32` (U32, one a tile), then `tiles` (U8). Tile i holds columns 64·i to 64·i + 63,
+row after row, each number in 32 - t bits, little-endian, so that a chunk of columns is one contiguous read. Numbers
+that share bytes (t = 10, 12) are groups of one row; the last tile is padded to whole groups.
+Guarantees and limits: see noise/hints/store.py.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from wire.errors import ConfigurationError, InvalidTensor, MaskError
+from wire.limits import MAX_FEATURES
+
+TILE_FEATURES = 64
+"""About the chunk in which effects are made (FACTS.md). Wider tiles would not decode faster, narrower ones slower."""
+HEADER_BYTES = 4096
+_CRC_BYTES = 4
+_WORD_BITS = 32
+_MOST_ROWS = 1 << 16
+_GROUP = {0: 1, 8: 1, 10: 4, 12: 2}
+"""Dropped bits → numbers that fill whole bytes together: 32 and 24 bits alone, 4 × 22, 2 × 20."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the numbers of one hint lie; rows is rank·N, features the reply's width."""
+
+    rows: int
+    features: int
+    dropped_bits: int
+
+    def __post_init__(self) -> None:
+        """Raises ConfigurationError for a rounding that does not exist, InvalidTensor for an impossible shape."""
+        if self.dropped_bits not in _GROUP:
+            known = ", ".join(str(_WORD_BITS - dropped) for dropped in _GROUP)
+            raise ConfigurationError(f"hints are stored with {known} bits, got {_WORD_BITS - self.dropped_bits}")
+        if not (0 < self.rows <= _MOST_ROWS and 0 < self.features <= MAX_FEATURES):
+            raise InvalidTensor(f"no hint has the shape ({self.rows}, {self.features})")
+
+    @property
+    def num_tiles(self) -> int:
+        """Column tiles, the last one perhaps narrower."""
+        return -(-self.features // TILE_FEATURES)
+
+    def columns(self, tile: int) -> range:
+        """The features in a tile."""
+        return range(tile * TILE_FEATURES, min((tile + 1) * TILE_FEATURES, self.features))
+
+    def stored_width(self, tile: int) -> int:
+        """Numbers a row of the tile has on disk, padding included."""
+        group = _GROUP[self.dropped_bits]
+        return -(-len(self.columns(tile)) // group) * group
+
+    def row_bytes(self, tile: int) -> int:
+        """Bytes of one row of a tile."""
+        return self.stored_width(tile) * (_WORD_BITS - self.dropped_bits) // 8
+
+    def span(self, tile: int, rows: range) -> tuple[int, int]:
+        """(offset in the file, bytes) of some rows of a tile; they are contiguous."""
+        before = tile * self.rows * self.row_bytes(0)  # all tiles but the last are as wide as the first
+        start = HEADER_BYTES + self.num_tiles * _CRC_BYTES + before
+        return start + rows.start * self.row_bytes(tile), len(rows) * self.row_bytes(tile)
+
+    @property
+    def file_bytes(self) -> int:
+        """The whole file."""
+        return sum(self.span(self.num_tiles - 1, range(self.rows)))
+
+    def header(self, key: Mapping[str, str], verified: bool) -> bytes:
+        """The file's first 4096 bytes: the same key and layout give the same bytes."""
+        stated = {
+            **key, "format": "veilbase-hint-1", "rows": str(self.rows), "features": str(self.features),
+            "dropped_bits": str(self.dropped_bits), "tile_features": str(TILE_FEATURES),
+            "verified": str(verified).lower(),
+        }  # fmt: skip
+        crc_bytes, data_bytes = self.num_tiles * _CRC_BYTES, self.file_bytes - HEADER_BYTES
+        tiles_bytes = data_bytes - crc_bytes
+        fields = {
+            "__metadata__": stated,
+            "crc32": {"dtype": "U32", "shape": [self.num_tiles], "data_offsets": [0, crc_bytes]},
+            "tiles": {"dtype": "U8", "shape": [tiles_bytes], "data_offsets": [crc_bytes, data_bytes]},
+        }
+        text = json.dumps(fields, sort_keys=True).encode()
+        return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+
+
+def _lanes(dropped_bits: int) -> Iterator[tuple[int, int, int]]:
+    """For each number of a group: its place, the first byte of the word that ends where it ends, and that word's shift.
+
+    The first word of a group may begin one byte before it (-1): decoding masks that byte off, encoding leaves it alone.
+    """
+    bits = _WORD_BITS - dropped_bits
+    for place in range(_GROUP[dropped_bits]):
+        end_bits = (place + 1) * bits
+        end_bytes = -(-end_bits // 8)
+        yield place, end_bytes - 4, 8 * end_bytes - end_bits
+
+
+def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
+    """Rounds to the nearest multiple of 2^t mod 2^32 (ties up) and packs.
+
+    Args:
+        numbers: int32, shape (rows, width), width a multiple of the group.
+        dropped_bits: t.
+
+    Returns:
+        rows · width · (32 - t) / 8 bytes.
+    """
+    group = _GROUP[dropped_bits]
+    half = np.uint32((1 << dropped_bits) >> 1)
+    words = (np.ascontiguousarray(numbers).view(np.uint32) + half) & np.uint32(-1 << dropped_bits & 0xFFFFFFFF)
+    words = words.reshape(-1, group)
+    packed = np.zeros((words.shape[0], group * (_WORD_BITS - dropped_bits) // 8), dtype=np.uint8)
+    for place, first_byte, shift in _lanes(dropped_bits):
+        word_bytes = (words[:, place] >> np.uint32(shift)).astype("<u4").view(np.uint8).reshape(-1, 4)
+        for byte in range(max(0, -first_byte), 4):
+            packed[:, first_byte + byte] |= word_bytes[:, byte]
+    return packed.tobytes()
+
+
+def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32], dropped_bits: int) -> None:
+    """Numbers as `pack` left them, or some columns of them.
+
+    Args:
+        buffer: anything with a buffer; at least one byte lies before `offset`.
+        offset: where the first wanted number of the first row begins, a whole group.
+        row_bytes: from one row to the next.
+        out: int32, shape (rows, columns), written, columns a multiple of the group; the low t bits become zero.
+        dropped_bits: t.
+    """
+    group = _GROUP[dropped_bits]
+    strides = (row_bytes, group * (_WORD_BITS - dropped_bits) // 8)
+    shape = (out.shape[0], out.shape[1] // group)
+    mask = np.int32(-1 << dropped_bits)
+    for place, first_byte, shift in _lanes(dropped_bits):
+        # Unaligned, overlapping words straight from the file: nine times as fast as copying three bytes a number.
+        words: npt.NDArray[np.int32] = np.ndarray(shape, "<i4", buffer, offset + first_byte, strides)
+        lane = out[:, place::group]
+        if shift:
+            np.left_shift(words, np.int32(shift), out=lane)
+            words = lane
+        np.bitwise_and(words, mask, out=lane)
+
+
+class Hint(ABC):
+    """H of one group and direction, on the CPU, read as `Columns` of noise/polynomial/negacyclic.py; public.
+
+    Holding one holds its memory, whatever the store's budget. Safe under threads.
+    """
+
+    def __init__(self, layout: Layout, verified: bool, num_bytes: int) -> None:
+        """Args: verified: whether every range passed a check; num_bytes: what it counts against the RAM budget."""
+        self.rows = layout.rows
+        self.features = layout.features
+        self.dropped_bits = layout.dropped_bits
+        self.verified = verified
+        self.num_bytes = num_bytes
+
+    def load(self, start: int, stop: int) -> torch.Tensor:
+        """Some columns, decoded; cheapest in multiples of 8, and some dozens at a time.
+
+        Returns:
+            int32, shape (rank·N, stop - start), contiguous, the caller's own.
+
+        Raises:
+            InvalidTensor: columns that the hint does not have.
+            MaskError: a tile fails its checksum.
+        """
+        if not 0 <= start < stop <= self.features:
+            raise InvalidTensor(f"a hint of {self.features} features has no columns {start} to {stop}")
+        return self._load(start, stop)
+
+    @abstractmethod
+    def _load(self, start: int, stop: int) -> torch.Tensor: ...
+
+
+class MappedHint(Hint):
+    """A complete hint file, memory-mapped; each tile's checksum is compared at its first use."""
+
+    def __init__(self, path: Path, layout: Layout, verified: bool, file: mmap.mmap) -> None:
+        """Args: see `open`."""
+        super().__init__(layout, verified, layout.file_bytes)
+        self._path = path
+        self._layout = layout
+        self._file = file
+        self._checked = bytearray(layout.num_tiles)
+
+    @classmethod
+    def open(cls, path: Path, layout: Layout, key: Mapping[str, str]) -> MappedHint | None:
+        """Maps a file, or gives None where there is none.
+
+        Raises:
+            MaskError: its size or header is not that of this key and layout.
+        """
+        try:
+            with path.open("rb") as handle:
+                size = os.fstat(handle.fileno()).st_size
+                if size != layout.file_bytes:
+                    raise _damaged(path, f"it has {size} bytes instead of {layout.file_bytes}")
+                file = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as exc:
+            raise ConfigurationError(f"cannot read the hint file {path}: {exc.strerror}") from None
+        for verified in (True, False):
+            if file[:HEADER_BYTES] == layout.header(key, verified):
+                return cls(path, layout, verified, file)
+        raise _damaged(path, "its header is of another model, seed or setting, or broken")
+
+    def _load(self, start: int, stop: int) -> torch.Tensor:
+        group = _GROUP[self.dropped_bits]
+        first, last = start // group * group, -(-stop // group) * group
+        numbers = np.empty((self.rows, last - first), dtype=np.int32)
+        for tile in range(first // TILE_FEATURES, -(-last // TILE_FEATURES)):
+            begin = tile * TILE_FEATURES
+            left, right = max(first, begin), min(last, begin + TILE_FEATURES)
+            self._decode(tile, left - begin, numbers[:, left - first : right - first])
+        return torch.from_numpy(numbers)[:, start - first : stop - first].contiguous()
+
+    def _decode(self, tile: int, column: int, out: npt.NDArray[np.int32]) -> None:
+        """Fills `out` with a tile's columns from `column` on."""
+        layout = self._layout
+        offset, num_bytes = layout.span(tile, range(layout.rows))
+        if not self._checked[tile]:
+            self._check(tile, offset, num_bytes)
+        offset += column * (_WORD_BITS - layout.dropped_bits) // 8
+        unpack(self._file, offset, layout.row_bytes(tile), out, layout.dropped_bits)
+
+    def _check(self, tile: int, offset: int, num_bytes: int) -> None:
+        at = HEADER_BYTES + tile * _CRC_BYTES
+        with memoryview(self._file) as view, view[offset : offset + num_bytes] as data:
+            if zlib.crc32(data) != int.from_bytes(view[at : at + _CRC_BYTES], "little"):
+                raise _damaged(self._path, f"tile {tile} fails its checksum")
+        self._checked[tile] = 1
+
+
+def _damaged(path: Path, why: str) -> MaskError:
+    return MaskError(f"the hint file {path} cannot be used: {why}; delete it, and it will be fetched again")

@@ -1,0 +1,1 @@
+"""The record of public seeds and of the blocks that were reserved under them."""

@@ -1,0 +1,180 @@
+"""The file of a ledger: its records, what they add up to, and how they are read, written and locked.
+
+Lines of `CHECK JSON`, CHECK being SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record lost, changed or
+moved in the middle is seen. The first names format, version and identity. A torn last record, one without its newline,
+is what a crash inside write leaves. It is cut off, which cannot under-count: `Ledger.reserve` returns only after write
+and fsync of the whole record, so no block of a torn one was ever used. A whole last record with a wrong CHECK is
+damage, not tearing; it may have been used, so the file is refused. No secret is ever written: seeds are public.
+
+Guarantees nothing by itself about who may write when: noise/ledger/ledger.py does, and holds `exclusive` while it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from noise.disk.lock import locked
+from wire.errors import ConfigurationError
+
+VERSION = 1
+MAGIC = b"veilbase-ledger"
+
+_CHECK_CHARS = 16
+_MAX_WHAT_CHARS = 200
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A public seed and what it has served; the last one of a parameter set is the current one.
+
+    Attributes:
+        seed: 32 bytes; empty for `shares` and `pad`, where each use has a seed of its own.
+        seed_id: names it in reservations: a digest, or the kind of one-time seed.
+        parameters: the parameter set, or the kind of one-time seed.
+        budget: the most secrets it may serve; None for one-time seeds.
+        used: secrets reserved so far by all processes, whether or not they were sent.
+        num_reservations: records that `used` adds up.
+        drawn_at: Unix time, seconds.
+    """
+
+    seed: bytes = field(repr=False)
+    seed_id: str
+    parameters: str
+    budget: int | None
+    used: int = 0
+    num_reservations: int = 0
+    drawn_at: int = field(default_factory=lambda: int(time.time()))
+
+
+class Book:
+    """What the records say so far. Knows no file: lines in, totals out."""
+
+    def __init__(self, name: str, identity: str) -> None:
+        self._name, self._identity = name, identity
+        self.seeds: dict[str, Seed] = {}
+        self.reserve_bytes = 0
+        # one tuple, so that an interrupt leaves it before or after a record: at worst one is counted twice
+        self.mark: tuple[int, bytes, int] = (0, MAGIC, 0)
+
+    def read(self, data: bytes) -> None:
+        """Takes in whole lines from `mark` on; leaves a torn last one alone."""
+        *lines, _torn = data.split(b"\n")
+        for line in lines:
+            offset, chain, num_records = self.mark
+            check, body = line[:_CHECK_CHARS], line[_CHECK_CHARS + 1 :]
+            if line != check + b" " + body or check != _check(chain, body):
+                raise self.damaged(num_records + 1)
+            try:
+                self._apply(json.loads(body), len(line), first=num_records == 0)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise self.damaged(num_records + 1) from None
+            self.mark = (offset + len(line) + 1, check, num_records + 1)
+
+    def damaged(self, number: int) -> ConfigurationError:
+        """The one sentence about a file that cannot be trusted."""
+        return ConfigurationError(
+            f"the ledger {self._name} is damaged at record {number}: move it away, and the next start makes a new one "
+            "with new seeds (nothing was sent)"
+        )
+
+    def _apply(self, record: dict[str, Any], num_bytes: int, *, first: bool) -> None:
+        op = record["op"]
+        if first != (op == "ledger"):
+            raise ValueError
+        if op == "ledger":
+            self._check_header(record)
+        elif op == "seed":
+            seed = Seed(**{**record["seed"], "seed": bytes.fromhex(record["seed"]["seed"])})
+            self.seeds[seed.seed_id] = seed
+        elif op == "reserve":
+            seed, num_blocks = self.seeds[record["seed"]], int(record["blocks"])
+            used, num_reservations = seed.used + num_blocks, seed.num_reservations + 1
+            self.seeds[seed.seed_id] = replace(seed, used=used, num_reservations=num_reservations)
+            self.reserve_bytes += num_bytes
+        elif op != "torn":
+            raise ValueError
+
+    def _check_header(self, record: dict[str, Any]) -> None:
+        if record["version"] != VERSION:
+            raise ConfigurationError(
+                f"the ledger {self._name} has version {int(record['version'])} and this release reads {VERSION}: "
+                "use the release that wrote it, or move it away"
+            )
+        if record["identity"] != self._identity:
+            raise ConfigurationError(f"the ledger {self._name} belongs to another identity: give each its own")
+
+    def current(self, parameters: str, budget: int | None) -> Seed | None:
+        """The last seed drawn for a parameter set; another budget means another release's table, and its own seed."""
+        fitting = [seed for seed in self.seeds.values() if (seed.parameters, seed.budget) == (parameters, budget)]
+        return fitting[-1] if fitting else None
+
+    def is_ahead_of(self, other: Book) -> bool:
+        """Whether `other` has forgotten something: a file that went back in time."""
+        return any(
+            seed_id not in other.seeds or other.seeds[seed_id].used < seed.used for seed_id, seed in self.seeds.items()
+        )
+
+    def compacted(self) -> list[dict[str, Any]]:
+        """Records that say the same in one line a seed."""
+        return [header(self._identity), *(seed_record(seed) for seed in self.seeds.values())]
+
+
+def header(identity: str) -> dict[str, Any]:
+    """The first record."""
+    return {"op": "ledger", "version": VERSION, "identity": identity}
+
+
+def seed_record(seed: Seed) -> dict[str, Any]:
+    """A seed and what it has served so far."""
+    return {"op": "seed", "seed": {**vars(seed), "seed": seed.seed.hex()}}
+
+
+def reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
+    """Blocks of a seed, by whom and what for."""
+    origin = {"pid": os.getpid(), "time": int(time.time())}
+    return {"op": "reserve", "seed": seed_id, "blocks": num_blocks, "what": what[:_MAX_WHAT_CHARS], **origin}
+
+
+def _check(chain: bytes, body: bytes) -> bytes:
+    return hashlib.sha256(chain + body).hexdigest()[:_CHECK_CHARS].encode()
+
+
+def encode(records: Iterable[dict[str, Any]], chain: bytes) -> bytes:
+    """Lines that follow the one whose CHECK is `chain`; the first of a file follows MAGIC."""
+    lines = []
+    for record in records:
+        body = json.dumps(record, separators=(",", ":")).encode()
+        chain = _check(chain, body)
+        lines.append(chain + b" " + body + b"\n")
+    return b"".join(lines)
+
+
+def write_synced(fd: int, data: bytes) -> None:
+    """Returns when all of it is on the disk; OSError otherwise."""
+    if os.write(fd, data) != len(data):  # short on a full disk only
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(fd)
+
+
+def read_from(fd: int, offset: int) -> bytes:
+    """All bytes from `offset` to the end."""
+    parts = []
+    while part := os.pread(fd, _READ_BYTES, offset):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
+    """The lock of the ledger at `path`, in a file next to it."""
+    return locked(path.with_name(path.name + ".lock"))

@@ -1,0 +1,288 @@
+"""The tenant's ledger: no mask slot is used twice, and no seed serves more secrets than its parameters allow.
+
+Two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/file.py): the public seeds it drew, and
+one fsynced record a reservation *before* any of its blocks is used. In memory, `Slots` (noise/blocks/slots.py) burns
+rows before their bytes leave. Whoever wants rows goes reserve → `Reservation.open_block` → `Slots.take`, and no step
+of that can be taken twice.
+
+Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (proviso: fsync works);
+threads and processes that open the same file share one count and one current seed; when a record cannot be made
+durable, the caller gets an error and no block; a forked child is refused; nothing here can be pickled or copied. A
+restart abandons what was reserved: masks are never serialised, so there is nothing to come back to.
+
+Does not guarantee: anything after the file is rolled back (an old backup, a restored snapshot of a virtual machine;
+only a process that still remembers higher counts notices); NFS and other network file systems (flock and rename are
+not dependable there); Windows (no fcntl). Deleting the file is safe: another ledger draws other seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from noise.blocks.slots import Origin, Slots
+from noise.disk.durable import sync_folder
+from noise.disk.private_files import make_private_folder
+from noise.ledger import file
+from noise.ledger.file import Book, Seed
+from wire.errors import ConfigurationError, MaskError, MaskReused
+
+SEED_BYTES = 32
+COMPACT_BYTES = 1 << 20
+"""Reservations are folded into totals above this size: about 7,000 records, parsed in some 30 ms at start."""
+ONE_TIME_BATCH = 1024
+"""One-time seeds counted by one record: one fsync (milliseconds) is spread over as many calls."""
+
+_SEED_ID_CHARS = 16
+
+
+class SeedExhausted(MaskError):
+    """The seed has no room for that many more secrets: call `Ledger.renew`."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Blocks on record and not yet used; `first_block` counts from 0 over the seed's whole life."""
+
+    seed_id: str
+    num_blocks: int
+    what: str
+    first_block: int
+    _blocks: Slots = field(repr=False)
+
+    def open_block(self, num_rows: int) -> Slots:
+        """The slots of the next block, `num_rows` of them.
+
+        Raises:
+            SlotsExhausted: every block of this reservation has been opened.
+            MaskReused: in a forked child.
+        """
+        self._blocks.take(1)
+        return Slots(num_rows)
+
+
+class Ledger:
+    """The file of one tenant identity, from `open`. Safe under threads and processes, dead in a forked child."""
+
+    def __init__(self, path: Path, identity: str, compact_bytes: int) -> None:
+        self._path, self._identity, self._compact_bytes = path, identity, compact_bytes
+        self._lock, self._batch_lock, self._origin = threading.Lock(), threading.Lock(), Origin()
+        self._book = Book(str(path), identity)
+        # held open, so that no later file can have the same inode number: a change of inode is a compaction
+        self._fd = -1
+        self._batches: dict[str, Slots] = {}
+
+    @classmethod
+    def open(cls, path: Path, identity: str, compact_bytes: int = COMPACT_BYTES) -> Ledger:
+        """Opens the ledger, or starts one.
+
+        Args:
+            path: the file, on a local file system; `path` + `.lock` is made next to it and must stay there.
+            identity: whose it is, as text.
+            compact_bytes: bytes of reservations above which they are folded into totals.
+
+        Raises:
+            ConfigurationError: damaged, of another identity or version, open to other users, or not writable.
+        """
+        ledger = cls(Path(path), identity, compact_bytes)
+        try:
+            make_private_folder(ledger._path.parent)
+            with file.exclusive(ledger._path):
+                if not ledger._path.exists():
+                    ledger._replace_file([file.header(identity)])
+                ledger._attach()
+        except OSError as exc:
+            raise ConfigurationError(f"the ledger {path} cannot be opened for writing: {exc.strerror}") from None
+        return ledger
+
+    def close(self) -> None:
+        """Closes the file; whatever is asked afterwards is refused."""
+        with contextlib.suppress(MaskReused):  # a forked child leaves it: the lock may have been copied while held
+            self._origin.check()
+            with self._batch_lock, self._lock:
+                self._batches.clear()  # counted, and abandoned like every block that was not used
+                fd, self._fd = self._fd, -1
+                if fd >= 0:
+                    os.close(fd)
+
+    def current_seed(self, parameters_name: str, max_secrets: int) -> Seed:
+        """The seed that every process of this identity uses now; drawn when there is none with room left.
+
+        Args:
+            parameters_name: the parameter set.
+            max_secrets: its budget per seed.
+
+        Raises:
+            MaskError, ConfigurationError: the file cannot be kept.
+        """
+        with self._transaction() as book:
+            seed = book.current(parameters_name, max_secrets)
+            return self._draw(parameters_name, max_secrets) if seed is None or seed.used >= max_secrets else seed
+
+    def renew(self, seed_id: str) -> Seed:
+        """The seed after `seed_id`: drawn by whoever asks first, the same for all who ask after."""
+        with self._transaction() as book:
+            old = self._known(seed_id)
+            seed = book.current(old.parameters, old.budget)
+            return self._draw(old.parameters, old.budget) if seed is None or seed.seed_id == seed_id else seed
+
+    def reserve(self, seed_id: str, num_blocks: int, what: str) -> Reservation:
+        """Puts blocks on record, durably, before any of them is used.
+
+        Args:
+            seed_id: from `current_seed` or `renew`.
+            num_blocks: secrets; one record serves any number of them.
+            what: for the audit trail, such as "forward, 210 groups"; never anything secret.
+
+        Raises:
+            SeedExhausted: the budget would be passed; nothing was reserved.
+            MaskError, ConfigurationError: the record cannot be made durable; nothing was reserved.
+        """
+        if num_blocks < 1:  # a negative count would give budget back
+            raise MaskError(f"a reservation is of at least 1 block, got {num_blocks}")
+        with self._transaction():
+            seed = self._known(seed_id)
+            budget = num_blocks + seed.used if seed.budget is None else seed.budget
+            if num_blocks > budget:
+                raise MaskError(f"{num_blocks} blocks are more than a seed of {seed.parameters!r} may serve: {budget}")
+            if seed.used + num_blocks > budget:
+                raise SeedExhausted(
+                    f"seed {seed_id} has served {seed.used} of {budget} secrets: {num_blocks} more do not fit"
+                )
+            self._append(file.reserve_record(seed_id, num_blocks, what))
+        return Reservation(seed_id, num_blocks, what, seed.used, Slots(num_blocks))
+
+    def fresh_seed(self, kind: Literal["shares", "pad"]) -> bytes:
+        """32 new bytes of the OS CSPRNG, to be used once; counted durably, `ONE_TIME_BATCH` at a time.
+
+        Raises:
+            MaskError, ConfigurationError: the count cannot be made durable.
+        """
+        self._origin.check()
+        with self._batch_lock:
+            batch = self._batches.get(kind)
+            if batch is None or not batch.remaining:
+                batch = self._batches[kind] = self._reserve_one_time(kind)
+            batch.take(1)
+        return os.urandom(SEED_BYTES)
+
+    def audit(self) -> list[Seed]:
+        """Totals of every seed of this identity, over all processes, in the order they were drawn."""
+        with self._transaction() as book:
+            return list(book.seeds.values())
+
+    def _reserve_one_time(self, kind: str) -> Slots:
+        with self._transaction() as book:
+            if kind not in book.seeds:
+                self._append(file.seed_record(Seed(b"", kind, kind, None)))
+        return self.reserve(kind, ONE_TIME_BATCH, "one-time seeds").open_block(ONE_TIME_BATCH)
+
+    def _known(self, seed_id: str) -> Seed:
+        seed = self._book.seeds.get(seed_id)
+        if seed is None:
+            raise MaskError(f"the ledger {self._path} has no seed {seed_id}: take one from current_seed")
+        return seed
+
+    def _draw(self, parameters: str, budget: int | None) -> Seed:
+        seed = os.urandom(SEED_BYTES)
+        drawn = Seed(seed, hashlib.sha256(seed).hexdigest()[:_SEED_ID_CHARS], parameters, budget)
+        self._append(file.seed_record(drawn))
+        return drawn
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Book]:
+        """Alone among threads and processes, with everything read that others wrote."""
+        self._origin.check()  # before the lock: a fork may have copied it while it was held
+        with self._lock:
+            if self._fd < 0:
+                raise MaskError("the ledger is closed")
+            try:
+                with file.exclusive(self._path):
+                    self._catch_up()
+                    yield self._book
+            except OSError as exc:
+                raise MaskError(
+                    f"the ledger {self._path} cannot be kept ({exc.strerror}): no mask was handed out"
+                ) from None
+
+    def _catch_up(self) -> None:
+        mine, there = os.fstat(self._fd), os.stat(self._path)
+        if not os.path.samestat(mine, there):
+            self._attach()
+            return
+        offset = self._book.mark[0]
+        if there.st_size < offset:
+            raise self._went_back()
+        if there.st_size > offset:
+            self._book.read(file.read_from(self._fd, offset))
+
+    def _attach(self) -> None:
+        """Opens the file that is at `path` now and reads all of it."""
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # a link would be replaced by compaction
+        try:
+            if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
+                raise ConfigurationError(f"the ledger {self._path} is open to other users: chmod 600 it")
+            book = Book(str(self._path), self._identity)
+            book.read(file.read_from(fd, 0))
+            if not book.mark[0]:  # a new file appears whole, so one without a header is not torn but damaged
+                raise book.damaged(1)
+            if self._book.is_ahead_of(book):
+                raise self._went_back()
+            # whoever renamed it may have died before its folder was on disk; records in it count only after that
+            sync_folder(self._path.parent)
+        except BaseException:
+            os.close(fd)
+            raise
+        old, self._fd, self._book = self._fd, fd, book
+        if old >= 0:
+            os.close(old)
+
+    def _went_back(self) -> MaskError:
+        return MaskError(
+            f"the ledger {self._path} was replaced by an older or another one while in use: move it away and restart"
+        )
+
+    def _append(self, record: dict[str, Any]) -> None:
+        """Writes and fsyncs one record; on failure the file is as before, or holds it too (which over-counts)."""
+        offset, chain, _ = self._book.mark
+        records, num_torn = [record], os.fstat(self._fd).st_size - offset
+        if num_torn:
+            os.ftruncate(self._fd, offset)
+            records.insert(0, {"op": "torn", "bytes": num_torn, "time": int(time.time())})
+        data = file.encode(records, chain)
+        try:
+            file.write_synced(self._fd, data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, offset)
+            raise
+        self._book.read(data)
+        if self._book.reserve_bytes > self._compact_bytes:
+            # the record is durable already; a compaction that fails leaves a long file and is tried again
+            with contextlib.suppress(OSError):
+                self._replace_file(self._book.compacted())
+                self._attach()  # what is appended next belongs there
+
+    def _replace_file(self, records: Iterable[dict[str, Any]]) -> None:
+        """Puts a whole new file in place; every process finds out by its inode in `_catch_up`."""
+        scratch = self._path.with_name(self._path.name + ".new")
+        fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.fchmod(fd, 0o600)  # whatever the umask, or the mode of one left by a crash
+            file.write_synced(fd, file.encode(records, file.MAGIC))
+        finally:
+            os.close(fd)
+        os.replace(scratch, self._path)
+        sync_folder(self._path.parent)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuses copies and pickles."""
+        self._origin.__reduce__()

@@ -1,0 +1,216 @@
+"""The compiled form of noise/polynomial/negacyclic.py's transforms and products, for x86-64 processors with AVX2 and
+FMA.
+
+Guarantees: the same numbers as torch's form, since both are exact; every coefficient's distance to the nearest integer
+is looked at. Where kernels.c was not built, or the processor lacks what it needs, `available()` is False and nothing
+else may be called.
+
+What the compiled code is given is checked here: it checks nothing itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from wire.errors import ConfigurationError
+
+LIBRARY = Path(__file__).with_name("_kernels.so")
+LANES = 4
+"""Features that go through the transforms at once."""
+WIDTH = 16
+"""Features that are written at once."""
+
+_VERSION = 2
+"""See `wire.ring.kernels`; also in kernels.c."""
+_POINTER: Any = ctypes.c_void_p
+_COUNT: Any = ctypes.c_int64
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    if os.environ.get("VEILBASE_KERNELS", "") == "none":
+        return None
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        if library.veilbase_masks_version() != _VERSION:
+            return None
+        usable, scratch = library.veilbase_masks_usable, library.veilbase_mask_scratch
+        transform, combine = library.veilbase_transform, library.veilbase_combine
+    except (OSError, AttributeError):
+        return None
+    usable.restype = ctypes.c_int
+    scratch.argtypes, scratch.restype = [_COUNT] * 2, _COUNT
+    # matrix, stride, rank, degree, features, twiddles, out
+    transform.argtypes, transform.restype = [_POINTER, *[_COUNT] * 4, *[_POINTER] * 2], None
+    # hat, matrix, stride, secrets, blocks, rank, degree, first, last, twiddles, how many, error, its bytes and strides,
+    # out, its strides, scratch
+    combine.argtypes = [
+        *[_POINTER] * 2, _COUNT, _POINTER, *[_COUNT] * 5, _POINTER, _COUNT, _POINTER, *[_COUNT] * 3, _POINTER,
+        *[_COUNT] * 2, _POINTER,
+    ]  # fmt: skip
+    combine.restype = ctypes.c_double
+    return library if usable() else None
+
+
+def available() -> bool:
+    """Whether this machine has the compiled form; VEILBASE_KERNELS=none says no."""
+    return _library() is not None
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    if library is None:
+        raise ConfigurationError("no compiled transforms on this machine")
+    return library
+
+
+def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
+    """The transforms of columns of a matrix.
+
+    Args:
+        matrix: int32, shape (rank·N, features), CPU, any strides.
+        rank, degree: k and N.
+
+    Returns:
+        float64, shape (groups of `LANES` features, rank, N/2, 2, LANES): real and imaginary parts.
+
+    Raises:
+        ConfigurationError: a matrix of another shape or type.
+    """
+    matrix = _rows(matrix, rank * degree)
+    features, half = matrix.shape[1], degree // 2
+    made = torch.empty(-(-features // LANES), rank, half, 2, LANES, dtype=torch.float64, device="cpu")
+    table = twiddles(half)
+    _loaded().veilbase_transform(
+        matrix.data_ptr(), matrix.stride(0), rank, degree, features, table.ctypes.data, made.data_ptr()
+    )
+    return made
+
+
+def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
+    """The transforms of secrets, each of which every feature is multiplied with.
+
+    Args:
+        secrets: int8, shape (B, k, N), CPU.
+
+    Returns:
+        float64, shape (B, k, N/2, 2).
+    """
+    num_blocks, rank, degree = secrets.shape
+    lanes = transform(secrets.reshape(num_blocks * rank, degree).t().to(torch.int32), 1, degree)
+    # (groups, 1, N/2, 2, LANES) -> (groups · LANES, N/2, 2)
+    each = lanes.squeeze(1).permute(0, 3, 1, 2).reshape(-1, degree // 2, 2)
+    return each[: num_blocks * rank].reshape(num_blocks, rank, degree // 2, 2).contiguous()
+
+
+class Combiner:
+    """Products of matrices with the secrets of some blocks; one for each thread, whose scratch memory it holds."""
+
+    def __init__(self, secrets_hat: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None) -> None:
+        """Args.
+
+        secrets_hat: from `secret_transform`.
+        out: int32, shape (B, N, features), features side by side; written.
+        error: int8, int16 or int32, shape (B, N, features), CPU, features side by side; added. None for none.
+
+        Raises:
+            ConfigurationError: anything else.
+        """
+        self._library = _loaded()
+        num_blocks, rank, half, two = secrets_hat.shape
+        self._shape = num_blocks, rank, 2 * half
+        self._secrets, self._out, self._error = secrets_hat, out, error
+        is_right = (
+            secrets_hat.dtype == torch.float64 and secrets_hat.is_contiguous() and two == 2 and secrets_hat.is_cpu
+        )
+        is_right &= out.dtype == torch.int32 and out.shape[:2] == (num_blocks, 2 * half)
+        for each in (out,) if error is None else (out, error):
+            is_right &= each.is_cpu and each.shape == out.shape and (each.stride(2) == 1 or each.shape[2] <= 1)
+        if error is not None:
+            is_right &= error.dtype in (torch.int8, torch.int16, torch.int32)
+        if not is_right:
+            raise ConfigurationError("secrets, errors and masks do not fit each other")
+        self._table = twiddles(half)
+        self._scratch = np.empty(self._library.veilbase_mask_scratch(rank, 2 * half), dtype=np.float64)
+
+    def by_transforms(self, matrix_hat: torch.Tensor, start: int, stop: int) -> float:
+        """Writes features `start` to `stop`, with the transforms of at least these; `start` a multiple of `LANES`.
+
+        Returns:
+            The largest distance of a coefficient to the nearest integer; infinity where one was no number.
+        """
+        _, rank, degree = self._shape
+        groups = matrix_hat[start // LANES : -(-stop // LANES)]
+        shape = (-(-stop // LANES) - start // LANES, rank, degree // 2, 2, LANES)
+        if start % LANES or groups.shape != shape or groups.dtype != torch.float64 or not groups.is_contiguous():
+            raise ConfigurationError("transforms of another shape, or not from the first feature of a group")
+        return self._combine(groups.data_ptr(), None, 0, start, stop)
+
+    def by_matrix(self, matrix: torch.Tensor, start: int, stop: int) -> float:
+        """The same with the numbers of these features, int32, shape (k·N, stop − start), any strides."""
+        _, rank, degree = self._shape
+        matrix = _rows(matrix, rank * degree)
+        if matrix.shape[1] != stop - start:
+            raise ConfigurationError(f"expected {stop - start} features, got {matrix.shape[1]}")
+        return self._combine(None, matrix.data_ptr(), matrix.stride(0), start, stop)
+
+    def _combine(self, hat: int | None, matrix: int | None, stride: int, start: int, stop: int) -> float:
+        num_blocks, rank, degree = self._shape
+        out, error = self._out, self._error
+        if not 0 <= start <= stop <= out.shape[2]:
+            raise ConfigurationError(f"expected features up to {out.shape[2]}, got {start} to {stop}")
+        added: tuple[int | None, int, int, int] = (None, 0, 0, 0)
+        if error is not None:
+            added = error.data_ptr(), error.itemsize, error.stride(1), error.stride(0)
+        return float(
+            self._library.veilbase_combine(
+                hat, matrix, stride, self._secrets.data_ptr(), num_blocks, rank, degree, start, stop,
+                self._table.ctypes.data, self._table.size, *added, out.data_ptr(), out.stride(1), out.stride(0),
+                self._scratch.ctypes.data,
+            )
+        )  # fmt: skip
+
+
+def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The matrix, features side by side."""
+    if matrix.dtype != torch.int32 or matrix.dim() != 2 or matrix.shape[0] != num_rows or not matrix.is_cpu:
+        raise ConfigurationError(
+            f"expected an int32 matrix of {num_rows} rows, got {matrix.dtype} of {tuple(matrix.shape)}"
+        )
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] <= 1 else matrix.contiguous()
+
+
+@functools.cache
+def twiddles(half: int) -> npt.NDArray[np.float64]:
+    """Roots of i in the order in which kernels.c takes them, real and imaginary parts in turn.
+
+    A node stands for C[X]/(X^size − e^{iπθ}); its four children for the fourth roots of e^{iπθ}. Angles are exact
+    fractions, and their sines and cosines are taken in extended precision, so each part is within a unit in the last
+    place.
+    """
+    angles: list[Fraction] = []
+    nodes = [Fraction(1, 2)]
+    size = half
+    if half.bit_length() % 2 == 0:  # an odd number of doublings
+        angles.append(nodes[0] / 2)
+        nodes = [nodes[0] / 2, nodes[0] / 2 + 1]
+        size //= 2
+    while size > 1:
+        angles += [node * part / 4 for node in nodes for part in (1, 2, 3)]
+        nodes = [
+            node / 4 + turn for node in nodes for turn in (Fraction(0), Fraction(1), Fraction(1, 2), Fraction(-1, 2))
+        ]
+        size //= 4
+    exact = np.array([np.longdouble(a.numerator) / np.longdouble(a.denominator) for a in angles], dtype=np.longdouble)
+    pi = np.longdouble("3.14159265358979323846264338327950288")
+    parts = np.stack((np.cos(exact * pi), np.sin(exact * pi)), axis=1).astype(np.float64).reshape(-1)
+    return np.ascontiguousarray(parts) if parts.size else np.zeros(2)

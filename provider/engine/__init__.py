@@ -1,0 +1,1 @@
+"""From a request in the queue to its reply: what shares a product, who computes it, how it is handed back."""

@@ -1,0 +1,76 @@
+"""How long this machine's products take, before the first tenant asks: where the scheduler's predictions begin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+import torch
+
+from provider.engine.products import compute
+from provider.engine.replica import Product
+from provider.model.weights import ServedModel
+from provider.schedule.latency import LatencyModel
+from provider.schedule.policy import Policy
+from provider.schedule.scheduler import Scheduler
+from wire.frame import DTYPES, Arithmetic, Call, Direction
+
+_ROWS = (1, 64, 1, 64)
+"""Measured twice: the first product of a shape also pays for its scratch memory."""
+_MAX_PRODUCTS = 1 << 31
+"""Multiplications in one measurement: an output head is profiled with fewer rows."""
+
+
+def make_scheduler(
+    served: ServedModel,
+    policy: Policy,
+    profiled: bool = True,
+    weight_of: Callable[[str], float] = lambda tenant: 1.0,
+    product: Product | None = None,
+    ids: Collection[int] | None = None,
+) -> Scheduler:
+    """A scheduler for the products of one model; other arguments as of `latency_model` and `Scheduler`."""
+    groups = served.manifest.groups
+    return Scheduler(
+        policy,
+        latency_model(served, profiled, product, ids),
+        weight_of,
+        width_of=lambda call: max(groups[call.group].in_features, groups[call.group].out_features),
+    )
+
+
+def latency_model(
+    served: ServedModel, profiled: bool = True, product: Product | None = None, ids: Collection[int] | None = None
+) -> LatencyModel:
+    """A model of ring products by shape, each shape measured once; float and hints begin at its rate.
+
+    Args:
+        served: the model.
+        profiled: False begins at a guess, which the first products correct.
+        product: makes the products that are timed; None: this process, with `served`.
+        ids: of the groups that are; None: all.
+    """
+    groups = served.manifest.groups
+    compute_one = product or (lambda call, rows: compute(served, call, rows))
+    latency = LatencyModel(lambda call: groups[call.group].in_features * groups[call.group].out_features)
+    measured: dict[tuple[int, int, Direction], list[tuple[int, float]]] = {}
+    for group in groups if profiled else ():
+        if ids is not None and group.id not in ids:
+            continue
+        for direction in Direction:
+            call = Call(group.id, direction, Arithmetic.RING)
+            given, replied = group.widths(direction)
+            shape = (given, replied, direction)
+            if shape not in measured:
+                rows = [min(count, max(1, _MAX_PRODUCTS // (given * replied))) for count in _ROWS]
+                measured[shape] = [(count, _measure(compute_one, call, given, count)) for count in rows][2:]
+            for count, seconds in measured[shape]:
+                latency.measured(call, count, seconds)
+    return latency
+
+
+def _measure(product: Product, call: Call, cols: int, num_rows: int) -> float:
+    rows = torch.ones(num_rows, cols, dtype=DTYPES[call.arithmetic])
+    began = time.perf_counter()
+    product(call, rows)
+    return time.perf_counter() - began

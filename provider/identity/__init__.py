@@ -1,0 +1,1 @@
+"""The provider's certificate authority, and the registry of whom it let in."""

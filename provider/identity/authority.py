@@ -1,0 +1,410 @@
+"""The provider's private certificate authority: its state directory, the certificates it issues, whom one names.
+
+Guarantees: one CA per state directory, however many processes start at once; no private key is ever readable by
+another user, not even while it is being written; a tenant's certificate cannot act as the server, nor the server's as
+a tenant; no key material in any error.
+Does not: encrypt keys at rest, verify chains (TLS does, before `peer_identity` is asked), or know who is revoked: that
+is `provider.identity.registry`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from wire.errors import AccessError, Unauthenticated
+
+BACKDATE = timedelta(hours=1)  # a peer whose clock runs behind must not find a certificate that is not valid yet
+CA_LIFETIME = timedelta(days=3650)
+SERVER_LIFETIME = timedelta(days=397)  # CA/Browser Forum baseline requirements, section 6.3.2: some stacks refuse more
+Role = Literal["tenant", "shard"]
+_URIS: dict[Role, str] = {"tenant": "veilbase://tenant/", "shard": "veilbase://shard/"}
+_REPAIR = "restore it from a backup, or start with an empty directory and enrol every tenant again"
+
+TENANT_NAME_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,62}$"
+_DNS_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*")
+_ENDPOINT = re.compile(r"grpcs://[^\s/]+")
+
+
+class StateDamaged(AccessError):
+    """The state directory cannot be used: unreadable, half there, or open to other users."""
+
+
+class InvalidTenantName(AccessError):
+    """Not a tenant name."""
+
+
+class InvalidHost(AccessError):
+    """Neither an IP address nor a DNS name, so it cannot stand in a server certificate."""
+
+
+class InvalidEndpoint(AccessError):
+    """Not a grpcs:// URL."""
+
+
+class InvalidLifetime(AccessError):
+    """A certificate cannot live for so many days."""
+
+
+class IdentityNotWritten(AccessError):
+    """The output folder holds an identity already, or cannot be written."""
+
+
+class AlreadyEnrolled(AccessError):
+    """The name has a certificate that is neither revoked nor expired."""
+
+
+class UnknownTenant(AccessError):
+    """No tenant of this name was ever enrolled."""
+
+
+class InvalidPeerCertificate(Unauthenticated):
+    """A client certificate that names no tenant. Being Unauthenticated, it has a code on the wire."""
+
+
+@dataclass(frozen=True)
+class CertificateAuthority:
+    """The CA's certificate and key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey = field(repr=False)
+
+    @property
+    def pem(self) -> bytes:
+        """The certificate, for whoever is to trust this CA."""
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+
+@dataclass(frozen=True)
+class PeerIdentity:
+    """The tenant or shard that a client certificate names, and the certificate's serial number."""
+
+    name: str
+    serial: int
+
+
+class StateDir:
+    """A provider's state directory: `ca_key.pem`, `ca.pem`, `tenants.json`, `lock`."""
+
+    def __init__(self, path: str | Path, *, create: bool = True, now: datetime | None = None) -> None:
+        """Open the directory; on first use make it (mode 0700) and the CA in it.
+
+        Args:
+            path: the directory.
+            create: False refuses to make anything: for commands that only read or revoke, where a mistyped path should
+                be an error and not a second CA.
+            now: the time, for tests; aware. None means the clock.
+
+        Raises:
+            StateDamaged: unreadable, half there, writable by other users, or an expired CA.
+        """
+        self.path = Path(path)
+        self.ca_key_path = self.path / "ca_key.pem"
+        self.ca_path = self.path / "ca.pem"
+        self.tenants_path = self.path / "tenants.json"
+        try:
+            self._prepare(create)
+            with self.lock():
+                self.ca = self._open_authority(create, current_time(now))
+        except OSError as exc:
+            raise self.damaged(f"expected a directory that this user can write, got {exc.strerror}") from None
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the directory against other processes and threads; does not nest."""
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)  # and with it the lock: flock belongs to the open file description
+
+    def damaged(self, text: str) -> StateDamaged:
+        """A one-line error about this directory."""
+        return StateDamaged(f"provider state {str(self.path)!r}: {text}")
+
+    def _prepare(self, create: bool) -> None:
+        if create:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        elif not self.path.is_dir():
+            raise self._nothing_here()
+        if self.path.stat().st_mode & 0o022:
+            # Who can write here can put another CA in place of this one.
+            raise self.damaged("expected a directory that only its owner can write: run chmod 700 on it")
+
+    def _open_authority(self, create: bool, now: datetime) -> CertificateAuthority:
+        num_present = sum(os.path.lexists(path) for path in (self.ca_key_path, self.ca_path))
+        if num_present == 2:
+            return self._load_authority(now)
+        if num_present == 1:
+            raise self.damaged(f"expected both ca_key.pem and ca.pem, found only one: {_REPAIR}")
+        if not create:
+            raise self._nothing_here()
+        return self._create_authority(now)
+
+    def _nothing_here(self) -> StateDamaged:
+        return self.damaged("found no provider here: check --state, or run `provider serve --tls` or `enroll` first")
+
+    def _create_authority(self, now: datetime) -> CertificateAuthority:
+        # The empty registry comes first, so that from the first certificate on a missing one means a lost one and
+        # RevocationList can fail closed on it.
+        if not os.path.lexists(self.tenants_path):
+            create_file(self.tenants_path, b"[]\n")
+        elif self.tenants_path.read_bytes().strip() != b"[]":
+            raise self.damaged(f"found enrolled tenants but neither ca_key.pem nor ca.pem: {_REPAIR}")
+        authority = _new_authority(now)
+        create_file(self.ca_key_path, _private_pem(authority.key))
+        create_file(self.ca_path, authority.pem, mode=0o644)
+        sync_directory(self.path)
+        return authority
+
+    def _load_authority(self, now: datetime) -> CertificateAuthority:
+        if self.ca_key_path.stat().st_mode & 0o077:
+            raise self.damaged("expected ca_key.pem to be readable by its owner only: run chmod 600 on it")
+        authority = _parse_authority(self.ca_key_path.read_bytes(), self.ca_path.read_bytes())
+        if authority is None:
+            raise self.damaged(f"expected ca_key.pem and ca.pem to be one P-256 CA, found damaged files: {_REPAIR}")
+        end = authority.certificate.not_valid_after_utc
+        if end <= now:
+            raise self.damaged(f"the CA expired on {end:%Y-%m-%d}: {_REPAIR}")
+        return authority
+
+
+def issue_server_certificate(
+    state: StateDir, host: str, names: Sequence[str] = (), *, now: datetime | None = None
+) -> tuple[bytes, bytes, bytes]:
+    """Make the server's certificate, in memory; nothing is saved and each start makes a new one.
+
+    Args:
+        state: the provider's state.
+        host: where tenants reach it, an IP address (brackets allowed) or a DNS name; added to localhost, 127.0.0.1,
+            ::1 and the machine's own name.
+        names: further ones, such as those of a load balancer or a port that is forwarded.
+        now: the time, for tests.
+
+    Returns:
+        Key, certificate chain and CA, each PEM.
+
+    Raises:
+        InvalidHost: neither an IP address nor a DNS name.
+    """
+    start = current_time(now)
+    own_name = socket.gethostname()
+    hosts = ["localhost", "127.0.0.1", "::1", host, *names, *([own_name] if _DNS_NAME.fullmatch(own_name) else [])]
+    known = list(dict.fromkeys(_server_name(one) for one in hosts))
+    end = min(start + SERVER_LIFETIME, state.ca.certificate.not_valid_after_utc)
+    key, certificate = _issue(state.ca, "veilbase provider", known, ExtendedKeyUsageOID.SERVER_AUTH, start, end)
+    return _private_pem(key), certificate.public_bytes(serialization.Encoding.PEM), state.ca.pem
+
+
+def issue_tenant_certificate(
+    ca: CertificateAuthority, name: str, days: int, now: datetime, role: Role = "tenant"
+) -> tuple[bytes, x509.Certificate]:
+    """Make a tenant's or a shard's key and certificate, in memory; `provider.identity.registry.enroll` saves and
+    registers them.
+
+    Raises:
+        InvalidTenantName, InvalidLifetime: a name or a number of days that a certificate cannot have.
+    """
+    check_tenant_name(name)
+    most_days = (ca.certificate.not_valid_after_utc - now).days
+    if not 1 <= days <= most_days:
+        raise InvalidLifetime(f"expected a lifetime of 1 to {most_days} days (the CA ends then), got {days}")
+    # The name stands in the URI only. A DNS or IP name, or a common name such as `localhost`, would be one a client
+    # could mistake for the server's.
+    names = [x509.UniformResourceIdentifier(_URIS[role] + name)]
+    end = now + timedelta(days=days)
+    key, certificate = _issue(ca, f"veilbase {role}", names, ExtendedKeyUsageOID.CLIENT_AUTH, now, end)
+    return _private_pem(key), certificate
+
+
+def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
+    """Whom a client certificate names; the TLS layer has verified its chain and dates already.
+
+    Args:
+        cert_pem: one certificate, as in gRPC's `auth_context()["x509_pem_cert"][0]`.
+        role: what its owner wants to be; a tenant cannot act as a shard, nor a shard as a tenant.
+
+    Raises:
+        InvalidPeerCertificate: anything but one certificate for client authentication only, whose alternative names
+            are exactly one veilbase://ROLE/NAME.
+    """
+    refusal = InvalidPeerCertificate(
+        f"expected a {role}'s certificate from `provider enroll`, got another: enrol again"
+    )
+    try:
+        (certificate,) = x509.load_pem_x509_certificates(cert_pem)
+        usages = list(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
+        (name,) = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        serial = certificate.serial_number
+    except (
+        ValueError,
+        UnsupportedAlgorithm,
+        x509.InvalidVersion,
+        x509.DuplicateExtension,
+        x509.ExtensionNotFound,
+        x509.UnsupportedGeneralNameType,
+    ):
+        raise refusal from None
+    if usages != [ExtendedKeyUsageOID.CLIENT_AUTH] or not isinstance(name, x509.UniformResourceIdentifier):
+        raise refusal
+    named = name.value.removeprefix(_URIS[role])
+    if named == name.value or not re.fullmatch(TENANT_NAME_PATTERN, named):
+        raise refusal
+    return PeerIdentity(named, serial)
+
+
+def check_tenant_name(name: str) -> None:
+    """Raise InvalidTenantName for what is not `TENANT_NAME_PATTERN`: a path, URI syntax, a newline."""
+    if not re.fullmatch(TENANT_NAME_PATTERN, name):
+        raise InvalidTenantName(
+            f"expected a tenant name of 1 to 63 of a-z 0-9 . _ - that starts with a letter or digit, got {name[:80]!r}"
+        )
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise InvalidEndpoint for what is not one grpcs:// URL of a host."""
+    if not _ENDPOINT.fullmatch(endpoint):
+        raise InvalidEndpoint(f"expected an endpoint such as grpcs://host:8443, got {endpoint[:80]!r}")
+
+
+def current_time(now: datetime | None = None) -> datetime:
+    """`now` or the clock, in UTC and whole seconds as certificates have them."""
+    return (now or datetime.now(UTC)).astimezone(UTC).replace(microsecond=0)
+
+
+def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a new file to disk; one that is there, a dangling link too, is a FileExistsError."""
+    # O_EXCL with the final mode: at no moment does the file exist with a wider one, whatever the umask.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink()
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Make the directory's entries durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _server_name(host: str) -> x509.GeneralName:
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        return x509.IPAddress(ipaddress.ip_address(bare))
+    except ValueError:
+        if _DNS_NAME.fullmatch(bare) is None:
+            raise InvalidHost(
+                f"expected an IP address or a DNS name in ASCII for --host and --names, got {host[:80]!r}"
+            ) from None
+        return x509.DNSName(bare)
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _common_name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _key_usage(*, is_ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=is_ca,
+        crl_sign=is_ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _builder(
+    subject: x509.Name, key: ec.EllipticCurvePrivateKey, start: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start - BACKDATE)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _new_authority(now: datetime) -> CertificateAuthority:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _common_name("veilbase provider CA")
+    certificate = (
+        _builder(name, key, now, now + CA_LIFETIME)
+        .issuer_name(name)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(is_ca=True), critical=True)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return CertificateAuthority(certificate, key)
+
+
+def _issue(
+    ca: CertificateAuthority,
+    common_name: str,
+    names: Sequence[x509.GeneralName],
+    usage: x509.ObjectIdentifier,
+    start: datetime,
+    end: datetime,
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        _builder(_common_name(common_name), key, start, end)
+        .issuer_name(ca.certificate.subject)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(is_ca=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()), critical=False)
+        .sign(ca.key, hashes.SHA256())
+    )
+    return key, certificate
+
+
+def _parse_authority(key_pem: bytes, cert_pem: bytes) -> CertificateAuthority | None:
+    """The pair, or None where it is no P-256 CA; the parser's own words are dropped, as they may quote its input."""
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+        certificate = x509.load_pem_x509_certificate(cert_pem)
+        is_ca = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion, x509.ExtensionNotFound):
+        return None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1) or not is_ca:
+        return None
+    return CertificateAuthority(certificate, key) if key.public_key() == certificate.public_key() else None

@@ -1,0 +1,1 @@
+"""The served model: found, loaded, traced into groups, quantised, and the bundle that tenants get."""

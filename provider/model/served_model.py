@@ -1,0 +1,110 @@
+"""A provider without a network: what the gRPC service and the embedded provider share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from provider.engine import products
+from provider.model.weights import ServedModel, return_freed_memory
+from wire.errors import RemoteFault, VeilbaseError
+from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.manifest import Manifest
+from wire.ring.seeded_rows import Rows
+
+if TYPE_CHECKING:
+    from provider.engine.replica import RowProduct
+    from provider.operations.recording import Recorder
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class ProviderCore:
+    """A served model, and the recorder if there is one; safe under threads. A `wire.transport.inproc.Handler`."""
+
+    can_share = True
+    """See `provider.engine.replica.Replica`."""
+
+    def __init__(self, served: ServedModel, recorder: Recorder | None = None) -> None:
+        """Args: recorder: writes down what tenants send; None, the normal case, keeps nothing."""
+        self.served = served
+        self._recorder = recorder
+
+    def manifest(self) -> Manifest:
+        """What tenants are told."""
+        return self.served.manifest
+
+    def read_file(self, file_name: str) -> Iterator[bytes]:
+        """The chunks of one bundle file."""
+        return self.served.bundle.read(file_name)
+
+    def check(self, call: Call, cols: int) -> int:
+        """See `provider.engine.products.check_call`."""
+        return products.check_call(self.served, call, cols)
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        """One product; see `provider.engine.products.compute`. Nothing is recorded: who answers does that.
+
+        Raises:
+            VeilbaseError: the request's fault, or `RemoteFault` for anything unforeseen, which the log explains.
+        """
+        try:
+            return products.compute(self.served, call, rows)
+        except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
+            raise _fault_as_error(call, exc) from None
+
+    def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """`compute` of each, by one product of a call that was checked; each reply has memory of its own."""
+        try:
+            return products.products(self.served.groups[call.group], call, parts)
+        except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
+            raise _fault_as_error(call, exc) from None
+
+    def row_product(self, call: Call) -> RowProduct | None:
+        """What makes the product of one row for a call that was checked, in any thread; None: `compute` does."""
+        if call.arithmetic is not Arithmetic.RING or call.direction is not Direction.FORWARD:
+            return None
+        if call.purpose is Purpose.HINT or call.group >= len(self.served.groups):
+            return None
+        weight = self.served.groups[call.group].for_one_row
+        return None if weight is None else weight.multiply
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether `record` does anything."""
+        return self._recorder is not None
+
+    def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
+        """Writes a whole request and its reply, if it has one, down, where there is a recorder."""
+        if self._recorder is not None:
+            self._recorder.record(tenant, call, rows, reply)
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[int, str]:
+        """Of every group's weights, by id; see `ServedGroup.fingerprint`."""
+        return {group.info.id: group.fingerprint() for group in self.served.groups}
+
+    def let_weights_go(self) -> None:
+        """From now on others compute; what is left describes the model."""
+        self.fingerprints  # noqa: B018 - while there is something to take them of
+        self.served = replace(self.served, groups=())
+        return_freed_memory()
+
+    def close(self) -> None:
+        """Ends the recording."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+
+def _fault_as_error(call: Call, exc: Exception) -> VeilbaseError:
+    """The request's own fault as it is; anything else, such as a lack of memory, as one that says nothing of it."""
+    if isinstance(exc, VeilbaseError):
+        return exc
+    # The type only: the text of an exception may hold values.
+    _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
+    return RemoteFault("the provider failed while computing")

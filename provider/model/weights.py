@@ -1,0 +1,199 @@
+"""From a loaded model to what a provider holds: int8 (and native) weights per group, a manifest, a client bundle.
+
+Guarantees: each original weight is released as soon as it has been quantised, and the model itself is dropped, so that
+a provider's memory is its weights. The quantiser is wire/ring/quantise.py's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from provider.model.bundle import Bundle, build_bundle
+from provider.model.load import LoadedModel
+from provider.model.served_group import ServedGroup
+from provider.model.trace import base_layers, group_name, layer_kind, trace_groups
+from wire.errors import ConfigurationError
+from wire.frame import PROTOCOL_VERSION
+from wire.limits import MAX_GROUPS, Limits
+from wire.manifest import GroupInfo, LayerInfo, Manifest
+from wire.ring.quantise import digest, max_norms, quantise
+
+WeightsKind = Literal["int8", "native"]
+_LOGGER = logging.getLogger(__name__)
+_NOTICED_SHARE = 0.05
+"""Routers and mixing coefficients stay below it; stacked experts are most of a model."""
+
+
+@dataclass(frozen=True, eq=False)
+class ServedModel:
+    """Everything that a provider serves; read-only."""
+
+    manifest: Manifest
+    groups: tuple[ServedGroup, ...]
+    bundle: Bundle
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take."""
+        held = [t for g in self.groups for t in (g.quantised, g.alpha, g.bias, g.native) if t is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def serve_model(
+    loaded: LoadedModel,
+    weights: WeightsKind = "int8",
+    patterns: str | None = None,
+    limits: Limits | None = None,
+    bundle_parent: Path | None = None,
+    recording: bool = False,
+) -> ServedModel:
+    """Takes a model apart; `loaded` is empty afterwards.
+
+    Args:
+        loaded: its `model` and `tokenizer` become None.
+        weights: `native` keeps the checkpoint's weights next to int8.
+        patterns: see `provider.model.trace.base_layers`.
+        limits: announced and enforced.
+        bundle_parent: folder under which the bundle is written.
+        recording: announced.
+
+    Raises:
+        ConfigurationError: no layer to serve, a weight that cannot be quantised, or a disk that cannot be written.
+    """
+    model, tokenizer = loaded.model, loaded.tokenizer
+    loaded.model = loaded.tokenizer = None
+    _warn_of_other_weights(model)
+    layers = base_layers(model, patterns)
+    names = trace_groups(model, layers)
+    if len(names) > MAX_GROUPS:
+        raise ConfigurationError(f"expected at most {MAX_GROUPS} groups, the model has {len(names)}")
+    groups = tuple(
+        _serve_group(index, {name: layers[name] for name in members}, weights) for index, members in enumerate(names)
+    )
+    bundle, config = build_bundle(model, tokenizer, _scales(groups), bundle_parent)
+    manifest = Manifest(
+        protocol=PROTOCOL_VERSION,
+        model_id=loaded.model_id,
+        config=config,
+        weights=weights,
+        arithmetic=("ring", "float"),
+        groups=tuple(group.info for group in groups),
+        bundle=bundle.files,
+        bundle_digest=bundle.digest,
+        limits=limits or Limits(),
+        recording=recording,
+    )
+    del model, layers
+    return_freed_memory()
+    return ServedModel(manifest, groups, bundle)
+
+
+def other_weights_share(model: nn.Module) -> float:
+    """The part of a model's parameters that are matrices of no nn.Linear, Conv1D, convolution or embedding.
+
+    Stacked experts are such: parameters of shape (num_experts, in, out) that no layer of their own multiplies by.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    known = (nn.Linear, Conv1D, nn.Embedding, nn.modules.conv._ConvNd)
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    others = [module for module in model.modules() if not isinstance(module, known)]
+    matrices = {id(p) for module in others for p in module.parameters(recurse=False) if p.squeeze().dim() > 1}
+    return sum(sizes[place] for place in matrices) / max(1, sum(sizes.values()))
+
+
+def _warn_of_other_weights(model: nn.Module) -> None:
+    share = other_weights_share(model)
+    if share >= _NOTICED_SHARE:
+        _LOGGER.warning(
+            "%.0f%% of the parameters, such as stacked experts, are in no nn.Linear or Conv1D: "
+            "the tenant downloads and computes them",
+            100 * share,
+        )
+
+
+def return_freed_memory() -> None:
+    """Gives the checkpoint's pages back: glibc kept 400 MB of SmolLM2's 540 MB after it was freed."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others may not
+    if trim is not None:
+        trim(0)
+
+
+def _serve_group(group_id: int, layers: dict[str, nn.Module], weights: WeightsKind) -> ServedGroup:
+    shapes = [_shape(module) for module in layers.values()]
+    d, m = shapes[0][0], sum(out for _, out in shapes)
+    quantised, alpha = torch.empty(d, m, dtype=torch.int8), torch.empty(m)
+    native = torch.empty(d, m, dtype=_common_dtype(layers)) if weights == "native" else None
+    bias = torch.zeros(m) if any(module.bias is not None for module in layers.values()) else None
+    infos, start = [], 0
+    for (name, module), (_, out) in zip(layers.items(), shapes, strict=True):
+        columns = slice(start, start + out)
+        weight = _matrix(module)
+        part, scale = quantise(weight)
+        quantised[:, columns], alpha[columns] = part, scale
+        if native is not None:
+            native[:, columns] = weight
+        if bias is not None and module.bias is not None:
+            bias[columns] = module.bias.detach().to(torch.float32)  # type: ignore[operator]
+        infos.append(_layer_info(name, module, part, scale))
+        module._parameters["weight"] = None  # frees the original: only the quantised copy is left
+        start += out
+    column, row = max_norms(quantised)
+    info = GroupInfo(
+        id=group_id,
+        name=group_name(tuple(layers)),
+        layers=tuple(infos),
+        in_features=d,
+        out_features=m,
+        max_column_norm=column,
+        max_row_norm=row,
+        digest=digest(quantised, alpha),
+    )
+    return ServedGroup(info, quantised, alpha, bias, native)
+
+
+def _matrix(module: nn.Module) -> torch.Tensor:
+    """The weight as (in_features, out_features): Conv1D stores it so, nn.Linear transposed."""
+    weight: torch.Tensor = module.weight.detach()  # type: ignore[operator]
+    return weight.t() if layer_kind(module) == "linear" else weight
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    d, m = _matrix(module).shape
+    return d, m
+
+
+def _common_dtype(layers: dict[str, nn.Module]) -> torch.dtype:
+    dtypes = {_matrix(module).dtype for module in layers.values()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _layer_info(name: str, module: nn.Module, quantised: torch.Tensor, alpha: torch.Tensor) -> LayerInfo:
+    column, row = max_norms(quantised)
+    return LayerInfo(
+        name=name,
+        kind="linear" if layer_kind(module) == "linear" else "conv1d",
+        bias=module.bias is not None,
+        in_features=quantised.shape[0],
+        out_features=quantised.shape[1],
+        max_column_norm=column,
+        max_row_norm=row,
+        digest=digest(quantised, alpha),
+    )
+
+
+def _scales(groups: tuple[ServedGroup, ...]) -> dict[str, torch.Tensor]:
+    scales: dict[str, torch.Tensor] = {}
+    for group in groups:
+        parts = group.alpha.split([layer.out_features for layer in group.info.layers])
+        scales.update({layer.name: part.clone() for layer, part in zip(group.info.layers, parts, strict=True)})
+    return scales

@@ -1,0 +1,57 @@
+"""Who may call: a certificate that TLS has verified against the registry of tenants and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from provider.identity.authority import Role, peer_identity
+from provider.identity.registry import RevocationList
+from provider.schedule.quota import LOCAL_TENANT
+from wire.errors import REVOKED, NotPermitted, Unauthenticated, WireCode
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who calls; `refusal` is asked again on every request, and raises `RegistryUnreadable` where nobody can say."""
+
+    tenant: str
+    refusal: Callable[[], WireCode | None]
+
+
+class Gate:
+    """Tells who calls."""
+
+    def __init__(self, revocations: RevocationList | None) -> None:
+        """Args: revocations: None on a loopback port without TLS, where everybody is the local tenant."""
+        self._revocations = revocations
+
+    def admit(self, cert_pem: bytes, role: Role = "tenant") -> Access:
+        """The caller.
+
+        Args:
+            cert_pem: verified by TLS; empty without it.
+            role: what the caller wants to be.
+
+        Raises:
+            Unauthenticated: not a certificate of this role, or not one of this provider's.
+            NotPermitted: it was revoked.
+            RegistryUnreadable: nobody can say just now.
+        """
+        if self._revocations is None:
+            return Access(LOCAL_TENANT, lambda: None)
+        peer = peer_identity(cert_pem, role)
+        self._revocations.check_current()
+        access = Access(peer.name, lambda: self._refusal(peer.serial))
+        code = access.refusal()
+        if code is WireCode.NOT_PERMITTED:
+            raise NotPermitted(REVOKED)
+        if code is not None:
+            raise Unauthenticated("not enrolled")
+        return access
+
+    def _refusal(self, serial: int) -> WireCode | None:
+        if self._revocations is None or self._revocations.is_enrolled(serial):
+            return None
+        revoked = self._revocations.is_revoked(serial)
+        return WireCode.NOT_PERMITTED if revoked else WireCode.UNAUTHENTICATED

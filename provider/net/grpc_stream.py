@@ -1,0 +1,46 @@
+"""Carries one session's frames over one gRPC stream, for tenants that cannot reach the tensor port.
+
+By grpc's public interface: a thread that reads, and the RPC's own, which sends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import grpc
+
+from provider.net.session import Session
+
+
+def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
+    """Moves a session's messages until one side ends.
+
+    Args:
+        session: new.
+        messages: of the RPC; read in a thread of their own.
+
+    Yields:
+        What grpc sends.
+    """
+    wake = threading.Event()
+    session.notify = wake.set
+    threading.Thread(target=_read, args=(session, messages), name="veilbase-requests", daemon=True).start()
+    try:
+        while not session.is_over:
+            wake.wait()
+            wake.clear()
+            while (message := session.next_frame()) is not None:
+                yield bytes(message)
+    finally:
+        session.stop_sending()
+
+
+def _read(session: Session, messages: Iterator[bytes]) -> None:
+    try:
+        for message in messages:
+            if not session.receive(message):
+                return
+        session.end_input()
+    except grpc.RpcError:
+        session.close()  # the tenant went away

@@ -1,0 +1,238 @@
+"""A provider's port: what listens, with which certificate, before and after there is a model to serve."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from provider.engine.profile import make_scheduler
+from provider.engine.replica import Here
+from provider.identity.authority import StateDir, issue_server_certificate
+from provider.identity.registry import RevocationList
+from provider.model.served_model import ProviderCore
+from provider.net.admission import Admission
+from provider.net.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares
+from provider.net.service import MAX_THREADS, ProviderService
+from provider.net.tensor_port import TensorPort
+from provider.operations.usage import UsageBook
+from provider.schedule.policy import Policy
+from provider.schedule.scheduler import Scheduler
+from provider.shards.router import Shard
+from wire.errors import ConfigurationError, VeilbaseError
+from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
+from wire.transport.busy_poll import MOST_S
+from wire.transport.tls_socket import server_context
+
+_STOP_GRACE_S = 2.0
+_TRY_AGAIN_S = 60.0
+_RENEW_S = 30 * 86_400.0
+"""Age of the server's certificate at which the next handshake gets a new one; it would live for 397 days."""
+_HANDSHAKE_MS = 3000
+"""For TLS and HTTP/2's first frame: one round trip after the connection is there, so this allows for a slow link and a
+lost packet. The shorter it is, the sooner strangers who only connect make room for a tenant."""
+_LOGGER = logging.getLogger(__name__)
+
+
+def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[str, Any]]:
+    """gRPC options of the server: message limits, keepalive both ways, one process per port, and few strangers.
+
+    Args:
+        most_connections: those that are open at a time; one too many is closed as soon as it comes.
+    """
+    return [
+        # Anybody can connect and say nothing. Without the first of these two as many as there may be would stay for
+        # two minutes and shut tenants out; without the second there may be as many as the process can open files.
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+        ("grpc.max_allowed_incoming_connections", most_connections),
+        ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+        ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Tenants ping every 20 s; gRPC's own default would call that abuse and hang up.
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_retries", 0),
+    ]
+
+
+class Server:
+    """Bound ports, which a service can be put behind."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        state: StateDir | None,
+        names: Sequence[str] = (),
+        tensor_port: int | None = 0,
+    ) -> None:
+        """Binds, before a model is loaded: a port that is taken shows at once.
+
+        Args:
+            host: address to bind; with TLS also a name in the server's certificate.
+            port: 0 picks one.
+            state: the CA and the registry; None serves plain text, and no tensor port.
+            names: further ones for the certificate.
+            tensor_port: 0 picks one, None opens none: then gRPC carries the streams.
+
+        Raises:
+            ConfigurationError: a port is taken, or the address is not this machine's.
+        """
+        self._state = state
+        self._service: ProviderService | None = None
+        self._certificates: _Certificates | None = None
+        threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="veilbase-rpc")
+        share = shares(file_limit(), has_tensor_port=state is not None and tensor_port is not None)
+        options = server_options(share.rpc_connections)
+        self._server = grpc.server(threads, options=options, maximum_concurrent_rpcs=MAX_THREADS)
+        self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", host, names)
+        has_tensor_port = self._certificates is not None and tensor_port is not None
+        self._tensors = TensorPort(host, tensor_port or 0, share.streams) if has_tensor_port else None
+
+    @property
+    def tensor_port(self) -> int | None:
+        """The number of the tensor port, where there is one."""
+        return None if self._tensors is None else self._tensors.port
+
+    def _bind(self, address: str, host: str, names: Sequence[str]) -> int:
+        bound = 0
+        with contextlib.suppress(RuntimeError):
+            if self._state is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                self._certificates = _Certificates(self._state, host, names)
+                bound = self._server.add_secure_port(address, self._certificates.credentials())
+        if not bound:
+            raise ConfigurationError(f"cannot listen on {address}: is it in use, or not an address of this machine?")
+        return bound
+
+    def start(
+        self,
+        core: ProviderCore,
+        shards: Sequence[Shard] | None = None,
+        admission: Admission | None = None,
+        usage: UsageBook | None = None,
+        busy_poll_s: float = MOST_S,
+    ) -> ProviderService:
+        """Begins to answer.
+
+        Args:
+            core: what is served.
+            shards: None computes in this process, with a scheduler of the default policy, without a profile.
+            admission: None limits no tenant.
+            usage: None keeps no account.
+            busy_poll_s: see `wire.transport.busy_poll`.
+
+        Returns:
+            What answers, for who wants to watch it.
+        """
+        if shards is None:
+            shards = [whole(core, make_scheduler(core.served, Policy(), profiled=False))]
+        revocations = None if self._state is None else RevocationList(self._state)
+        service = ProviderService(
+            core, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s
+        )
+        self._service = service
+        if self._tensors is not None and self._certificates is not None:
+            self._tensors.start(self._certificates.tls_context, service.serve)
+        self._server.add_generic_rpc_handlers((service.handler(),))
+        self._server.start()
+        return service
+
+    def renew_certificate(self) -> None:
+        """The next handshake gets a certificate made then; open connections keep theirs."""
+        if self._certificates is not None:
+            self._certificates.renew()
+
+    def stop(self, drain_s: float = 0.0) -> None:
+        """Ends every call and waits until they have.
+
+        Args:
+            drain_s: before that, so long, new work is refused while what is in flight is answered.
+        """
+        if self._service is not None:
+            if drain_s > 0 and not self._service.drain(drain_s):
+                _LOGGER.warning("some requests were not answered within the %.0f s of the drain", drain_s)
+            self._service.close()
+        ending = self._server.stop(_STOP_GRACE_S)
+        if self._tensors is not None:
+            self._tensors.stop()
+        ending.wait()
+
+
+def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
+    """All groups, computed in this process."""
+    here = Here(core.compute, core.compute_together, core.can_share, core.row_product)
+    return Shard(range(len(core.manifest().groups)), [here], scheduler)
+
+
+class _Certificates:
+    """The server's own certificate, made anew before it runs out and when it is asked for."""
+
+    def __init__(self, state: StateDir, host: str, names: Sequence[str]) -> None:
+        """Makes the first one."""
+        self._state, self._host, self._names = state, host, names
+        self._lock = threading.Lock()
+        self._is_stale = self._has_failed = False
+        self._tried_at, self._number = time.monotonic(), 0
+        self._make()
+        self._given = self._number
+
+    def _make(self) -> None:
+        self._material = key, chain, ca = issue_server_certificate(self._state, self._host, self._names)
+        self._context = server_context(ca, chain, key)
+        self._made_at, self._is_stale = time.monotonic(), False
+        self._number += 1
+
+    def renew(self) -> None:
+        """The next handshake gets a new one."""
+        self._is_stale = True
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For gRPC, which asks again at every handshake."""
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), self._fetch, require_client_authentication=True
+        )
+
+    def _configuration(self) -> Any:
+        key, chain, ca = self._material
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
+
+    def _fetch(self) -> Any:
+        """None keeps what gRPC has."""
+        with self._lock:
+            self._look()
+            if self._given == self._number:
+                return None
+            self._given = self._number
+            return self._configuration()
+
+    def tls_context(self) -> ssl.SSLContext:
+        """For the tensor port, at each handshake."""
+        with self._lock:
+            self._look()
+            return self._context
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if not self._is_stale and now - self._made_at < _RENEW_S:
+            return
+        if self._has_failed and now - self._tried_at < _TRY_AGAIN_S:
+            return  # anybody can begin a handshake: that must not fill the log
+        self._tried_at, self._has_failed = now, False
+        try:
+            self._make()
+        except (VeilbaseError, OSError) as exc:
+            _LOGGER.error("the certificate could not be renewed: %s", type(exc).__name__)
+            self._has_failed = True

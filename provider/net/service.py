@@ -1,0 +1,315 @@
+"""The network face of a provider: three methods and one for shards, the tensor port, and who may call them.
+
+Guarantees: every call, and every request inside a stream, is checked against the registry; messages above the frame
+limit are refused before they reach this code; the tensor path uses no protobuf and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from provider.identity.authority import Role
+from provider.identity.registry import RegistryUnreadable, RevocationList
+from provider.model.served_model import ProviderCore
+from provider.net.access import Access, Gate
+from provider.net.admission import Admission
+from provider.net.grpc_stream import carry_rpc
+from provider.net.session import SWEEP_S, Session
+from provider.net.tensor_port import carry
+from provider.operations.meter import Meter
+from provider.operations.usage import UsageBook
+from provider.shards.listener import ShardDoor
+from provider.shards.router import Shard, ShardedExecutor
+from wire.errors import (
+    NotPermitted,
+    QuotaExceeded,
+    Unauthenticated,
+    Unavailable,
+    UnknownLayer,
+    VeilbaseError,
+    WireCode,
+)
+from wire.limits import CHUNK_BYTES, RETRY_METADATA, Limits
+from wire.transport.busy_poll import MOST_S, BusyPoll
+from wire.transport.tls_socket import MessageSocket
+
+SERVICE_NAME = "veilbase.v1.Provider"
+MAX_CALLS_PER_TENANT = 8
+"""Streams and downloads of one tenant at a time. Each holds a thread, and threads are for everybody."""
+_CALLS_OF_EACH = 2
+"""The same while half of all threads or more are taken, so that no few dozen tenants shut others out."""
+MAX_THREADS = 256
+_DRAIN_LOOK_S = 0.02
+_STATUS = {
+    Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
+    NotPermitted: (grpc.StatusCode.PERMISSION_DENIED, "revoked"),
+    RegistryUnreadable: (grpc.StatusCode.UNAVAILABLE, "cannot tell who is enrolled"),
+    Unavailable: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
+}
+"""Fixed texts: nothing that happened here is told."""
+_LOGGER = logging.getLogger(__name__)
+
+
+def _is_refused(access: Access) -> bool:
+    """Of a shard, which comes again by itself: where nobody can say, it is sent away rather than trusted."""
+    try:
+        return access.refusal() is not None
+    except Unavailable:
+        return True
+
+
+class ProviderService:
+    """The methods of the gRPC service; thin, since `ProviderCore` and `Session` do the work."""
+
+    def __init__(
+        self,
+        core: ProviderCore,
+        revocations: RevocationList | None,
+        shards: Sequence[Shard],
+        admission: Admission,
+        usage: UsageBook,
+        tensor_port: int | None = None,
+        busy_poll_s: float = MOST_S,
+    ) -> None:
+        """Args.
+
+        revocations: None serves everybody as the local tenant.
+        shards: of all groups; this service's, but not their replicas' ends.
+        admission, usage: this service's, too.
+        tensor_port: announced; what listens there calls `serve`.
+        busy_poll_s: see `wire.transport.busy_poll`.
+        """
+        self._core, self._admission, self.usage, self._tensor_port = core, admission, usage, tensor_port
+        self._busy_poll_s = busy_poll_s
+        self.meter = Meter()
+        self._gate = Gate(revocations)
+        self._executor = ShardedExecutor(
+            shards,
+            core.record if core.is_recording else None,
+            self.meter,
+            lambda tenant, seconds: usage.of(tenant).computed(seconds),
+        )
+        plan = [tuple(shard.groups) for shard in shards]
+        self._door = None if revocations is None else ShardDoor(core, plan, self._executor.executors)
+        self._is_draining = False
+        self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
+        self._lock = threading.Lock()
+        self._calls: Counter[str] = Counter()
+        self._sessions: set[Session] = set()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._sweep, name="veilbase-sweep", daemon=True).start()
+
+    @property
+    def queue_depth(self) -> int:
+        """Requests that wait for the executor."""
+        return len(self._executor)
+
+    @property
+    def num_replicas(self) -> list[tuple[int, int]]:
+        """Per shard, replicas that can compute, and all."""
+        return self._executor.num_replicas
+
+    @property
+    def num_given_up(self) -> int:
+        """Shards that nobody will hold again."""
+        return sum(one.is_given_up for one in self._executor.executors)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that are open."""
+        with self._lock:
+            return len(self._sessions)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Raw bytes in, raw bytes out."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Manifest": grpc.unary_stream_rpc_method_handler(self._send_manifest),
+                "Bundle": grpc.unary_stream_rpc_method_handler(self._send_file),
+                "Stream": grpc.stream_stream_rpc_method_handler(self._serve_stream),
+                "Shard": grpc.stream_stream_rpc_method_handler(self._serve_shard),
+            },
+        )
+
+    def _send_manifest(self, request: bytes, context: Any) -> Iterator[bytes]:
+        admission = self._admission.of(self._enter(context))
+        manifest = self._manifest_of(admission.announced(self._core.manifest().limits))
+        for start in range(0, len(manifest), CHUNK_BYTES):
+            yield manifest[start : start + CHUNK_BYTES]
+
+    def _make_manifest(self, limits: Limits) -> bytes:
+        mine = {"limits": limits, "tensor_port": self._tensor_port}
+        return self._core.manifest().model_copy(update=mine).to_bytes()
+
+    def _send_file(self, request: bytes, context: Any) -> Iterator[bytes]:
+        self._enter(context)
+        try:
+            chunks = self._core.read_file(request.decode("ascii", "replace"))
+        except UnknownLayer:
+            context.abort(grpc.StatusCode.NOT_FOUND, "no such file in the bundle")
+        yield from chunks
+
+    def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        access = self._admit(context)
+        # A status, not a frame: a tenant that never reads could hold this thread with a frame it does not take.
+        self._occupy(access.tenant, context)
+        session = self._open(access, context.cancel)
+        if not context.add_callback(lambda: self._drop(session)):
+            self._drop(session)
+        try:
+            yield from carry_rpc(session, messages)
+        finally:
+            self._drop(session)
+
+    def serve(self, connection: MessageSocket) -> VeilbaseError | None:
+        """A stream on the tensor port, until it ends.
+
+        Args:
+            connection: new; its peer's certificate has been verified. The caller releases it.
+
+        Returns:
+            Why there is no stream for it, which the caller says.
+        """
+        cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
+        try:
+            access = self._look_up(cert_pem, "tenant")
+            if not self._take_place(access.tenant):
+                raise QuotaExceeded("too many calls at once")
+        except VeilbaseError as exc:
+            return exc
+        session = None
+        try:
+            session = self._open(access, connection.close)
+            carry(session, connection, BusyPoll(self._busy_poll_s, self._executor.is_idle))
+        finally:
+            if session is not None:
+                self._drop(session)
+            self._leave(access.tenant)
+        return None
+
+    def _open(self, access: Access, hang_up: Callable[[], object]) -> Session:
+        session = Session(
+            access.tenant,
+            self._core.manifest().limits,
+            self._admission.of(access.tenant),
+            self.usage.of(access.tenant),
+            self._core.check,
+            self._executor,
+            access.refusal,
+            hang_up,
+        )
+        with self._lock:
+            self._sessions.add(session)
+        return session
+
+    def _serve_shard(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        if self._door is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "shards join over TLS only")
+            return
+        access = self._admit(context, "shard")
+        self._occupy(f"shard {access.tenant}", context)  # no tenant can be called so
+        yield from self._door.serve(access.tenant, messages, context, lambda: _is_refused(access))
+
+    def _enter(self, context: Any) -> str:
+        """The tenant that calls; ends the RPC where it may not."""
+        access = self._admit(context)
+        self._occupy(access.tenant, context)
+        return access.tenant
+
+    def _admit(self, context: Any, role: Role = "tenant") -> Access:
+        """Who calls; ends the RPC where it is nobody this provider knows."""
+        chain = context.auth_context().get("x509_pem_cert")
+        try:
+            return self._look_up(chain[0] if chain else b"", role)
+        except (Unauthenticated, NotPermitted, Unavailable) as exc:
+            if isinstance(exc, Unavailable) and exc.retry_s > 0:
+                context.set_trailing_metadata(((RETRY_METADATA, str(math.ceil(1000 * exc.retry_s))),))
+            context.abort(*next(status for kind, status in _STATUS.items() if isinstance(exc, kind)))
+            raise  # not reached: `abort` raises
+
+    def _look_up(self, cert_pem: bytes, role: Role) -> Access:
+        access = self._gate.admit(cert_pem, role)
+        if self._is_draining:
+            raise Unavailable("shutting down")
+        return access
+
+    def _occupy(self, caller: str, context: Any) -> None:
+        """Counts the call until it ends, whoever ends it; ends it at once where there are too many."""
+        if not self._take_place(caller):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
+        if not context.add_callback(lambda: self._leave(caller)):
+            self._leave(caller)
+
+    def _take_place(self, caller: str) -> bool:
+        with self._lock:
+            is_crowded = 2 * self._calls.total() >= MAX_THREADS
+            if self._calls[caller] >= (_CALLS_OF_EACH if is_crowded else MAX_CALLS_PER_TENANT):
+                return False
+            self._calls[caller] += 1
+            return True
+
+    def _leave(self, tenant: str) -> None:
+        with self._lock:
+            self._calls[tenant] -= 1
+            if self._calls[tenant] <= 0:
+                del self._calls[tenant]
+
+    def _sweep(self) -> None:
+        """Looks at every stream from outside: one that only waits for messages would not see a revocation."""
+        while not self._stopped.wait(SWEEP_S):
+            self._executor.look()
+            if self._door is not None:
+                self._door.sweep(time.monotonic())
+            with self._lock:
+                sessions = list(self._sessions)
+            for session in sessions:
+                try:
+                    session.sweep(time.monotonic())
+                except Exception as exc:  # noqa: BLE001 - the thread looks after every tenant and must go on
+                    _LOGGER.error("a sweep of %s failed: %s", session.tenant, type(exc).__name__)
+
+    def _drop(self, session: Session) -> None:
+        session.close()
+        with self._lock:
+            self._sessions.discard(session)
+
+    def drain(self, seconds: float) -> bool:
+        """Refuses new work, and waits for what is in flight.
+
+        Returns:
+            Whether all of it was answered in time.
+        """
+        self._is_draining = True
+        with self._lock:
+            num_open = sum(not session.is_idle for session in self._sessions)
+        _LOGGER.info("draining for up to %.0f s: %d streams have requests that are not answered", seconds, num_open)
+        give_up_at = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                sessions = list(self._sessions)  # anew each time: one may have come in just before
+            for session in sessions:
+                session.drain()
+            busy = [session for session in sessions if not session.is_idle]
+            if not busy or time.monotonic() >= give_up_at:
+                return not busy
+            time.sleep(_DRAIN_LOOK_S)
+
+    def close(self) -> None:
+        """Tells every open stream, then ends the compute threads."""
+        self._stopped.set()
+        with self._lock:
+            sessions = list(self._sessions)
+        for session in sessions:
+            session.end(WireCode.UNAVAILABLE)
+        self._executor.close()

@@ -1,0 +1,296 @@
+"""The tensor port: a listener of its own for the tenants' streams, with TLS and without gRPC.
+
+A connection has a thread of its own that reads, computes what is small, and sends; replies that others made wake it
+(SPEC.md, section 1). gRPC's `Stream` carries the same frames for who cannot reach this port.
+
+Guarantees: nobody without a certificate of the provider's CA gets past the handshake, which has a deadline; connections
+are bounded in number, and where there are too many the oldest without a stream makes room for the next; one that goes,
+or that does not read, costs nobody else anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from provider.net.descriptors import MOST_STREAMS
+from provider.net.session import Session, error_frame
+from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, WireCode
+from wire.frame import FrameType
+from wire.transport.busy_poll import BusyPoll
+from wire.transport.tls_socket import MessageSocket, handshake
+
+MAX_CONNECTIONS = MOST_STREAMS
+"""Those that are still shaking hands included. Each holds a thread."""
+_BACKLOG = 64
+_LINGER_S = 2.0
+"""So long a tenant may take to read the last frame."""
+_STOP_S = 2.0
+_PAUSE_S = 0.1
+_WAKE = (1).to_bytes(8, sys.byteorder)
+"""What eventfd takes: a number to add to its count. A pipe takes anything."""
+_LOGGER = logging.getLogger(__name__)
+Serve = Callable[[MessageSocket], VeilbaseError | None]
+
+
+class TensorPort:
+    """A bound port; `start` lets connections in."""
+
+    def __init__(self, host: str, port: int, most: int = MOST_STREAMS) -> None:
+        """Binds.
+
+        Args:
+            host: an address or a name of this machine.
+            port: 0 picks one.
+            most: connections, fewer than `MAX_CONNECTIONS` where the process may not open so many files.
+
+        Raises:
+            ConfigurationError: the port is taken, or the address is not this machine's.
+        """
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # as gRPC: "::" is IPv4 as well
+            self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        except OSError:
+            raise ConfigurationError(
+                f"cannot listen on {host}, port {port}, for tensors: is it in use, or not an address of this machine?"
+            ) from None
+        self.port: int = self._listener.getsockname()[1]
+        self._places = threading.BoundedSemaphore(min(most, MAX_CONNECTIONS))
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket | MessageSocket, threading.Thread] = {}
+        self._guests: dict[socket.socket | MessageSocket, None] = {}
+        """Open, but without a stream: still shaking hands, or refused. The oldest first."""
+        self._has_stopped = False
+
+    def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
+        """Lets connections in.
+
+        Args:
+            context: the newest, asked for at each handshake.
+            serve: called in a thread of its own for each connection, which ends when that returns; where it returns an
+                error, with that.
+        """
+        threading.Thread(target=self._accept, args=(context, serve), name="veilbase-tensors", daemon=True).start()
+
+    def _accept(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
+        while not self._has_stopped:
+            try:
+                plain, _ = self._listener.accept()
+            except OSError:  # stopped, or no file left for it
+                time.sleep(_PAUSE_S)
+                continue
+            if not self._find_place():
+                plain.close()
+                continue
+            thread = threading.Thread(
+                target=self._meet, args=(plain, context, serve), name="veilbase-stream", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:  # the machine has no thread left
+                plain.close()
+                self._places.release()
+                time.sleep(_PAUSE_S)
+
+    def _find_place(self) -> bool:
+        """Takes a place. Where there is none, anybody could keep it so: so the oldest guest has to go."""
+        if self._places.acquire(blocking=False):
+            return True
+        with self._lock:
+            oldest = next(iter(self._guests), None)
+            if oldest is None:
+                return False
+            del self._guests[oldest]
+            _shut(oldest)
+        return self._places.acquire(timeout=_PAUSE_S)
+
+    def _note(self, connection: socket.socket | MessageSocket, is_guest: bool) -> bool:
+        with self._lock:
+            if not self._has_stopped:
+                self._open[connection] = threading.current_thread()
+                if is_guest:
+                    self._guests[connection] = None
+            return not self._has_stopped
+
+    def _meet(self, plain: socket.socket, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
+        connection: MessageSocket | None = None
+        try:
+            if not self._note(plain, is_guest=True):
+                return
+            connection = handshake(plain, context())
+            is_welcome = self._note(connection, is_guest=False)
+            self._forget(plain)
+            refusal = serve(connection) if is_welcome else None
+            if refusal is not None and self._note(connection, is_guest=True):
+                _refuse(connection, refusal)
+        except OSError:
+            pass  # whoever it was is no tenant, or has gone
+        except Exception as exc:  # noqa: BLE001 - one connection's fault is nobody else's
+            _LOGGER.error("a connection failed: %s", type(exc).__name__)
+        finally:
+            self._forget(plain)
+            plain.close()
+            if connection is not None:
+                self._forget(connection)
+                connection.release()
+            self._places.release()
+
+    def _forget(self, connection: socket.socket | MessageSocket) -> None:
+        with self._lock:
+            self._open.pop(connection, None)
+            self._guests.pop(connection, None)
+
+    def stop(self) -> None:
+        """Ends every connection and waits a moment until they have."""
+        with self._lock:
+            self._has_stopped = True
+            ending = dict(self._open)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._listener.close()
+        for connection in ending:
+            if not isinstance(connection, MessageSocket):
+                _shut(connection)
+        give_up_at = time.monotonic() + _STOP_S
+        for connection, thread in ending.items():
+            thread.join(max(0.0, give_up_at - time.monotonic()))  # the service has told each stream by now
+            if isinstance(connection, MessageSocket):
+                connection.close()
+
+
+def _shut(connection: socket.socket | MessageSocket) -> None:
+    """Wakes whoever waits for it; its own thread closes it."""
+    if isinstance(connection, MessageSocket):
+        connection.close()
+    else:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _refuse(connection: MessageSocket, error: VeilbaseError) -> None:
+    """Ends a connection with one error about all of it."""
+    with contextlib.suppress(OSError):
+        connection.send(error_frame(0, error))
+        connection.finish(_LINGER_S)
+
+
+def carry(session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
+    """Moves a session's messages until one side ends, in the caller's thread.
+
+    Args:
+        session: new.
+        connection: new, too; the caller releases it.
+        busy_poll: this connection's.
+    """
+    _Carrier(session, connection, busy_poll).run()
+
+
+def _wake_ends() -> tuple[int, int]:
+    """Descriptors that a thread waits for, and that another writes `_WAKE` to; one and the same where there is eventfd,
+    since descriptors are few (provider/net/descriptors.py)."""
+    if hasattr(os, "eventfd"):
+        both = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return both, both
+    wake_end, waker = os.pipe()  # pragma: no cover - not Linux
+    os.set_blocking(waker, False)  # pragma: no cover
+    return wake_end, waker  # pragma: no cover
+
+
+class _Carrier:
+    def __init__(self, session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
+        self._session, self._connection, self._busy_poll = session, connection, busy_poll
+        self._is_reading = True
+        self._has_news = self._is_waiting = self._has_replied = False
+        self._wake_end, self._waker = _wake_ends()
+        self._poll = select.poll()
+        self._poll.register(self._wake_end, select.POLLIN)
+        self._lock = threading.Lock()
+        session.notify = self._notify
+
+    def _notify(self) -> None:
+        """For any thread: there may be a frame to send."""
+        self._has_news = True
+        if self._is_waiting:
+            with self._lock, contextlib.suppress(BlockingIOError):
+                if self._waker >= 0:
+                    os.write(self._waker, _WAKE)
+
+    def run(self) -> None:
+        try:
+            self._take(select.POLLIN)  # what came with the handshake, its end included
+            while self._send():
+                self._take(self._wait())
+            self._connection.finish(_LINGER_S)
+        except (OSError, EOFError):  # the tenant went away
+            self._session.close()
+        finally:
+            self._session.stop_sending()
+            self._session.notify = lambda: None  # or the two would hold each other
+            with self._lock:
+                for one in {self._waker, self._wake_end}:
+                    os.close(one)
+                self._waker = -1
+
+    def _send(self) -> bool:
+        """Sends what the connection takes. False when all has been sent that ever will be."""
+        self._has_news = False  # before the session is asked: what comes after that is news again
+        while not self._connection.has_unsent:
+            message = self._session.next_frame()
+            if message is None:
+                return not self._session.is_over
+            self._connection.send(message)
+            self._has_replied |= message[0] == FrameType.REPLY
+        return True
+
+    def _wait(self) -> int:
+        """What the connection is ready for, once it is, or once there is something to send."""
+        must_send = self._connection.has_unsent
+        wanted = (select.POLLIN if self._is_reading else 0) | (select.POLLOUT if must_send else 0)
+        self._poll.register(self._connection, wanted)
+        # who waits for the peer to read may wait long, and who was sent no reply does not decode, whatever it sends
+        self._busy_poll.look(self._is_wanted, self._has_replied and not must_send and self._connection.took_little)
+        self._has_replied = False
+        self._is_waiting = True
+        ready = dict(self._poll.poll(0 if self._has_news and not must_send else None))
+        self._is_waiting = False
+        self._busy_poll.woke()
+        if self._wake_end in ready:
+            os.read(self._wake_end, 4096)
+        return ready.get(self._connection.fileno(), 0)
+
+    def _is_wanted(self) -> object:
+        return self._has_news or self._poll.poll(0)
+
+    def _take(self, events: int) -> None:
+        if events & select.POLLOUT:
+            self._connection.flush()
+        if not events & ~select.POLLOUT:
+            return
+        if not self._is_reading:
+            raise ConnectionError("the peer is gone")
+        try:
+            self._connection.receive()
+        except EOFError:
+            self._hand_in()
+            self._is_reading = False
+            self._session.end_input()
+        except MalformedFrame:
+            self._hand_in()
+            self._is_reading = False
+            self._session.end(WireCode.MALFORMED)
+        else:
+            self._hand_in()
+
+    def _hand_in(self) -> None:
+        while self._is_reading and (message := self._connection.next_message()) is not None:
+            self._is_reading = self._session.receive(message)
+            self._send()

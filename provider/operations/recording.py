@@ -1,0 +1,133 @@
+"""Writes down exactly what a provider sees, for security evaluation (DESIGN.md, section 8).
+
+Guarantees: manifest.json says what was served; one line of index.jsonl per request, in the order of `seq`; tensors only
+up to the size limit, and from the first that is missing on the index says so; a full disk ends the recording, never
+the serving. end.json, written at the end, counts the lines: a recording without it was cut off or goes on. Lines are
+in the order in which requests were answered, failed or were cancelled; what is refused before it is queued (malformed,
+over quota) is not in it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import logging
+import threading
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from wire.errors import ConfigurationError
+from wire.frame import Call
+from wire.manifest import GroupInfo, Manifest
+from wire.ring.seeded_rows import Rows, SeededRows, count_rows
+
+DEFAULT_LIMIT_BYTES = 4 << 30
+_LOGGER = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Appends to one folder."""
+
+    def __init__(
+        self, folder: Path, manifest: Manifest, limit_bytes: int = DEFAULT_LIMIT_BYTES, patterns: str = ""
+    ) -> None:
+        """Opens the folder and warns.
+
+        Args:
+            folder: made if it is not there; must hold no other recording.
+            manifest: of the served model; written beside the index, so that a reader knows whose traffic it is.
+            limit_bytes: of tensor files together.
+            patterns: comma-separated fnmatch patterns of group or layer names; empty means all.
+
+        Raises:
+            ConfigurationError: no such layer, another recording is there, or the folder cannot be written.
+        """
+        self._folder, self._limit_bytes = folder, limit_bytes
+        self._groups = {group.id for group in manifest.groups if _wanted(group, patterns)}
+        if not self._groups:
+            raise ConfigurationError(f"--record-layers {patterns!r} matches no layer")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._index = (folder / "index.jsonl").open("x", encoding="utf-8")
+            with (folder / "manifest.json").open("wb") as file:
+                file.write(manifest.to_bytes())
+        except FileExistsError:
+            raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from None
+        except OSError as exc:
+            raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from None
+        self._lock = threading.Lock()
+        self._seq = self._written_bytes = 0
+        self._failed = self._is_full = False
+        _LOGGER.warning(
+            "RECORDING: everything tenants send is written to %s (up to %d bytes). This is for security evaluation; "
+            "the manifest tells every tenant.", folder, limit_bytes,
+        )  # fmt: skip
+
+    def record(self, tenant: str, call: Call, request: Rows, reply: torch.Tensor | None) -> None:
+        """Writes one request; safe under threads. A hint's `request` is what came: the payload's 48 bytes, uint8.
+
+        Args:
+            reply: None where the request failed or was cancelled.
+        """
+        if call.group not in self._groups or self._failed:
+            return
+        with self._lock:
+            line = {
+                "seq": self._seq,
+                "tenant": tenant,
+                "layer": call.group,
+                "direction": call.direction.name.lower(),
+                "arithmetic": call.arithmetic.name.lower(),
+                "purpose": call.purpose.name.lower(),
+                "rows": count_rows(request) if reply is None else reply.shape[0],
+                "answered": reply is not None,
+            }
+            try:
+                line["file"] = self._write_tensors(_as_tensor(request), reply)
+                line["truncated"] = line["file"] is None
+                self._index.write(json.dumps(line) + "\n")
+                self._index.flush()
+                self._seq += 1
+            except (OSError, ValueError) as exc:
+                self._failed = True
+                _LOGGER.error("the recording ends here: %s", getattr(exc, "strerror", None) or type(exc).__name__)
+
+    def _write_tensors(self, request: torch.Tensor, reply: torch.Tensor | None) -> str | None:
+        if self._is_full:
+            return None
+        tensors = {"request": request} if reply is None else {"request": request, "reply": reply}
+        data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        if self._written_bytes + len(data) > self._limit_bytes:
+            self._is_full = True
+            return None
+        name = f"{self._seq:08d}.safetensors"
+        (self._folder / name).write_bytes(data)
+        self._written_bytes += len(data)
+        return name
+
+    def close(self) -> None:
+        """Ends the recording, once."""
+        with self._lock:
+            if self._index.closed:
+                return
+            end = {"messages": self._seq, "failed": self._failed}
+            self._failed = True
+            self._index.close()
+            try:
+                (self._folder / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
+            except OSError as exc:
+                _LOGGER.error("the end of the recording cannot be written: %s", exc.strerror)
+
+
+def _as_tensor(request: Rows) -> torch.Tensor:
+    if isinstance(request, SeededRows):
+        return torch.frombuffer(bytearray(request.pack()), dtype=torch.uint8)
+    return request
+
+
+def _wanted(group: GroupInfo, patterns: str) -> bool:
+    parts = [part.strip() for part in patterns.split(",") if part.strip()] or ["*"]
+    names = [group.name, *(layer.name for layer in group.layers)]
+    return any(fnmatch.fnmatchcase(name, part) for name in names for part in parts)

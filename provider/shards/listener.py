@@ -1,0 +1,101 @@
+"""Where shards on other hosts come in: one RPC, from the first word to the replica behind the stream."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from provider.engine.executor import Executor
+from provider.model.served_model import ProviderCore
+from provider.shards.joined import JoinedShard
+from provider.shards.messages import JOINED, Assignment, Join, Ready, pack, unpack
+from wire.errors import VeilbaseError, VersionMismatch
+
+_JOIN_S, _LOAD_S = 20.0, 1800.0
+"""For a host's first word, and for it to load its model."""
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Visit:
+    """A host on its way in, which holds a thread."""
+
+    context: Any
+    is_refused: Callable[[], bool]
+    give_up_at: float
+
+
+class ShardDoor:
+    """Lets shards in, one thread each."""
+
+    def __init__(self, core: ProviderCore, plan: Sequence[Sequence[int]], executors: Sequence[Executor]) -> None:
+        """Args: core: knows the weights' fingerprints; plan: groups of each shard; executors: of each shard."""
+        self._core, self._plan, self._executors = core, plan, executors
+        self._visits: set[_Visit] = set()
+        self._lock = threading.Lock()
+
+    def serve(
+        self, name: str, messages: Iterator[bytes], context: Any, is_refused: Callable[[], bool]
+    ) -> Iterator[bytes]:
+        """What to send to a shard whose certificate has been accepted; ends the RPC where it does not fit.
+
+        Args:
+            name: of its certificate.
+            messages, context: of the RPC.
+            is_refused: whether its certificate was revoked meanwhile.
+        """
+        visit = _Visit(context, is_refused, time.monotonic() + _JOIN_S)
+        with self._lock:
+            self._visits.add(visit)
+        try:
+            shard = unpack(Join, next(messages)).shard
+            if shard >= len(self._plan):
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no such shard")
+            wanted = self._assignment(shard)
+            visit.give_up_at = time.monotonic() + _LOAD_S
+            yield pack(wanted)
+            held = unpack(Ready, next(messages)).digests
+        except (StopIteration, grpc.RpcError):
+            return
+        except VersionMismatch:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another protocol version")
+        except VeilbaseError:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a shard's message")
+        finally:
+            with self._lock:
+                self._visits.discard(visit)
+        if held != wanted.digests:
+            _LOGGER.error("shard %d of %s holds other weights, and is refused", shard, name)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "other weights")
+        yield JOINED
+        groups = {one: self._core.manifest().groups[one] for one in self._plan[shard]}
+        replica = JoinedShard(f"{shard} of {name}", groups, is_refused)
+        if not context.add_callback(replica.close):
+            return
+        threading.Thread(target=replica.read, args=(messages,), name="veilbase-shard", daemon=True).start()
+        self._executors[shard].join(replica)
+        _LOGGER.info("shard %d was joined by %s", shard, name)
+        try:
+            yield from replica.outgoing()
+        finally:
+            self._executors[shard].note_lost(replica)
+            _LOGGER.warning("shard %d was left by %s", shard, name)
+
+    def _assignment(self, shard: int) -> Assignment:
+        manifest = self._core.manifest()
+        digests = {one: self._core.fingerprints[one] for one in self._plan[shard]}
+        return Assignment(model_id=manifest.model_id, weights=manifest.weights, digests=digests)
+
+    def sweep(self, now: float) -> None:
+        """Ends visits that take too long, and those of revoked hosts."""
+        with self._lock:
+            visits = list(self._visits)
+        for visit in visits:
+            if now >= visit.give_up_at or visit.is_refused():
+                visit.context.cancel()

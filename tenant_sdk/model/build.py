@@ -1,0 +1,242 @@
+"""A transformers model whose base layers are at the provider.
+
+transformers builds the model from the bundle's config and loads the bundle's tensors; a registered quantizer swaps the
+base layers for remote ones before loading, so no model code is changed and buffers such as RoPE's are made as always.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from noise.scheme import GroupSpec
+from tenant_sdk.model.decode_threads import watch
+from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
+from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.text.source import TenantText
+from tenant_sdk.trust.config_rules import read_config
+from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
+from wire.loading import loading
+from wire.manifest import GroupInfo, LayerInfo, Manifest
+
+_METHOD = "veilbase-remote"
+
+
+@register_quantization_config(_METHOD)
+class _RemoteConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Carries the manifest's layers into from_pretrained; never saved."""
+
+    def __init__(self, layers: dict[str, LayerInfo] | None = None, **_: Any) -> None:
+        """Args: layers: by module name."""
+        self.quant_method = _METHOD
+        self.layers = layers or {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only the name."""
+        return {"quant_method": _METHOD}
+
+
+@register_quantizer(_METHOD)
+class _RemoteQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Swaps base layers for remote ones before weights are loaded."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        for name, layer in self.quantization_config.layers.items():
+            _swap(model, name, layer)
+        return model
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        """No: there is nothing to serialise."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters train over remote layers."""
+        return True
+
+
+def _swap(model: nn.Module, name: str, layer: LayerInfo) -> None:
+    parent_name, _, child = name.rpartition(".")
+    try:
+        parent = model.get_submodule(parent_name)
+        local: Any = parent.get_submodule(child)
+    except AttributeError:
+        raise MalformedFrame(f"the manifest names a layer that this architecture does not have: {name}") from None
+    is_conv = isinstance(local, Conv1D)
+    if not is_conv and not isinstance(local, nn.Linear):
+        raise MalformedFrame(f"the manifest names a layer that is neither Linear nor Conv1D: {name}")
+    shape = tuple(local.weight.shape) if is_conv else tuple(local.weight.shape)[::-1]
+    announced = ("conv1d" if is_conv else "linear", shape, local.bias is not None)
+    if announced != (layer.kind, (layer.in_features, layer.out_features), layer.bias):
+        raise MalformedFrame(f"the manifest's {name} does not have the shape that its own config gives")
+    make = RemoteConv1D if is_conv else RemoteLinear
+    with torch.device(local.weight.device):
+        remote = make(layer.in_features, layer.out_features, layer.bias, local.weight.dtype)
+    setattr(parent, child, remote)
+
+
+def load_remote_model(
+    folder: Path, manifest: Manifest, executor: RemoteExecutor, dtype: torch.dtype, device: torch.device,
+    *, verified: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    """Builds the model and attaches its base layers to the provider.
+
+    Args:
+        folder: the bundle.
+        manifest: of the same provider.
+        executor: carries the calls.
+        dtype: of the tenant's own tensors and of activations.
+        device: the tenant's device.
+        verified: whether the bundle was compared with a trusted checkpoint; without it the config is reduced to what
+            its class declares.
+
+    Returns:
+        A model in eval mode, all parameters frozen.
+
+    Raises:
+        MalformedFrame: manifest, config and bundle do not fit together.
+        ConfigurationError: an architecture this transformers does not know.
+    """
+    layers = {layer.name: layer for group in manifest.groups for layer in group.layers}
+    with loading():
+        try:
+            config = (
+                AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+                if verified
+                else read_config(folder)
+            )
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, quantization_config=_RemoteConfig(layers), dtype=dtype, local_files_only=True,
+                trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+            )  # fmt: skip
+        except VeilbaseError:
+            raise
+        except SafetensorError:
+            raise MalformedFrame("the bundle's model.safetensors cannot be read") from None
+        except Exception as exc:  # noqa: BLE001 - a peer's config may make transformers raise anything
+            raise ConfigurationError(
+                f"this transformers cannot build the provider's {config_kind(manifest)} model ({type(exc).__name__})"
+            ) from None
+    missing = sorted(set(info["missing_keys"])) + sorted(str(entry[0]) for entry in info["mismatched_keys"])
+    if missing:
+        raise MalformedFrame(f"the bundle lacks {len(missing)} tensors of the model, such as {missing[0]}")
+    model.hf_quantizer.remove_quantization_config(model)
+    _forget_quantized(model)
+    model.name_or_path = model.config.name_or_path = manifest.model_id
+    model.to(device)
+    _attach(model, manifest, executor, load_alphas(folder, manifest), device)
+    watch(model.base_model)
+    return model.requires_grad_(False).eval()
+
+
+def _forget_quantized(model: nn.Module) -> None:
+    """Some models compute otherwise, not only elsewhere, where their configs have this mark of any quantizer."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.__dict__.pop("_is_quantized", None)
+
+
+def config_kind(manifest: Manifest) -> str:
+    """The model type that the manifest names, bounded for an error text."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "?", str(manifest.config.get("model_type", "unknown"))[:64])
+
+
+def context_length(folder: Path) -> int:
+    """Most tokens that the model's positions can count; a very large number where its config names none.
+
+    Args:
+        folder: the bundle, whose config was checked or pinned; the manifest's copy is not read.
+
+    Raises:
+        MalformedFrame: the config's number cannot be one.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    lengths = []
+    for key in ("max_position_embeddings", "n_positions"):
+        length = config.get(key)
+        if length is None:
+            continue
+        if type(length) is not int or not 1 <= length <= 1 << 31:  # a bool is no length
+            raise MalformedFrame(f"the provider's config was expected to have a whole number from 1 to 2^31 as {key}")
+        lengths.append(length)
+    return min(lengths, default=1 << 20)
+
+
+def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """α by layer name, float32, checked against the manifest's shapes.
+
+    Raises:
+        MalformedFrame: a scale is missing, has another shape, or is not a positive number.
+    """
+    try:
+        alphas: dict[str, torch.Tensor] = load_file(folder / "scales.safetensors")
+    except (SafetensorError, OSError):
+        raise MalformedFrame("the bundle's scales.safetensors is missing or cannot be read") from None
+    for group in manifest.groups:
+        for layer in group.layers:
+            alpha = alphas.get(layer.name)
+            if alpha is None or alpha.shape != (layer.out_features,) or alpha.dtype != torch.float32:
+                raise MalformedFrame(f"the bundle's scales of {layer.name} do not fit the manifest")
+            if not bool((torch.isfinite(alpha) & (alpha > 0)).all()):
+                raise MalformedFrame(f"the bundle's scales of {layer.name} are not positive numbers")
+    return alphas
+
+
+def group_spec(group: GroupInfo, alphas: dict[str, torch.Tensor], device: torch.device) -> GroupSpec:
+    """What a mask needs to know of one group; α begins on this device and follows the rows (`GroupSpec.alpha_on`)."""
+    alpha = torch.cat([alphas[layer.name] for layer in group.layers]).to(device)
+    return GroupSpec(
+        group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha, group.digest
+    )
+
+
+def _attach(
+    model: nn.Module,
+    manifest: Manifest,
+    executor: RemoteExecutor,
+    alphas: dict[str, torch.Tensor],
+    device: torch.device,
+) -> None:
+    planned = executor.planned_calls()
+    for info in manifest.groups:
+        spec = group_spec(info, alphas, device)
+        group = RemoteGroup(executor, spec, [layer.out_features for layer in info.layers], planned)
+        for index, layer in enumerate(info.layers):
+            module = model.get_submodule(layer.name)
+            if not isinstance(module, RemoteLinear | RemoteConv1D):
+                raise MalformedFrame(f"{layer.name} was not swapped for a remote layer")
+            module.attach(group, index, device)
+
+
+def generation_settings(text: TenantText | None, config: Any) -> GenerationConfig:
+    """What stops an answer, and nothing else of a provider that is not verified.
+
+    Args:
+        text: the session's tokenizer; None where the bundle brings none, and then the config's own numbers count.
+        config: of the model.
+    """
+    if text is None:
+        ends = getattr(config, "eos_token_id", None)
+        return GenerationConfig(eos_token_id=ends, pad_token_id=getattr(config, "pad_token_id", None))
+    if text.settings is not None:
+        return copy.deepcopy(text.settings)  # `generate` may write into a model's settings
+    return GenerationConfig(
+        eos_token_id=list(text.stop_ids) or None,
+        bos_token_id=text.tokenizer.bos_token_id,
+        pad_token_id=text.tokenizer.pad_token_id,
+    )

@@ -1,0 +1,202 @@
+"""What a loaded model does when a value is not finite: it stops, or it goes on with zeros to the planned end.
+
+Without `verify` a provider may answer so that a number overflows, and where that happens depends on the tenant's data:
+a run that stopped there would tell the provider about them (`attacks.programs.overflow`). From the first value on that
+is not finite the calls therefore stay what they were going to be: each carries zeros under a fresh mask, and gives
+zeros.
+
+Guarantees: which calls come, in which order and with how many rows, does not depend on whether a value was finite;
+after one was not, nothing of the tenant's is sent any more by that model, masked or not; one warning says so. With
+`verify` nothing of this is needed and a value that is not finite is an error at once: a provider that lies fails the
+check first. Does not guarantee anything about time, nor about code of the user's own that looks at the values, as a
+callback that ends a run early does.
+
+The state belongs to one loaded model, and so to one run of `finetune`; an answer of `generate` has its own. A later run
+of the same client starts afresh. A client that refused further work would show by its silence what the run has hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from transformers import TrainerCallback
+
+from wire.errors import NotFinite
+
+WARNING = (
+    "a value is NaN or infinite: this model sends zeros from now on and gives zeros, so that its calls show nothing of "
+    "that, and whatever comes of the run is worthless. A learning rate too high can do it, and so can a provider that "
+    "answers wrongly: verify='path or hub id' would tell"
+)
+FAILED = (
+    "a value was NaN or infinite, so nothing came of this run: the learning rate is too high, the adapter overflows, "
+    "or the provider answers wrongly, which verify='path or hub id' would tell"
+)
+
+
+class NotFiniteWarning(UserWarning):
+    """A model goes on with zeros after a value that was not finite; the run it belongs to is lost."""
+
+
+@dataclass(eq=False)
+class Course:
+    """One run's state.
+
+    Attributes:
+        may_stop: whether a value that is not finite is an error at once.
+        sends_zeros: whether there was one. It stays so.
+    """
+
+    may_stop: bool
+    sends_zeros: bool = False
+
+    def not_finite(self) -> None:
+        """Called when a value is not finite: the run goes on with zeros.
+
+        Raises:
+            NotFinite: this run may stop at once.
+        """
+        if self.may_stop:
+            raise NotFinite("a gradient, weight or logit is NaN or infinite: the run ended there")
+        if not self.sends_zeros:
+            self.sends_zeros = True
+            _warn()
+
+    def check(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Calls `not_finite` when one of these tensors holds a value that is not."""
+        if not self.sends_zeros and not are_finite(tensors):
+            self.not_finite()
+
+    def finish(self) -> None:
+        """Ends a run.
+
+        Raises:
+            NotFinite: a value was not finite.
+        """
+        if self.sends_zeros:
+            raise NotFinite(FAILED)
+
+
+class PlannedCalls:
+    """The course that a call of one loaded model belongs to."""
+
+    def __init__(self, may_stop: bool) -> None:
+        """Args: may_stop: of runs that do not choose for themselves."""
+        self._stops = may_stop
+        self._shared = Course(may_stop)
+        self._local = threading.local()
+
+    @property
+    def course(self) -> Course:
+        """The calling thread's own course where it has one; autograd's threads and all others share the model's."""
+        return getattr(self._local, "course", self._shared)
+
+    @contextlib.contextmanager
+    def own_course(self, may_stop: bool) -> Iterator[Course]:
+        """A fresh course for the calls that this thread makes in here, as an answer's: it has no backward calls.
+
+        Args:
+            may_stop: whether a value that is not finite is an error at once; with `verify` it is in any case.
+        """
+        before = getattr(self._local, "course", None)
+        self._local.course = Course(may_stop or self._stops)
+        try:
+            yield self._local.course
+        finally:
+            if before is None:
+                del self._local.course
+            else:
+                self._local.course = before
+
+
+AT_ONCE = PlannedCalls(may_stop=True)
+"""For calls that belong to no model: a value that is not finite is an error."""
+
+
+def planned_calls(model: Any) -> PlannedCalls:
+    """Those of a model of `TenantClient.load_model`, adapted or not; AT_ONCE for one without remote layers."""
+    for module in model.modules():
+        found = getattr(module, "planned_calls", None)
+        if isinstance(found, PlannedCalls):
+            return found
+    return AT_ONCE
+
+
+def check_run(model: Any) -> None:
+    """Ends a run of a stock tool over `TenantClient.load_model`: call it before you use what came of the run.
+
+    Raises:
+        NotFinite: a value was not finite, in a call or now in a trainable parameter: what was trained is worthless.
+    """
+    course = planned_calls(model).course
+    course.check(trainable(model))
+    course.finish()
+
+
+def trainable(model: Any) -> Iterator[torch.Tensor]:
+    """The parameters that a run changes."""
+    return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no value is NaN or infinite; one look at the device for all of them."""
+    held = [tensor for tensor in tensors if tensor.numel()]
+    if not held:
+        return True
+    return bool(torch.stack([torch.isfinite(tensor).all().to(held[0].device) for tensor in held]).all())
+
+
+class KeepFinite(TrainerCallback):  # type: ignore[misc]
+    """Looks at the gradients of every optimizer step, and keeps what is not finite out of the adapter.
+
+    A NaN that came with the very last reply of a step would else be in the weights, and in a checkpoint, before any row
+    shows it; and weights that are not finite make some PEFT methods raise where they invert a matrix.
+    """
+
+    def __init__(self, course: Course) -> None:
+        """Args: course: of the run."""
+        self._course = course
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Takes zeros for the gradients of a run that goes on with zeros."""
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        self._course.check(gradients)
+        if self._course.sends_zeros:
+            for gradient in gradients:
+                gradient.zero_()
+
+
+def _warn() -> None:
+    """Says it once, also where warnings are errors: one raised here would end the run, which is what must not show."""
+    try:
+        warnings.warn(WARNING, NotFiniteWarning, stacklevel=2)
+    except NotFiniteWarning:
+        logging.getLogger(__name__).warning(WARNING)
+
+
+_Made = TypeVar("_Made")
+
+
+def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
+    """What `mask` makes of the rows, or of as many zeros.
+
+    Args:
+        mask: spends nothing where it raises `NotFinite`.
+        rows: of one call.
+        course: that the call belongs to.
+    """
+    if not course.sends_zeros:
+        try:
+            return mask(rows)
+        except NotFinite:
+            if course.may_stop:
+                raise
+            course.not_finite()
+    return mask(torch.zeros_like(rows))

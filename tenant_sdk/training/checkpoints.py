@@ -1,0 +1,175 @@
+"""Checkpoints of one run, and adapters written whole or not at all.
+
+A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from;
+and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells. A run that
+met a value that is not finite writes its checkpoints as ever, so that a save takes its time, and marks them spoilt:
+none of that run is resumed from, not even an earlier one, because the step at which a run begins again can be seen.
+New folders have mode 0700 and their files 0600, whatever the umask; an adapter that is replaced leaves its rights to
+the new one. Files of a checkpoint get their mode when it is complete; until then its folder alone keeps others out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from noise.disk.private_files import FILE_MODE, make_private, make_private_folder, take_over_rights, write_private
+from wire.errors import ConfigurationError
+
+_MARKER = "complete"
+_SPOILT = "not-finite"
+"""Marks a checkpoint, or the folder of a run, that went on with zeros after a value that was not finite."""
+
+
+def fingerprint(
+    rows: list[dict[str, list[int]]], peft_config: dict[str, Any], settings: Any, digests: list[str]
+) -> str:
+    """SHA-256 of everything that makes two runs the same run."""
+    parts = (rows, _plain(peft_config), asdict(settings), digests)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Sets become sorted lists: their order differs from one process to the next."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, set | frozenset | list | tuple):
+        items = [_plain(item) for item in value]
+        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
+    return value
+
+
+class Checkpoints:
+    """The folder of one run's checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args: folder: made when it is needed, removed by `discard`."""
+        self.folder = folder
+
+    def open(self, run: str, resume: bool | None) -> Path | None:
+        """Prepares the folder for a run.
+
+        Args:
+            run: the run's fingerprint.
+            resume: None takes a checkpoint of the same run if there is one; True demands one; False starts over.
+
+        Returns:
+            The checkpoint to go on from, or None.
+
+        Raises:
+            ConfigurationError: a checkpoint is demanded and there is none, it belongs to another run, or a value of
+                the run was not finite.
+        """
+        if resume is False:
+            self.discard()
+        if next(self.folder.glob(f"**/{_SPOILT}"), None) is not None:
+            raise ConfigurationError(
+                f"{self.folder} holds checkpoints of a run that met a NaN or infinite value: none of them is resumed "
+                "from; pass resume=False to start over"
+            )
+        latest, owner = self._latest(), self._owner()
+        if latest is not None and owner != run:
+            raise ConfigurationError(
+                f"{self.folder} holds checkpoints of a run with other data or settings: "
+                "pass resume=False to start over, or choose another output_dir"
+            )
+        if latest is None and resume:
+            raise ConfigurationError(f"there is no complete checkpoint in {self.folder} to resume from")
+        try:
+            make_private_folder(self.folder)
+            write_private(self.folder / "run.json", json.dumps({"fingerprint": run}))
+        except OSError as exc:
+            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from None
+        return latest
+
+    def _owner(self) -> str | None:
+        try:
+            return str(json.loads((self.folder / "run.json").read_text(encoding="utf-8"))["fingerprint"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _latest(self) -> Path | None:
+        found = [path.parent for path in self.folder.glob(f"checkpoint-*/{_MARKER}")]
+        return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+    def discard(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def spoil(self) -> None:
+        """Nothing here is resumed from: the run ended without an adapter, because a value was not finite."""
+        (self.folder / _SPOILT).touch()
+
+    def callback(self, is_sound: Callable[[], bool] = lambda: True) -> TrainerCallback:
+        """Marks each checkpoint after Trainer has written it.
+
+        Args:
+            is_sound: whether what was written is worth resuming from; else it is marked as spoilt.
+        """
+        return _Mark(self.folder, is_sound)
+
+
+class _Mark(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, folder: Path, is_sound: Callable[[], bool]) -> None:
+        self._folder, self._is_sound = folder, is_sound
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        checkpoint = self._folder / f"checkpoint-{state.global_step}"
+        for path in checkpoint.iterdir():
+            path.chmod(FILE_MODE)
+            with path.open("rb") as written:
+                os.fsync(written.fileno())
+        (checkpoint / (_MARKER if self._is_sound() else _SPOILT)).touch(FILE_MODE)
+
+
+def check_replaceable(output_dir: Path) -> None:
+    """Refuses, before any work, an output folder that holds anything but an adapter: it would be replaced whole.
+
+    Raises:
+        ConfigurationError: a file, or a folder with other things in it.
+    """
+    if output_dir.is_dir():
+        names = {path.name for path in output_dir.iterdir()}
+        if not names or ("adapter_config.json" in names and not any((output_dir / name).is_dir() for name in names)):
+            return
+    elif not output_dir.exists():
+        return
+    raise ConfigurationError(f"{output_dir} holds something other than an adapter: name a folder of its own")
+
+
+def save_adapter(model: Any, output_dir: Path) -> None:
+    """Writes PEFT's files beside the target, then puts them in place; an older adapter there is replaced.
+
+    A folder that was there leaves its rights to the new one, and so does a file to the one of its name.
+
+    Args:
+        model: a PeftModel.
+        output_dir: the adapter's folder.
+
+    Raises:
+        OSError: no room or no permission.
+    """
+    make_private_folder(output_dir.parent)
+    with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as scratch:
+        fresh, old = Path(scratch) / "new", Path(scratch) / "old"
+        model.save_pretrained(fresh, save_embedding_layers=False)
+        make_private(fresh)  # until here the scratch folder, 0700, kept others out
+        replaced = output_dir.exists()
+        if replaced:
+            take_over_rights(output_dir, fresh)
+            output_dir.rename(old)
+        try:
+            fresh.rename(output_dir)
+        except BaseException:
+            if replaced:
+                old.rename(output_dir)
+            raise

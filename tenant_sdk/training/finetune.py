@@ -1,0 +1,425 @@
+"""Fine-tuning on transformers' Trainer: the adapter, the data and the optimizer stay here.
+
+Guarantees: completion-only loss (tenant_sdk/training/dataset.py); a run that broke goes on from its last complete
+checkpoint when the same call is made again; the adapter folder appears whole or not at all and loads in stock PEFT;
+the calls of a run do not depend on whether a value was finite (tenant_sdk/model/planned_calls.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from safetensors import SafetensorError
+from torch.nn import functional
+from transformers import Trainer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from noise.disk.private_files import make_private_folder
+from tenant_sdk.adapters import copied_base_layer, virtual_tokens
+from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
+from tenant_sdk.progress import ProgressBar
+from tenant_sdk.text.rows import pad_token
+from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
+from tenant_sdk.training.dataset import IGNORE_INDEX, Collator, load_rows
+from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
+from tenant_sdk.training.token_rows import training_rows
+from wire.errors import ConfigurationError, NotFinite, VeilbaseError
+from wire.loading import loading, quiet_transformers
+
+if TYPE_CHECKING:
+    from tenant_sdk.client import TenantClient
+
+
+_SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
+"""transformers' schedules that need no further argument."""
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What a fine-tuning run gave.
+
+    Attributes:
+        adapter_dir: PEFT's own files; `PeftModel.from_pretrained(base, adapter_dir)` loads them.
+        losses: mean loss per labelled token of each optimizer step, in order; after a resume, of all steps.
+        tokens: tokens trained on in this call, padding not counted.
+        bytes_up, bytes_down: what crossed the wire in this call.
+        seconds: wall clock of this call's training.
+        resumed_from_step: 0 for a run that started afresh.
+    """
+
+    adapter_dir: Path
+    losses: list[float] = field(repr=False)
+    tokens: int
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    resumed_from_step: int = 0
+
+
+@dataclass(frozen=True)
+class _Settings:
+    max_steps: int | None
+    num_epochs: float
+    batch_size: int
+    gradient_accumulation_steps: int
+    learning_rate: float
+    lr_scheduler_type: str
+    warmup_steps: int
+    weight_decay: float
+    max_grad_norm: float
+    save_steps: int
+    seed: int
+    gradient_checkpointing: bool
+
+    def check(self) -> None:
+        """Raises ConfigurationError for a value with which no run is possible, before anything is sent or written."""
+        positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
+        positive += () if self.max_steps is None else ("max_steps",)
+        for name in positive:
+            if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
+                raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name} must be a finite number from 0, got {getattr(self, name)}")
+        if self.seed >= 1 << 32:  # numpy's generator takes no more
+            raise ConfigurationError(f"seed must be below 2^32, got {self.seed}")
+        if self.lr_scheduler_type not in _SCHEDULERS:
+            raise ConfigurationError(
+                f"lr_scheduler_type must be one of {', '.join(_SCHEDULERS)}, got {self.lr_scheduler_type!r}"
+            )
+
+
+def default_peft_config() -> LoraConfig:
+    """LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
+    return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@own_accelerate_state()
+def finetune(
+    client: TenantClient,
+    data: Any,
+    peft_config: PeftConfig | None = None,
+    output_dir: str | Path = "adapters/adapter",
+    *,
+    max_steps: int | None = None,
+    num_epochs: float = 3.0,
+    batch_size: int = 8,
+    gradient_accumulation_steps: int = 1,
+    learning_rate: float = 1e-3,
+    lr_scheduler_type: str = "linear",
+    warmup_steps: int = 3,
+    weight_decay: float = 0.0,
+    max_grad_norm: float = 1.0,
+    max_length: int | None = None,
+    save_steps: int = 10,
+    seed: int = 0,
+    gradient_checkpointing: bool = False,
+    resume: bool | None = None,
+    progress: bool = True,
+) -> FinetuneResult:
+    """Trains an adapter over the provider's base model.
+
+    Args:
+        client: connected or not.
+        data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`, or
+            `text`.
+        peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default. It is not
+            changed.
+        output_dir: where the adapter goes; checkpoints lie beside it, in `OUTPUT_DIR.checkpoints`, until the run ends.
+        max_steps: optimizer steps; `num_epochs` counts when it is None.
+        max_length: longest row in tokens; by default the model's context, less an adapter's virtual tokens. A longer
+            row is an error.
+        save_steps: optimizer steps between checkpoints.
+        gradient_checkpointing: less tenant memory for about twice the forward calls.
+        resume: None goes on from a checkpoint of the same run if there is one; True demands one; False starts over.
+        progress: a progress bar on stderr.
+
+    Returns:
+        Adapter folder, losses, tokens, bytes, seconds.
+
+    Raises:
+        DatasetError: names the line.
+        ConfigurationError: settings that do not fit, or a checkpoint of another run.
+        NotFinite: a value was NaN or infinite: with `verify` at once, without it at the planned end; no adapter.
+        TransportError, ProtocolError, AccessError: the run can go on with the same call.
+        VeilbaseError: the adapter or a checkpoint could not be written.
+    """
+    settings = _Settings(
+        max_steps, num_epochs, batch_size, gradient_accumulation_steps, learning_rate, lr_scheduler_type, warmup_steps,
+        weight_decay, max_grad_norm, save_steps, seed, gradient_checkpointing,
+    )  # fmt: skip
+    settings.check()
+    if max_length is not None and max_length < 1:
+        raise ConfigurationError(f"max_length must be positive, got {max_length}")
+    parsed = load_rows(data)
+    manifest = client.connect()
+    # a copy: PEFT writes into the config, and the same call must have the same fingerprint again
+    peft_config = copy.deepcopy(peft_config or default_peft_config())
+    num_virtual = virtual_tokens(peft_config)
+    room = _room(client.context_length, num_virtual)
+    rows = training_rows(parsed, client.text, min(max_length or room, room), client.bucket, num_virtual)
+    output_dir = Path(output_dir)
+    check_replaceable(output_dir)
+    digests = [group.digest for group in manifest.groups]
+    checkpoints = Checkpoints(output_dir.with_name(output_dir.name + ".checkpoints"))
+    start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)
+
+    set_seed(seed)
+    model = _adapted(client, peft_config, seed)
+    if gradient_checkpointing:
+        _checkpoint_activations(model.get_base_model())
+    course = planned_calls(model).course
+    trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(client.tokenizer), course)
+    trainer.same_rows_for_any_text = client.bucket is not None
+    client.fetch_hints(backward=True)
+    before, began = client.traffic, time.monotonic()
+    with _saving_errors(), _reading_errors(start):
+        with quiet_transformers(), _progress_bar(trainer) if progress else nullcontext():
+            trainer.train(resume_from_checkpoint=str(start) if start else None)
+        _check_finite(model, course, checkpoints)
+        save_adapter(model, output_dir)
+    seconds, after = time.monotonic() - began, client.traffic
+    checkpoints.discard()
+    return FinetuneResult(
+        output_dir, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.num_tokens,
+        after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
+        int(start.name.rpartition("-")[2]) if start else 0,
+    )  # fmt: skip
+
+
+def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
+    """Raises NotFinite at the end of a run that met such a value, also in the adapter's own weights."""
+    try:
+        course.check(trainable(model))
+        course.finish()
+    except NotFinite:
+        checkpoints.spoil()
+        raise
+
+
+def _room(context: int, num_virtual: int) -> int:
+    """Tokens that a row may have."""
+    if num_virtual >= context:
+        raise ConfigurationError(
+            f"num_virtual_tokens must leave room for rows in the model's context of {context}, got {num_virtual}"
+        )
+    return context - num_virtual
+
+
+def _adapted(client: TenantClient, peft_config: PeftConfig, seed: int) -> Any:
+    """A fresh model with the adapter on it.
+
+    A copy of a base layer has no weight: nothing of it would be trained, and stock PEFT could not load the adapter.
+    """
+    with _adapter_errors():
+        base = client.load_model()
+        with loading(), DrawnFrom(seed):
+            model = get_peft_model(base, peft_config)
+    copied = copied_base_layer(model)
+    if copied is not None:
+        name, setting = copied
+        raise ConfigurationError(
+            f"base layers held by the provider cannot be trained whole: take {name} out of {setting}, "
+            "or adapt it with LoRA"
+        )
+    return model
+
+
+def _checkpoint_activations(model: Any) -> None:
+    """What Trainer's own switch does, except that the embeddings do not come to require a gradient.
+
+    They would send backward calls below the adapters; checkpointing that is not re-entrant needs none.
+    """
+    try:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    except ValueError:
+        raise ConfigurationError(f"{type(model).__name__} does not support gradient_checkpointing") from None
+    model.disable_input_require_grads()
+
+
+def completion_loss(
+    model: Any, inputs: Any, count: Any = None, every_position: bool = False
+) -> tuple[torch.Tensor, Any]:
+    """Mean cross-entropy over labelled tokens, and the model's outputs; logits only where some row has a label.
+
+    Args:
+        model: one whose forward takes `logits_to_keep`.
+        inputs: of a `Collator`; `labels` are taken out.
+        count: what the sum is divided by; None for the number of labels.
+        every_position: compute logits everywhere, so that the number of labels does not show at a remote head.
+    """
+    labels = inputs.pop("labels")
+    targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
+    keep = (targets != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
+    if every_position:
+        keep = torch.arange(targets.shape[1], device=targets.device)
+    outputs = model(**inputs, use_cache=False, logits_to_keep=keep)
+    logits = outputs.logits.float().flatten(0, 1)
+    total = functional.cross_entropy(logits, targets[:, keep].flatten(), ignore_index=-100, reduction="sum")
+    count = (targets != IGNORE_INDEX).sum() if count is None else count
+    return total / max(int(count), 1), outputs  # a batch may have no label: see tenant_sdk/text/rows.py
+
+
+class CompletionTrainer(Trainer):  # type: ignore[misc]
+    """Trainer that computes logits only where some row has a label, and counts tokens."""
+
+    num_tokens = 0
+    same_rows_for_any_text = False
+    """Whether the number of labels may not show, as it does at a remote head that computes only where labels are."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Mean cross-entropy over labelled tokens; the same number as the model's own loss.
+
+        The vocabulary is by far the widest layer, and in completion-only training most positions have no label.
+        """
+        self.num_tokens += int(inputs["attention_mask"].sum())
+        if not self._keeps_logits(model):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = completion_loss(model, inputs, num_items_in_batch, self.same_rows_for_any_text)
+        return (loss, outputs) if return_outputs else loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was changed."""
+        folder = Path(output_dir or self.args.output_dir)
+        make_private_folder(folder)  # before Trainer, which writes into it what tells of the data
+        self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
+
+    def _keeps_logits(self, model: Any) -> bool:
+        base = self.accelerator.unwrap_model(model)
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base
+        # a prompt-learning method adds positions in front, so the indices would be others
+        return not getattr(model.active_peft_config, "is_prompt_learning", False) and (
+            "logits_to_keep" in inspect.signature(base.forward).parameters
+        )
+
+
+@quiet_transformers()  # Trainer reads the log level and sets it again
+def _make_trainer(
+    model: Any,
+    rows: list[dict[str, list[int]]],
+    settings: _Settings,
+    checkpoints: Checkpoints,
+    pad: int,
+    course: Course,
+) -> CompletionTrainer:
+    arguments = TrainingArguments(
+        output_dir=str(checkpoints.folder),
+        max_steps=settings.max_steps or -1,
+        num_train_epochs=settings.num_epochs,
+        per_device_train_batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type=settings.lr_scheduler_type,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        data_seed=settings.seed,  # else the order comes from whichever seed a thread of the process has set last
+        use_cpu=model.device.type == "cpu",
+        logging_steps=1,
+        logging_first_step=True,
+        save_strategy="steps",
+        save_steps=settings.save_steps,
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        dataloader_num_workers=0,  # workers would fork after the connection is open
+        dataloader_pin_memory=False,
+    )
+
+    def is_sound() -> bool:
+        course.check(trainable(model))
+        return not course.sends_zeros
+
+    trainer = CompletionTrainer(
+        model=model, args=arguments, train_dataset=rows, data_collator=Collator(pad),
+        callbacks=[KeepFinite(course), checkpoints.callback(is_sound)],
+    )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+@contextmanager
+def _progress_bar(trainer: Trainer) -> Iterator[None]:
+    bar = ProgressBar()
+    trainer.add_callback(bar)
+    try:
+        yield
+    finally:
+        bar.stop()  # Trainer says nothing to its callbacks when a run breaks
+
+
+@contextmanager
+def _adapter_errors() -> Iterator[None]:
+    try:
+        yield
+    except VeilbaseError:
+        raise
+    except (ValueError, TypeError) as exc:
+        text = str(exc).split("\n")[0][:200]
+        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from None
+
+
+@contextmanager
+def _saving_errors() -> Iterator[None]:
+    try:
+        yield
+    except VeilbaseError:
+        raise
+    except Exception as exc:
+        reason = _full_disk(exc)
+        if reason is None:
+            raise
+        raise VeilbaseError(
+            f"the adapter or a checkpoint could not be written ({reason}): make room and run the same command again; "
+            "it goes on from the last complete checkpoint"
+        ) from None
+
+
+@contextmanager
+def _reading_errors(checkpoint: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except (json.JSONDecodeError, pickle.UnpicklingError, EOFError, SafetensorError, RuntimeError) as exc:
+        read_by_torch = not isinstance(exc, RuntimeError) or "PytorchStreamReader" in str(exc)
+        if checkpoint is None or not read_by_torch or _full_disk(exc) is not None:
+            raise
+        raise ConfigurationError(f"{checkpoint} is damaged: pass resume=False to start over") from None
+
+
+def _full_disk(exc: BaseException) -> str | None:
+    """Why a file could not be written, or None for another failure; safetensors and torch wrap the OSError."""
+    if isinstance(exc, OSError):
+        return exc.strerror or "write error"
+    text = str(exc)
+    writes = ("No space left", "Disk quota", "File too large", "PytorchStreamWriter", "unexpected pos", "os error")
+    return "no space or no permission" if any(word in text for word in writes) else None
+
+
+def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:
+    """Mean loss per labelled token of tokenised rows, without training; for before-and-after figures."""
+    collate, total, count = Collator(pad_token_id), 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(rows), batch_size):
+            batch = {key: value.to(model.device) for key, value in collate(rows[start : start + batch_size]).items()}
+            labelled = int((batch["labels"][:, 1:] != -100).sum())
+            total += float(model(**batch).loss) * labelled
+            count += labelled
+    return total / count if count else math.nan

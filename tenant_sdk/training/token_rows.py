@@ -1,0 +1,46 @@
+"""Training rows as tokens, of the tokenizer's length or all of one.
+
+Guarantees: with a bucket every row has exactly its length, and no row is refused that a provider's tokenizer may have
+made too long or unusable: a refusal would be visible.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_row
+from tenant_sdk.text.source import TenantText
+from tenant_sdk.training.dataset import IGNORE_INDEX, Row, tokenize
+
+
+def training_rows(
+    parsed: list[Row], text: TenantText, max_length: int, bucket: int | None, num_virtual: int
+) -> list[dict[str, list[int]]]:
+    """Tokenizes a data set.
+
+    Args:
+        parsed: from `load_rows`.
+        text: the session's tokenizer and who chose it.
+        max_length: the most tokens that a row may have.
+        bucket: the length of every row, or None for each row's own.
+        num_virtual: positions that a prompt-learning adapter adds, already taken off `max_length`.
+
+    Returns:
+        See `tenant_sdk.training.dataset.tokenize`.
+
+    Raises:
+        DatasetError: a row that is too long or cannot be used, unless the provider may have made it so.
+        ConfigurationError: a bucket that is longer than `max_length`.
+    """
+    if bucket is None:
+        return tokenize(parsed, text.tokenizer, max_length, num_virtual_tokens=num_virtual)
+    check_fits(bucket, max_length, "")
+    rows = tokenize(
+        parsed, text.tokenizer, bucket, num_virtual_tokens=num_virtual, never_refuse=text.origin == "provider"
+    )
+    num_too_long = sum(len(row["input_ids"]) > bucket for row in rows)
+    if num_too_long:
+        said = f"{num_too_long} of {len(rows)} rows were cut to their last {bucket} tokens"
+        warnings.warn(said, CutWarning, stacklevel=3)
+    pad = pad_token(text.tokenizer)
+    return [padded_row(row, bucket, pad, IGNORE_INDEX) for row in rows]

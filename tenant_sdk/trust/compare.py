@@ -1,0 +1,242 @@
+"""What a provider offers, part by part, against what the trusted checkpoint gives.
+
+Guarantees: equality is of bits (tensors), bytes (tokenizer, template) or typed JSON values (configs), except for the
+number of the transformers release that wrote a config; an error names the part, from the trusted side's own names, and
+never a value. Both sides write their files with transformers' own writers, so they need releases that write alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from tenant_sdk.trust.bundle import without_unsafe
+from wire.errors import MalformedFrame, VerificationFailed
+from wire.manifest import BUNDLE_FILE_NAMES, GroupInfo, LayerInfo, Manifest
+from wire.ring.quantise import digest, max_norms, quantise
+
+_TENSOR_FILES = frozenset({"model.safetensors", "scales.safetensors"})
+_JSON_FILES = frozenset({"config.json", "generation_config.json", "tokenizer_config.json"})
+"""Rewritten by tenant_sdk/trust/bundle.py without unsafe keys, so compared as values."""
+_PARTS = {
+    "config.json": "the model's config",
+    "generation_config.json": "the generation settings",
+    "chat_template.jinja": "the chat template",
+}
+_PRIVATE_KEYS = frozenset(
+    {
+        *("name_or_path", "_name_or_path", "vocab_file", "merges_file", "tokenizer_file", "gguf_file"),
+        *("is_local", "local_files_only", "auto_map"),
+    }
+)
+"""What provider/model/bundle.py leaves out; a bundle that has one of these is no honest bundle."""
+_HARMLESS_KEYS = frozenset({"transformers_version"})
+
+ReadTensor = Callable[[str], torch.Tensor]
+ReadLayer = Callable[[str, Literal["linear", "conv1d"]], torch.Tensor]
+
+
+def differs(part: str) -> VerificationFailed:
+    """The error for one part; `part` holds names only."""
+    return VerificationFailed(f"the provider does not serve the trusted checkpoint: {part} differs")
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit, NaN and the sign of zero included."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+def write_files(model: Any, tokenizer: Any | None, folder: Path) -> None:
+    """Writes config, generation settings and tokenizer as an honest provider does; see provider/model/bundle.py."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    for name in ("quantization_config", "auto_map"):
+        if hasattr(config, name):
+            delattr(config, name)
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        try:
+            model.generation_config.save_pretrained(folder)
+        except ValueError:  # settings that contradict each other: the provider leaves them out too
+            (folder / "generation_config.json").unlink(missing_ok=True)
+    if tokenizer is not None:
+        scratch = folder / "tokenizer"
+        tokenizer.save_pretrained(scratch)
+        for path in scratch.iterdir():
+            if path.name in BUNDLE_FILE_NAMES and path.is_file():
+                path.rename(folder / path.name)
+        shutil.rmtree(scratch)
+
+
+def check_files(expected: Path, bundle: Path, manifest: Manifest) -> None:
+    """Compares every file of the bundle that holds no tensors, and the manifest's copy of the config.
+
+    Args:
+        expected: folder that `write_files` filled.
+        bundle: the bundle's folder.
+        manifest: of the same provider.
+
+    Raises:
+        VerificationFailed: a file differs, is missing, or is one too many.
+    """
+    names = {path.name for folder in (expected, bundle) for path in folder.iterdir()} - _TENSOR_FILES
+    for name in sorted(names):  # config.json comes before what depends on it
+        part = _PARTS.get(name, "the tokenizer")
+        if not ((expected / name).is_file() and (bundle / name).is_file()):
+            raise differs(part)
+        if name in _JSON_FILES:
+            _check_json(_read_json(expected / name, part), _read_json(bundle / name, part), part)
+        elif (expected / name).read_bytes() != (bundle / name).read_bytes():
+            raise differs(part)
+    part = "the manifest's config"
+    ours = _read_json(bundle / "config.json", part)
+    _check_json(_without_infinities(ours), _without_infinities(dict(manifest.config)), part)
+
+
+def check_manifest_config(bundle: Path, manifest: Manifest) -> None:
+    """Compares the manifest's copy of the config with the bundle's, whose digest the manifest announces.
+
+    Raises:
+        MalformedFrame: they differ, in more than the release that wrote them.
+    """
+    try:
+        ours = _read_json(bundle / "config.json", "config")
+        _check_json(_without_infinities(ours), _without_infinities(dict(manifest.config)), "config")
+    except (VerificationFailed, OSError):
+        raise MalformedFrame("the config in the provider's manifest is not the one in its bundle") from None
+
+
+def _read_json(path: Path, part: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise differs(part) from None
+    if not isinstance(content, dict):
+        raise differs(part)
+    return content
+
+
+def _check_json(expected: dict[str, Any], offered: dict[str, Any], part: str) -> None:
+    expected = {key: value for key, value in expected.items() if key not in _PRIVATE_KEYS | _HARMLESS_KEYS}
+    offered = {key: value for key, value in offered.items() if key not in _HARMLESS_KEYS}
+    ours, theirs = _canonical(expected), _canonical(offered)
+    for key in sorted(ours):
+        if ours[key] != theirs.get(key):
+            raise differs(f"{part} ({key})")
+    if theirs.keys() != ours.keys():  # the name of a key that only the provider has is the provider's own text
+        raise differs(f"{part} (a key that the checkpoint does not have)")
+
+
+def _canonical(content: dict[str, Any]) -> dict[str, str]:
+    """Text of each value: unlike ==, it tells 1 from 1.0 and True, and NaN equals itself."""
+    return {key: json.dumps(value, sort_keys=True) for key, value in without_unsafe(content).items()}
+
+
+def _without_infinities(value: Any) -> Any:
+    """The manifest is strict JSON, in which NaN and the infinities are null."""
+    if isinstance(value, dict):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_infinities(item) for item in value]
+    return None if isinstance(value, float) and value - value != 0 else value
+
+
+def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest) -> None:
+    """Compares every tensor of the bundle: embeddings, norms, biases, buffers, layers that are not served.
+
+    Args:
+        bundle: the bundle's folder.
+        model: the trusted model, with or without storage.
+        read: its tensors by state-dict name.
+        manifest: names the layers whose weights are not in the bundle.
+
+    Raises:
+        VerificationFailed: a tensor differs, is missing, or is one too many.
+    """
+    expected = _client_tensors(model, {layer.name for group in manifest.groups for layer in group.layers})
+    try:
+        with safe_open(bundle / "model.safetensors", framework="pt") as opened:
+            offered = set(opened.keys())
+            for name in expected:
+                if name not in offered or not same_bits(read(name), opened.get_tensor(name)):
+                    raise differs(f"the tensor {name}")
+    except (SafetensorError, OSError):
+        raise differs("the bundle's model.safetensors") from None
+    if offered - set(expected):
+        raise differs("the bundle's list of tensors")
+
+
+def _client_tensors(model: Any, served: set[str]) -> list[str]:
+    """Names that an honest bundle holds: of tied tensors the one that provider/model/bundle.py keeps."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    weights = {f"{name}.weight" for name in served}
+    state = model.state_dict(keep_vars=True)
+    kept: list[str] = []
+    seen: set[int] = set()
+    for name in sorted(state, key=lambda name: name in tied):
+        if name not in weights and id(state[name]) not in seen:
+            seen.add(id(state[name]))
+            kept.append(name)
+    return kept
+
+
+def check_scale_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """α by layer name, for exactly the layers of the manifest; values are checked by `check_group`."""
+    try:
+        scales: dict[str, torch.Tensor] = load_file(bundle / "scales.safetensors")
+    except (SafetensorError, OSError):
+        raise differs("the bundle's scales.safetensors") from None
+    if scales.keys() != {layer.name for group in manifest.groups for layer in group.layers}:
+        raise differs("the bundle's list of scales")
+    return scales
+
+
+def check_group(group: GroupInfo, layer: ReadLayer, model: Any, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Quantises the trusted weights of one group and compares all that is said of them.
+
+    Args:
+        group: of the manifest.
+        layer: the trusted weight by name and kind.
+        model: the trusted model, for the layers' biases.
+        scales: of the bundle.
+
+    Returns:
+        W̃, int8, shape (in_features, out_features), members side by side.
+
+    Raises:
+        VerificationFailed: digest, scales, norms, shape or bias of a layer or of the group differ.
+    """
+    parts, alphas = [], []
+    for info in group.layers:
+        quantised, alpha = quantise(layer(info.name, info.kind))
+        _check_layer(info, quantised, alpha, model)
+        if not same_bits(alpha, scales[info.name]):
+            raise differs(f"the scales of {info.name}")
+        parts.append(quantised)
+        alphas.append(alpha)
+    joined, alpha = (parts[0], alphas[0]) if len(parts) == 1 else (torch.cat(parts, dim=1), torch.cat(alphas))
+    _check_numbers(group, joined, alpha, " and ".join(info.name for info in group.layers[:3]))
+    return joined
+
+
+def _check_layer(info: LayerInfo, quantised: torch.Tensor, alpha: torch.Tensor, model: Any) -> None:
+    _check_numbers(info, quantised, alpha, info.name)
+    if info.bias != (getattr(model.get_submodule(info.name), "bias", None) is not None):
+        raise differs(f"the bias of {info.name}")
+
+
+def _check_numbers(info: GroupInfo | LayerInfo, quantised: torch.Tensor, alpha: torch.Tensor, name: str) -> None:
+    if tuple(quantised.shape) != (info.in_features, info.out_features) or digest(quantised, alpha) != info.digest:
+        raise differs(f"the weight of {name}")
+    if max_norms(quantised) != (info.max_column_norm, info.max_row_norm):
+        raise differs(f"the norm bounds of {name}")

@@ -1,0 +1,248 @@
+"""A tenant's draws from inside: honest ones pass, and each weakness is caught at the shipped size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks.controls.weak_lattice import WEAKNESSES, Weakness
+from attacks.victim import check
+from attacks.victim.check import Check
+from attacks.victim.draws import Errors, Watch
+from attacks.victim.draws_statistics import Statistics
+from noise import sampling
+from noise.hints.store import HintStore
+from noise.lattice import Lattice
+from noise.ledger.ledger import Ledger
+from noise.params import PARAMETERS, LatticeParameters
+from noise.polynomial import kernels, negacyclic
+from noise.scheme import GroupSpec
+from wire.errors import ConfigurationError
+from wire.frame import Call, Direction
+from wire.ring import coding
+from wire.ring.seeded_rows import Rows, SeededRows
+
+DEFAULT = PARAMETERS["default"]
+WIDTHS = ((40, 56), (40, 40), (64, 33))
+"""Inputs and outputs of three groups."""
+ROWS = 600
+"""More than a block."""
+
+
+class _Sent:
+    def __init__(self, reply: torch.Tensor) -> None:
+        self._reply = reply
+
+    def result(self) -> torch.Tensor:
+        return self._reply
+
+
+@contextlib.contextmanager
+def tenant(folder: Path, parameters: LatticeParameters, in_pieces: bool) -> Iterator[Lattice]:
+    """The scheme of noise/ as a session makes it, with a provider that answers hints."""
+    weights = [torch.randint(-127, 128, each, dtype=torch.int8) for each in WIDTHS]
+
+    def effect(call: Call, rows: Rows, reply_cols: int) -> _Sent:
+        assert isinstance(rows, SeededRows)
+        weight = weights[call.group] if call.direction is Direction.FORWARD else weights[call.group].t().contiguous()
+        return _Sent(coding.product(rows.expand(weight.shape[0]), weight))
+
+    store = HintStore(folder / "hints")
+    pool_bytes = 1 if in_pieces else 1 << 28
+    scheme = Lattice(parameters, Ledger.open(folder / "ledger", "t"), store, False, pool_bytes, background=False)
+    scheme.bind(effect)
+    try:
+        yield scheme
+    finally:
+        scheme.close()
+
+
+def send(scheme: Lattice, rows: int = ROWS) -> None:
+    """Every group, both ways: prompts of 60 rows and then single ones."""
+    for group, (inputs, outputs) in enumerate(WIDTHS):
+        spec = GroupSpec(group, inputs, outputs, 900.0, 900.0, torch.full((outputs,), 0.01), f"{group:064x}")
+        for direction in Direction:
+            width = spec.widths(direction)[0]
+            for _ in range(rows // 60):
+                scheme.mask(spec, direction, torch.randn(60, width))
+            for _ in range(3):
+                row = torch.randn(1, width)
+                if scheme.mask_row(spec, direction, row) is None:
+                    scheme.mask(spec, direction, row)
+
+
+def look(
+    folder: Path, weakness: Weakness | None = None, parameters: LatticeParameters = DEFAULT, in_pieces: bool = False
+) -> tuple[Watch, list[Check]]:
+    statistics = Statistics(parameters)
+    watch = Watch(parameters, statistics.keep)
+    injected = weakness.inject() if weakness else contextlib.nullcontext()
+    with injected, watch(), tenant(folder, parameters, in_pieces) as scheme:
+        send(scheme)
+    return watch, statistics.checks(watch)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["blocks", "pieces"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "torch"])
+def test_an_honest_tenant_passes(
+    in_pieces: bool, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(kernels, "available", lambda: False)
+    watch, checks = look(tmp_path, in_pieces=in_pieces)
+    assert check.alarms(checks) == []
+    num_blocks = 2 * len(WIDTHS) * 2  # of 603 rows each: more than one, less than two
+    assert len(watch.secrets) == num_blocks
+    assert (len(watch.units) > num_blocks) is in_pieces
+    assert {place.group for place in watch.places} == {0, 1, 2}
+    names = {one.name for one in checks}
+    assert {"secrets of groups", "secrets of directions of a group", "errors of groups"} <= names
+    assert ("errors of one block" in names) is in_pieces
+
+
+@pytest.mark.parametrize("name", ["conservative", "lean"])
+def test_so_do_the_other_parameter_sets(name: str, tmp_path: Path) -> None:
+    _, checks = look(tmp_path, parameters=PARAMETERS[name])
+    assert check.alarms(checks) == []
+
+
+EXPECTED = {
+    "errors in {0, 1}": {"mean of a block's errors", "mean square of a block's errors", "errors of each value"},
+    "errors in {-1, 0, 1}": {"mean square of a block's errors", "errors of each value"},
+    "secrets of three trits": {"weight of a secret"},
+    "secrets of three trits, in pieces": {"weight of a secret"},
+    "one error for every block": {
+        "equal rows of errors in blocks of a group and direction", "errors of blocks of a group and direction",
+        "equal rows of errors in groups",
+    },
+    "one error for every piece": {"equal rows of errors in one block", "errors of one block"},
+    "one secret for all groups": {"secrets of groups", "equal runs of 64 trits in groups"},
+    "one secret for all groups, in pieces": {"secrets of groups", "equal runs of 64 trits in groups"},
+    "one secret for both directions": {
+        "secrets of directions of a group", "equal runs of 64 trits in directions of a group",
+    },
+    "one secret for all blocks of a group": {
+        "secrets of blocks of a group and direction", "equal runs of 64 trits in blocks of a group and direction",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weakness", WEAKNESSES, ids=lambda one: one.name)
+def test_each_weakness_is_caught_at_shipped_size(weakness: Weakness, tmp_path: Path) -> None:
+    _, checks = look(tmp_path, weakness, in_pieces=weakness.in_pieces)
+    alarms = {one.name for one in checks if one.is_alarm}
+    assert EXPECTED[weakness.name] <= alarms
+
+
+def test_the_error_is_what_the_mask_has_beside_its_secret(tmp_path: Path) -> None:
+    """What is looked at is a finished mask: a fault behind the sampler shows, too."""
+    kept: list[Errors] = []
+    drawn: list[torch.Tensor] = []
+    watch = Watch(DEFAULT, kept.append)
+    error = sampling.error
+
+    def noting(*arguments: object) -> torch.Tensor:
+        drawn.append(error(*arguments))  # type: ignore[arg-type]
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(sampling, "error", noting)
+        with watch(), tenant(tmp_path, DEFAULT, False) as scheme:
+            send(scheme, 60)
+    whole = torch.cat([one.flatten() for one in drawn])
+    assert torch.equal(torch.cat([one.numbers.flatten() for one in kept]), whole.to(torch.int32))
+
+
+def test_an_error_that_is_lost_behind_the_sampler_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = negacyclic.combine
+    monkeypatch.setattr(negacyclic, "combine", lambda matrix, secrets, error=None, out=None: combine(matrix, secrets))
+    _, checks = look(tmp_path)
+    assert "mean square of a block's errors" in {one.name for one in checks if one.is_alarm}
+
+
+def test_a_secret_that_is_kept_for_the_next_block_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not drawn again, nor transformed again: the sampler alone would show nothing."""
+    transform, kept = negacyclic.secret_transform, {}
+
+    def careless(secrets: torch.Tensor) -> torch.Tensor:
+        if secrets.shape not in kept:
+            kept[secrets.shape] = transform(secrets)
+        return kept[secrets.shape]
+
+    watch = Watch(DEFAULT, (statistics := Statistics(DEFAULT)).keep)
+    with watch():
+        seen = negacyclic.secret_transform  # the watch's own, so that a cache in front of it hides blocks from it
+        monkeypatch.setattr(negacyclic, "secret_transform", careless)
+        transform = seen
+        with tenant(tmp_path, DEFAULT, False) as scheme:
+            send(scheme)
+        monkeypatch.undo()
+    alarms = {one.name for one in statistics.checks(watch) if one.is_alarm}
+    assert {"equal runs of 64 trits in groups", "secrets of groups"} <= alarms
+
+
+def test_a_tail_that_is_always_zero_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of errors the last feature, of secrets the last trit: too few numbers for the sums over a block."""
+    error, ternary = sampling.error, sampling.ternary
+
+    def no_last(drawn: torch.Tensor) -> torch.Tensor:
+        drawn[..., -1] = 0
+        return drawn
+
+    monkeypatch.setattr(sampling, "error", lambda rng, shape, parameters: no_last(error(rng, shape, parameters)))
+    monkeypatch.setattr(sampling, "ternary", lambda rng, shape: no_last(ternary(rng, shape)))
+    statistics = Statistics(DEFAULT)
+    watch = Watch(DEFAULT, statistics.keep)
+    with watch():
+        for number in range(4):
+            with tenant(tmp_path / str(number), DEFAULT, False) as scheme:
+                send(scheme)
+    alarms = {one.name for one in statistics.checks(watch) if one.is_alarm}
+    assert {"mean square of a feature's errors", "weight of one place in all secrets"} <= alarms
+
+
+def test_a_mask_that_is_not_made_of_a_known_secret_is_an_alarm(tmp_path: Path) -> None:
+    statistics = Statistics(DEFAULT)
+    watch = Watch(DEFAULT, statistics.keep)
+    with watch(), pytest.MonkeyPatch.context() as patches:
+        transform = negacyclic.secret_transform
+        patches.setattr(negacyclic, "secret_transform", lambda secrets: transform(secrets).clone())
+        with tenant(tmp_path, DEFAULT, False) as scheme:
+            send(scheme, 60)
+    assert "masks made where nobody looked" in {one.name for one in statistics.checks(watch) if one.is_alarm}
+
+
+def test_where_nothing_is_seen_nothing_passes() -> None:
+    statistics = Statistics(DEFAULT)
+    (alarm,) = check.alarms(statistics.checks(Watch(DEFAULT, statistics.keep)))
+    assert alarm.startswith("masks made where nobody looked")
+
+
+def test_zero_errors_are_refused_before_anything_is_watched() -> None:
+    toy = LatticeParameters("toy", 16, 2, 0.0, 0, "a test", toy=True)
+    with pytest.raises(ConfigurationError, match="sigma above 0"):
+        Statistics(toy)
+
+
+def test_what_is_written_holds_no_sample(tmp_path: Path) -> None:
+    """A name, a count, two numbers, a unit and a verdict for each of some forty kinds of test, and no more."""
+    watch, checks = look(tmp_path)
+    text = json.dumps(check.to_json(checks))
+    assert sum(secret.numel() for secret in watch.secrets) > 15_000
+    assert len(text) < 12_000
+    assert len(checks) < 60
+    for one in json.loads(text):
+        assert set(one) == {"name", "num_tests", "value", "unit", "log10_chance", "is_alarm"}
+        assert isinstance(one["value"], float)
+
+
+def test_the_scheme_is_as_it_was_after_the_watch(tmp_path: Path) -> None:
+    before = sampling.error, sampling.ternary, negacyclic.combine, Lattice._make_blocks, Lattice._make_pieces
+    look(tmp_path)
+    after = sampling.error, sampling.ternary, negacyclic.combine, Lattice._make_blocks, Lattice._make_pieces
+    assert before == after

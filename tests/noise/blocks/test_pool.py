@@ -1,0 +1,501 @@
+"""The mask pool: each row to one caller, refilled behind them, bounded, and gone when it is closed or forked."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import os
+import pickle
+import random
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from noise.blocks.pool import Block, MaskPool
+from noise.blocks.slots import Slots
+from noise.scheme import GroupSpec
+from wire.errors import MaskError, MaskReused, Unavailable
+from wire.frame import Direction
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+BLOCK_ROWS = 8
+TIMEOUT_S = 60.0
+WORKER = "veilbase-masks"
+
+
+def group(number: int = 0, in_features: int = 3, out_features: int = 5) -> GroupSpec:
+    return GroupSpec(number, in_features, out_features, 1.0, 1.0, torch.ones(out_features))
+
+
+def row_bytes(spec: GroupSpec) -> int:
+    return 4 * (spec.in_features + spec.out_features)
+
+
+class Mill:
+    """Makes blocks whose every row has a number of its own; a test may fail it or hold it."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+        self.made: list[tuple[int, Direction, int, str]] = []
+        self.before: Callable[[], None] = lambda: None
+        self.lock = threading.Lock()
+
+    def __call__(self, spec: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
+        self.made.append((spec.id, direction, num_rows, threading.current_thread().name))
+        self.before()
+        return [self.block(spec, direction) for _ in range(-(-num_rows // BLOCK_ROWS))]
+
+    def block(self, spec: GroupSpec, direction: Direction) -> Block:
+        request_cols, reply_cols = spec.widths(direction)
+        with self.lock:
+            rows = torch.tensor([[next(self.numbers)] for _ in range(BLOCK_ROWS)], dtype=torch.int32)
+        return Block(rows.repeat(1, request_cols), -rows.repeat(1, reply_cols), Slots(BLOCK_ROWS))
+
+    def by_worker(self) -> list[int]:
+        return [number for number, _, _, thread in self.made if thread == WORKER]
+
+
+@pytest.fixture
+def mill() -> Mill:
+    return Mill()
+
+
+@pytest.fixture
+def make_pool(mill: Mill) -> Any:
+    made: list[MaskPool] = []
+
+    def make(budget_bytes: int = 1 << 20, background: bool = False) -> MaskPool:
+        made.append(MaskPool(mill, BLOCK_ROWS, budget_bytes, background))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def numbers(taken: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    """The numbers of the rows, after a look whether mask and effect belong together."""
+    mask, effect = taken
+    assert bool((mask == mask[:, :1]).all())
+    assert torch.equal(effect[:, :1], -mask[:, :1])
+    return [int(row[0]) for row in mask]
+
+
+def wait_until(pool: MaskPool, condition: Callable[[], bool]) -> None:
+    with pool._state:
+        assert pool._state.wait_for(condition, TIMEOUT_S), "the worker did not get there"
+
+
+def ready_rows(pool: MaskPool, number: int = 0, direction: Direction = FORWARD) -> int:
+    shelf = pool._shelves.get((number, direction))
+    return 0 if shelf is None else shelf.num_rows
+
+
+# ---- one row, one caller --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("budget_bytes", [0, 40 * BLOCK_ROWS, 1 << 20])
+def test_eight_threads_never_share_a_row(make_pool: Any, background: bool, budget_bytes: int) -> None:
+    pool: MaskPool = make_pool(budget_bytes, background)
+    keys = [(group(0), FORWARD), (group(0), BACKWARD), (group(1, 4, 2), FORWARD)]
+    start = threading.Barrier(8)
+
+    def work(seed: int) -> list[int]:
+        draw, mine = random.Random(seed), []
+        start.wait(TIMEOUT_S)
+        for _ in range(60):
+            spec, direction = draw.choice(keys)
+            wanted = draw.choice([1, 1, 2, 7, 8, 9, 30])
+            got = numbers(pool.take(spec, direction, wanted))
+            assert len(got) == wanted
+            mine += got
+        return mine
+
+    with ThreadPoolExecutor(8) as threads:
+        taken = [number for mine in threads.map(work, range(8)) for number in mine]
+    assert len(taken) > 8 * 60
+    assert len(set(taken)) == len(taken)
+
+
+def test_rows_and_their_effects_over_several_blocks(make_pool: Any) -> None:
+    pool: MaskPool = make_pool()
+    assert numbers(pool.take(group(), FORWARD, 3)) == [1, 2, 3]
+    mask, effect = pool.take(group(), FORWARD, 19)
+    assert numbers((mask, effect)) == list(range(4, 23))
+    assert (mask.shape, effect.shape) == ((19, 3), (19, 5))
+    mask, effect = pool.take(group(), BACKWARD, 1)
+    assert (mask.shape, effect.shape) == ((1, 5), (1, 3))
+
+
+def test_no_rows_cost_nothing(make_pool: Any, mill: Mill) -> None:
+    mask, effect = make_pool().take(group(), FORWARD, 0)
+    assert (mask.shape, effect.shape) == ((0, 3), (0, 5))
+    assert mask.dtype == effect.dtype == torch.int32
+    assert mill.made == []
+
+
+def test_bytes_are_counted_until_a_block_is_used_up(make_pool: Any) -> None:
+    pool, spec = make_pool(), group()
+    pool.take(spec, FORWARD, 1)
+    assert pool.ready_bytes == BLOCK_ROWS * row_bytes(spec)
+    pool.take(spec, FORWARD, BLOCK_ROWS - 1)
+    assert pool.ready_bytes == 0
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_maker_is_the_callers_and_the_pool_goes_on(make_pool: Any, mill: Mill) -> None:
+    pool: MaskPool = make_pool()
+
+    def fail() -> None:
+        raise Unavailable("gone")
+
+    mill.before = fail
+    for _ in range(2):  # a claim that was left behind would hang the second
+        with pytest.raises(Unavailable, match="gone"):
+            pool.take(group(), FORWARD, 1)
+    mill.before = lambda: None
+    assert numbers(pool.take(group(), FORWARD, 2)) == [1, 2]
+
+
+def test_callers_that_wait_for_a_maker_that_fails_are_freed(make_pool: Any, mill: Mill) -> None:
+    pool: MaskPool = make_pool()
+    go_on = threading.Event()
+
+    def fail() -> None:
+        assert go_on.wait(TIMEOUT_S)
+        raise Unavailable("gone")
+
+    mill.before = fail
+
+    def work() -> str:
+        with pytest.raises(Unavailable) as failure:
+            pool.take(group(), FORWARD, 1)
+        return str(failure.value)
+
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(work) for _ in range(4)]
+        go_on.set()
+        assert [each.result(TIMEOUT_S) for each in waiting] == ["gone"] * 4
+
+
+def test_an_error_in_the_worker_comes_up_at_the_next_caller_who_needs_a_row(make_pool: Any, mill: Mill) -> None:
+    pool: MaskPool = make_pool(background=True)
+    pool.take(group(), FORWARD, 1)
+    failed = threading.Event()
+
+    def fail() -> None:
+        if threading.current_thread().name == WORKER:
+            failed.set()
+        raise Unavailable("gone")
+
+    mill.before = fail
+    assert numbers(pool.take(group(), FORWARD, BLOCK_ROWS - 2)) == list(range(2, BLOCK_ROWS))
+    assert failed.wait(TIMEOUT_S), "the worker was to refill"
+    assert numbers(pool.take(group(), FORWARD, 1)) == [BLOCK_ROWS]  # what was ready is still good
+    with pytest.raises(Unavailable, match="gone"):
+        pool.take(group(), FORWARD, 1)
+    mill.before = lambda: None
+    assert len(numbers(pool.take(group(), FORWARD, 3))) == 3
+    wait_until(pool, lambda: ready_rows(pool) >= BLOCK_ROWS // 2)  # and the worker lives on
+
+
+# ---- ahead of use ---------------------------------------------------------------------------------------------------
+
+
+def test_the_worker_refills_in_the_order_of_use(make_pool: Any, mill: Mill) -> None:
+    pool: MaskPool = make_pool(background=True)
+    specs = [group(number) for number in range(4)]
+    for spec in specs:
+        pool.prepare(spec, FORWARD, BLOCK_ROWS)
+    go_on = threading.Event()
+    mill.before = lambda: None if go_on.wait(TIMEOUT_S) else pytest.fail("held too long")
+    for number in (2, 0, 3, 1):
+        pool.take(specs[number], FORWARD, BLOCK_ROWS - 1)
+    go_on.set()
+    wait_until(pool, lambda: all(ready_rows(pool, number) > BLOCK_ROWS // 2 for number in range(4)))
+    assert mill.by_worker() == [2, 0, 3, 1]
+
+
+def test_without_a_worker_everything_is_made_on_use(make_pool: Any, mill: Mill) -> None:
+    pool: MaskPool = make_pool(background=False)
+    for _ in range(3 * BLOCK_ROWS):
+        pool.take(group(), FORWARD, 1)
+    assert {thread for *_, thread in mill.made} == {threading.current_thread().name}
+    assert len(mill.made) == 3
+
+
+def test_the_worker_keeps_to_the_budget(make_pool: Any, mill: Mill) -> None:
+    specs = [group(number) for number in range(6)]
+    budget = 3 * BLOCK_ROWS * row_bytes(specs[0])
+    pool: MaskPool = make_pool(budget, background=True)
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        if threading.current_thread().name == WORKER:
+            most = max(most, pool.ready_bytes)
+
+    mill.before = look
+    for _ in range(20):
+        for spec in specs:
+            pool.take(spec, FORWARD, BLOCK_ROWS)
+    wait_until(pool, lambda: pool.ready_bytes == budget)
+    assert most + BLOCK_ROWS * row_bytes(specs[0]) <= budget
+    assert len(mill.by_worker()) >= 3
+
+
+def test_preparing_stops_at_the_budget(make_pool: Any) -> None:
+    spec = group()
+    pool: MaskPool = make_pool(3 * BLOCK_ROWS * row_bytes(spec))
+    pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)
+    assert (ready_rows(pool), pool.ready_bytes) == (2 * BLOCK_ROWS, 2 * BLOCK_ROWS * row_bytes(spec))
+    pool.prepare(spec, FORWARD, 2 * BLOCK_ROWS)  # they are there
+    pool.prepare(spec, BACKWARD, BLOCK_ROWS + 1)  # two whole blocks would pass it
+    assert pool.ready_bytes == 2 * BLOCK_ROWS * row_bytes(spec)
+    pool.prepare(spec, BACKWARD, 1)
+    assert pool.ready_bytes == 3 * BLOCK_ROWS * row_bytes(spec)
+    numbers(pool.take(spec, BACKWARD, 2 * BLOCK_ROWS))  # beyond it rather than not at all
+
+
+def test_a_layer_that_cannot_fit_does_not_keep_the_others_waiting(make_pool: Any, mill: Mill) -> None:
+    wide, narrow = group(0, 3, 5000), group(1)
+    pool: MaskPool = make_pool(BLOCK_ROWS * row_bytes(narrow), background=True)
+    pool.take(wide, FORWARD, BLOCK_ROWS)
+    pool.take(narrow, FORWARD, BLOCK_ROWS)
+    wait_until(pool, lambda: ready_rows(pool, 1) == BLOCK_ROWS)
+    assert mill.by_worker() == [1]
+
+
+def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any, mill: Mill) -> None:
+    """Steps of 10 blocks where the budget holds 3 a layer: each layer gets its 3, whoever came first."""
+    specs = [group(number) for number in range(4)]
+    budget = 4 * 3 * BLOCK_ROWS * row_bytes(specs[0])
+    pool: MaskPool = make_pool(budget, background=True)
+    for _ in range(3):
+        for spec in specs:
+            pool.take(spec, FORWARD, 10 * BLOCK_ROWS)
+    wait_until(pool, lambda: all(ready_rows(pool, number) == 3 * BLOCK_ROWS for number in range(4)))
+    assert pool.ready_bytes == budget
+
+
+def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, mill: Mill) -> None:
+    """The worker's time belongs to the single tokens; only calls that come twice are prepared for at their size."""
+    pool: MaskPool = make_pool(background=True)
+    pool.take(group(), FORWARD, 10 * BLOCK_ROWS)
+    for _ in range(3 * BLOCK_ROWS):
+        pool.take(group(), FORWARD, 1)
+    wait_until(pool, lambda: ready_rows(pool) > BLOCK_ROWS // 2)
+    assert {rows for _, _, rows, thread in mill.made if thread == WORKER} == {BLOCK_ROWS}
+    for _ in range(2):
+        pool.take(group(), FORWARD, 10 * BLOCK_ROWS)
+    wait_until(pool, lambda: ready_rows(pool) >= 10 * BLOCK_ROWS)
+
+
+def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill) -> None:
+    """By a notification: here the worker's waits have no time limit."""
+    first, second = group(0), group(1)
+    pool: MaskPool = make_pool(BLOCK_ROWS * row_bytes(first), background=True)
+    sleeps, wait = threading.Semaphore(0), pool._state.wait
+
+    def sleep(timeout: float | None = None) -> bool:
+        if threading.current_thread().name != WORKER:
+            return wait(timeout)
+        sleeps.release()
+        return wait(None)
+
+    pool._state.wait = sleep  # type: ignore[method-assign]
+    pool.prepare(first, FORWARD, BLOCK_ROWS)
+    pool.take(first, FORWARD, BLOCK_ROWS - 1)
+    assert sleeps.acquire(timeout=TIMEOUT_S)
+    pool.take(second, FORWARD, BLOCK_ROWS)  # both are wanted from now on, and there is no room
+    assert sleeps.acquire(timeout=TIMEOUT_S)
+    assert mill.by_worker() == []
+    pool.take(first, FORWARD, 1)
+    wait_until(pool, lambda: ready_rows(pool, 0) == BLOCK_ROWS)
+
+
+class CuttingMill(Mill):
+    """Makes what is asked for in pieces, as a mask does that can."""
+
+    pool: MaskPool
+
+    def __call__(self, spec: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
+        self.made.append((spec.id, direction, num_rows, threading.current_thread().name))
+        left, blocks = self.pool.rounded(num_rows), list[Block]()
+        while left > 0:
+            rows = min(left, self.pool.piece_rows)
+            whole = self.block(spec, direction)
+            blocks.append(Block(whole.mask[:rows].clone(), whole.effect[:rows].clone(), Slots(rows)))
+            left -= rows
+        return blocks
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 3, 2 * BLOCK_ROWS + 1])
+def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int) -> None:
+    """A block of every layer is more than the budget. Pieces of blocks are made, and a caller finds one each time."""
+    mill, layers = CuttingMill(), [group(number, 3 + number, 5) for number in range(5)]
+    features = sum(spec.in_features + spec.out_features for spec in layers)
+    budget = 4 * features * (BLOCK_ROWS - 1)
+    pool = mill.pool = MaskPool(mill, BLOCK_ROWS, budget, least_rows=1, features=features)
+    with contextlib.closing(pool):
+        assert pool.piece_rows < BLOCK_ROWS
+        for spec in layers:
+            numbers(pool.take(spec, FORWARD, prompt_rows))
+        caller = threading.current_thread().name
+        for _ in range(5 * BLOCK_ROWS):
+            enough = pool.piece_rows // 2
+            wait_until(pool, lambda: all(ready_rows(pool, spec.id) > enough for spec in layers))  # noqa: B023
+            assert pool.ready_bytes <= budget
+            mill.made.clear()
+            for spec in layers:
+                numbers(pool.take(spec, FORWARD, 1))
+            assert caller not in {thread for *_, thread in mill.made}
+
+
+@pytest.mark.parametrize(
+    ("fitting", "expected"),
+    [(2 * BLOCK_ROWS, 8), (2 * BLOCK_ROWS - 1, 4), (8, 4), (7, 3), (6, 3), (5, 2), (4, 2), (3, 2), (0, 2)],
+)
+def test_how_large_a_piece_is(mill: Mill, fitting: int, expected: int) -> None:
+    """Half of what the budget holds, in even parts of a block, and not below what is worth making."""
+    pool = MaskPool(mill, BLOCK_ROWS, fitting * row_bytes(group()), background=False, least_rows=2, features=8)
+    assert pool.piece_rows == expected
+    assert [pool.rounded(rows) for rows in (0, 1, BLOCK_ROWS, BLOCK_ROWS + 1)] == [
+        0, expected, BLOCK_ROWS, BLOCK_ROWS + expected,
+    ]  # fmt: skip
+    whole = MaskPool(mill, BLOCK_ROWS, 0, background=False, features=8)
+    assert (whole.piece_rows, whole.rounded(1)) == (BLOCK_ROWS, BLOCK_ROWS)
+
+
+def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
+    """What one call uses up gains nothing from pieces, each of which is a whole block's work."""
+    spec = group()
+    pool = MaskPool(mill, BLOCK_ROWS, 3 * BLOCK_ROWS * row_bytes(spec) // 2, least_rows=1, features=8)
+    with contextlib.closing(pool):
+        assert pool.piece_rows < BLOCK_ROWS
+        numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
+        wait_until(pool, lambda: ready_rows(pool) > 0)  # a piece: nobody knows yet what will follow
+        mill.made.clear()
+        for _ in range(4):
+            numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
+            wait_until(pool, lambda: ready_rows(pool) >= BLOCK_ROWS)
+        assert {rows for _, _, rows, thread in mill.made if thread == WORKER} == {BLOCK_ROWS}
+
+
+# ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_drops_all_while_the_worker_works(make_pool: Any, mill: Mill) -> None:
+    pool: MaskPool = make_pool(background=True)
+    pool.take(group(), FORWARD, 1)
+    in_maker, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        in_maker.set()
+        assert go_on.wait(TIMEOUT_S)
+
+    mill.before = hold
+    pool.take(group(), FORWARD, BLOCK_ROWS - 1)
+    assert in_maker.wait(TIMEOUT_S)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(pool.take, group(), FORWARD, 1)
+        pool.close()
+        with pytest.raises(MaskError, match="closed"):
+            waiting.result(TIMEOUT_S)
+    go_on.set()
+    worker = pool._worker
+    assert worker is not None
+    worker.join(TIMEOUT_S)
+    assert not worker.is_alive()
+    assert (pool.ready_bytes, len(pool._shelves)) == (0, 0), "what the worker was making must not be kept"
+    for use in (lambda: pool.take(group(), FORWARD, 1), lambda: pool.prepare(group(), FORWARD, 1)):
+        with pytest.raises(MaskError, match="closed"):
+            use()
+    pool.close()
+
+
+def test_a_forgotten_pool_ends_its_worker(mill: Mill) -> None:
+    pool = MaskPool(mill, BLOCK_ROWS)
+    pool.take(group(), FORWARD, BLOCK_ROWS)
+    worker = pool._worker
+    assert worker is not None
+    del pool
+    gc.collect()
+    worker.join(TIMEOUT_S)
+    assert not worker.is_alive()
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """What `work` says in a forked child; `hung` if it never does."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, lambda *_: (os.write(write, b"hung"), os._exit(1)))
+        signal.alarm(10)
+        try:
+            answer = work()
+        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
+            answer = f"{type(exc).__name__}: {exc}"
+        os.write(write, answer.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        answer = pipe.read().decode()
+    os.waitpid(pid, 0)
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("held", [False, True])
+def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, held: bool) -> None:
+    """Also where another thread held the pool's lock at that moment: nobody will let it go in the child."""
+    pool: MaskPool = make_pool(background=True)
+    assert numbers(pool.take(group(), FORWARD, 3)) == [1, 2, 3]
+    holding, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool._state:
+            holding.set()
+            go_on.wait(TIMEOUT_S)
+
+    def child() -> str:
+        said = [f"{len(pool._shelves)} shelves, {pool.ready_bytes} bytes"]
+        for use in (lambda: pool.take(group(), FORWARD, 1), lambda: pool.prepare(group(), FORWARD, 50)):
+            try:
+                use()
+                said.append("no error")
+            except MaskReused:
+                said.append("refused")
+        pool.close()
+        return ", ".join([*said, "closed"])
+
+    with ThreadPoolExecutor(1) as threads:
+        if held:
+            threads.submit(hold)
+            assert holding.wait(TIMEOUT_S)
+        answer = in_child(child)
+        go_on.set()
+    assert answer == "0 shelves, 0 bytes, refused, refused, closed"
+    assert numbers(pool.take(group(), FORWARD, 3)) == [4, 5, 6]
+
+
+def test_nothing_can_be_pickled_copied_or_printed(make_pool: Any, mill: Mill) -> None:
+    pool: MaskPool = make_pool()
+    pool.take(group(), FORWARD, 1)
+    block = mill.block(group(), FORWARD)
+    for secret in (pool, block):
+        for duplicate in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError):
+                duplicate(secret)
+        assert "tensor" not in repr(secret)
+        assert len(repr(secret)) < 100

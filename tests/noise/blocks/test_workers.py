@@ -1,0 +1,138 @@
+"""Every item once, errors come back, and nobody else's number of threads changes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+from noise.blocks import workers
+from noise.blocks.workers import share
+from tests.waiting import end
+
+
+@pytest.fixture(params=[1, 2, 4])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_every_item_goes_to_one_thread(num_threads: int, count: int) -> None:
+    seen: list[int] = []
+
+    def work(queue: Iterator[int]) -> None:
+        for item in queue:
+            seen.append(item)
+
+    share(work, range(count))
+    assert sorted(seen) == list(range(count))
+
+
+def test_one_thread_means_the_calling_thread() -> None:
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(1)
+    try:
+        share(lambda queue: seen.append((threading.get_ident(), list(queue))), range(3))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(threading.get_ident(), [0, 1, 2])]
+
+
+def number_in_a_new_thread() -> int:
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    end(thread)
+    return seen[0]
+
+
+def test_workers_compute_alone_and_others_as_before(num_threads: int) -> None:
+    counts: list[int] = []
+
+    def work(queue: Iterator[int]) -> None:
+        counts.extend(torch.get_num_threads() for _ in queue)
+
+    share(work, range(8))
+    assert set(counts) == {1}
+    assert torch.get_num_threads() == num_threads
+    assert number_in_a_new_thread() == num_threads
+
+
+def test_the_first_error_comes_back_after_all_have_ended(num_threads: int) -> None:
+    done: list[int] = []
+
+    def work(queue: Iterator[int]) -> None:
+        for item in queue:
+            if item == 0:
+                raise KeyError("first")
+            done.append(item)
+
+    with pytest.raises(KeyError, match="first"):
+        share(work, range(4))
+    assert num_threads == 1 or len(done) == 3
+    share(work, range(1, 3))  # and the workers are still there
+
+
+def test_callers_may_be_many() -> None:
+    totals: list[int] = []
+
+    def call() -> None:
+        seen: list[int] = []
+        share(seen.extend, range(500))
+        totals.append(sum(seen))
+
+    threads = [threading.Thread(target=call) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    end(threads)
+    assert totals == [sum(range(500))] * 6
+
+
+def test_work_may_write_to_tensors_of_either_kind() -> None:
+    """A caller in inference mode owns inference tensors, which other threads may write only in that mode."""
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            out = torch.zeros(64)
+
+            def work(queue: Iterator[int], out: torch.Tensor = out) -> None:
+                for item in queue:
+                    out[item : item + 1] += 1
+
+            share(work, range(64))
+            assert bool((out == 1).all())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_has_no_workers_to_wait_for() -> None:
+    share(lambda queue: list(queue), range(4))
+    from noise.blocks import workers
+
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if workers._made is None and not workers._lock.locked() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    inner, left = workers._executor(), [allowed]
+
+    class Refusing:
+        def submit(self, run: Callable[[], None]) -> Future[None]:
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+            return inner.submit(run)
+
+    monkeypatch.setattr(workers, "_executor", Refusing)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    seen: list[int] = []
+    share(lambda queue: seen.extend(queue), range(50))
+    assert sorted(seen) == list(range(50))

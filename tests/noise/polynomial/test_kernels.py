@@ -1,0 +1,179 @@
+"""The compiled transforms: there where they can be, exact for every width, and inside the memory they are given."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import mpmath
+import pytest
+import torch
+
+from noise.polynomial import kernels
+from noise.polynomial.negacyclic import reference_product
+from noise.sampling import Csprng, ternary
+from wire.errors import ConfigurationError
+
+CPU_INFO = Path("/proc/cpuinfo")
+FLAGS = CPU_INFO.read_text().split() if platform.machine() == "x86_64" and CPU_INFO.exists() else []
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled transforms on this machine")
+RNG = Csprng()
+
+
+def draw(rank: int, degree: int, features: int, num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    matrix = RNG.random_bytes(4 * rank * degree * features).view(torch.int32).view(rank * degree, features)
+    return matrix, ternary(RNG, (num_blocks, rank, degree))
+
+
+@pytest.mark.skipif(not {"avx2", "fma"} <= set(FLAGS), reason="this processor has no AVX2 or FMA")
+def test_setting_up_has_built_them() -> None:
+    assert kernels.LIBRARY.is_file()
+    assert kernels.available()
+
+
+def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_KERNELS", "none")
+    assert kernels._library.__wrapped__() is None
+
+
+def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_kernels.so")
+    assert kernels._library.__wrapped__() is None
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [None, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("features", [1, 3, 4, 5, 15, 16, 17, 33])
+@pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (3, 8), (1, 16), (2, 64), (5, 128)])
+def test_every_width_and_error(rank: int, degree: int, features: int, dtype: torch.dtype | None) -> None:
+    matrix, secrets = draw(rank, degree, features, 3)
+    expected = reference_product(matrix, secrets)
+    wide = None
+    if dtype is not None:  # a part of a larger matrix
+        limit = torch.iinfo(dtype)
+        wide = torch.randint(limit.min, limit.max, (3, degree, features + 5), dtype=dtype)[:, :, 2 : features + 2]
+        expected = expected + wide.to(torch.int32)
+    secrets_hat = kernels.secret_transform(secrets)
+    for start in range(0, features, 4):
+        for offset in (0, 1):  # of what is written, so that it is aligned for once, and once not
+            out = torch.full((3, degree, features + 8 + offset), 7, dtype=torch.int32)
+            combiner = kernels.Combiner(secrets_hat, out[:, :, offset : offset + features], wide)
+            assert combiner.by_matrix(matrix[:, start:], start, features) < 1e-3
+            assert torch.equal(out[:, :, offset + start : offset + features], expected[:, :, start:])
+            rest = torch.cat((out[:, :, : offset + start], out[:, :, offset + features :]), dim=2)
+            assert bool((rest == 7).all())
+            again = torch.empty_like(expected)
+            assert kernels.Combiner(secrets_hat, again, wide).by_transforms(
+                kernels.transform(matrix, rank, degree), start, features
+            ) < 1e-3  # fmt: skip
+            assert torch.equal(again[:, :, start:], expected[:, :, start:])
+
+
+@needs_kernels
+@pytest.mark.parametrize("half", [1, 2, 4, 8, 64, 256, 1024])
+def test_roots_are_within_a_unit_in_the_last_place(half: int) -> None:
+    table = kernels.twiddles(half).reshape(-1, 2)
+    angles: list[Fraction] = []
+    nodes, size = [Fraction(1, 2)], half
+    if half.bit_length() % 2 == 0:
+        angles, nodes, size = [Fraction(1, 4)], [Fraction(1, 4), Fraction(5, 4)], half // 2
+    while size > 1:
+        angles += [node * part / 4 for node in nodes for part in (1, 2, 3)]
+        nodes = [(node + 2 * turn) / 4 for node in nodes for turn in (0, 2, 1, -1)]
+        size //= 4
+    assert len(angles) == (0 if half == 1 else len(table))
+    with mpmath.workdps(40):
+        for angle, (re, im) in zip(angles, table.tolist(), strict=bool(angles)):
+            exact = mpmath.expjpi(mpmath.mpf(angle.numerator) / angle.denominator)
+            assert abs(mpmath.mpf(re) - exact.real) <= mpmath.mpf(2) ** -53
+            assert abs(mpmath.mpf(im) - exact.imag) <= mpmath.mpf(2) ** -53
+
+
+@needs_kernels
+def test_refuses_what_the_compiled_code_would_not_notice() -> None:
+    matrix, secrets = draw(2, 8, 6, 3)
+    secrets_hat, out = kernels.secret_transform(secrets), torch.zeros(3, 8, 6, dtype=torch.int32)
+    for bad_hat, bad_out, bad_error in (
+        (secrets_hat.to(torch.float32), out, None),
+        (secrets_hat[:2], out, None),
+        (secrets_hat[:, :, :2], out, None),
+        (secrets_hat.transpose(0, 1), out, None),
+        (secrets_hat, out.to(torch.int64), None),
+        (secrets_hat, out.transpose(1, 2).contiguous().transpose(1, 2), None),
+        (secrets_hat, out.to("meta"), None),
+        (secrets_hat, out, torch.zeros(3, 8, 5, dtype=torch.int8)),
+        (secrets_hat, out, torch.zeros(3, 8, 6, dtype=torch.int64)),
+        (secrets_hat, out, torch.zeros(3, 8, 12, dtype=torch.int8)[:, :, ::2]),
+        (secrets_hat, out, torch.zeros(3, 8, 6, dtype=torch.int8, device="meta")),
+    ):
+        with pytest.raises(ConfigurationError):
+            kernels.Combiner(bad_hat, bad_out, bad_error)
+    combiner = kernels.Combiner(secrets_hat, out)
+    for bad in (matrix[:15], matrix.to(torch.int64), matrix[:, :5], matrix.to("meta")):
+        with pytest.raises(ConfigurationError):
+            combiner.by_matrix(bad, 0, 6)
+    for start, stop in ((-1, 5), (1, 7), (4, 2)):
+        with pytest.raises(ConfigurationError):
+            combiner.by_matrix(matrix[:, : max(0, stop - start)], start, stop)
+    hat = kernels.transform(matrix, 2, 8)
+    for values, start, stop in (
+        (hat, 2, 6),
+        (hat[:1], 0, 6),
+        (hat, 0, 9),
+        (hat[:, :1], 0, 6),
+        (hat.to(torch.float32), 0, 6),
+    ):
+        with pytest.raises(ConfigurationError):
+            combiner.by_transforms(values, start, stop)
+    for bad in (matrix[:7], matrix.to(torch.int64), matrix[0]):
+        with pytest.raises(ConfigurationError):
+            kernels.transform(bad, 2, 8)
+
+
+GUARDED = """
+import ctypes, mmap, torch
+from noise.polynomial import kernels
+from noise.polynomial.negacyclic import reference_product
+from noise.sampling import Csprng, ternary
+libc = ctypes.CDLL(None, use_errno=True)
+PAGE = mmap.PAGESIZE
+
+def guarded(tensor):
+    '''A copy that ends where memory ends.'''
+    size = -(-tensor.numel() * tensor.itemsize // PAGE) * PAGE
+    area = mmap.mmap(-1, size + PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    assert libc.mprotect(ctypes.c_void_p(start + size), PAGE, 0) == 0
+    count, width = tensor.numel(), tensor.itemsize
+    copy = torch.frombuffer(area, dtype=tensor.dtype, count=count, offset=size - count * width)
+    return copy.view(tensor.shape).copy_(tensor)
+
+rng = Csprng()
+for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
+    for features in (1, 3, 4, 6, 16, 18, 37):
+        matrix = guarded(torch.randint(-2**31, 2**31, (rank * degree, features)).to(torch.int32))
+        secrets = ternary(rng, (2, rank, degree))
+        error = guarded(torch.randint(-21, 22, (2, degree, features)).to(torch.int8))
+        out = guarded(torch.zeros(2, degree, features, dtype=torch.int32))
+        secrets_hat = guarded(kernels.secret_transform(secrets))
+        combiner = kernels.Combiner(secrets_hat, out, error)
+        combiner._scratch = guarded(torch.from_numpy(combiner._scratch)).numpy()
+        combiner.by_matrix(matrix, 0, features)
+        expected = reference_product(matrix, secrets) + error
+        assert torch.equal(out, expected)
+        hat = guarded(kernels.transform(matrix, rank, degree))
+        out.zero_()
+        combiner.by_transforms(hat, 0, features)
+        assert torch.equal(out, expected)
+print("kept inside")
+"""
+
+
+@needs_kernels
+def test_reads_and_writes_nothing_past_an_end() -> None:
+    """In a process of its own: what it would do wrong ends it."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]

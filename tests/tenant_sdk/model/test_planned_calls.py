@@ -1,0 +1,357 @@
+"""A value that is not finite: the calls go on as planned, and the run fails at its end; with `verify` it stops."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import Trainer, TrainingArguments
+
+from attacks.programs.overflow import Fault, Overflower, Seen
+from noise.params import LatticeParameters
+from provider.model.served_model import ProviderCore
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.model.planned_calls import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
+from tests.tenant_sdk import tiny
+from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from wire.errors import ConfigurationError, InvalidTensor, NotFinite, Unavailable
+from wire.frame import Arithmetic, Call, Direction
+from wire.limits import Limits
+from wire.transport.inproc import InprocConnection
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+HONEST = Fault(FORWARD, math.nan, 1 << 40)
+TOY = {
+    "parameters": LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True), "allow_toy": True, "hints": "stream",
+    "background": False,
+}  # fmt: skip
+MASKS: dict[str, dict[str, Any]] = {
+    "off": {"mask": "off", "arithmetic": "float"},
+    "gaussian-pool": {"mask": "gaussian-pool"},
+    "lattice": {"mask": "lattice", "mask_options": TOY},
+}
+Opened = Callable[..., tuple[TenantClient, Overflower]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.chat_model(tmp_path_factory.mktemp("planned") / "llama")
+
+
+@pytest.fixture(scope="module")
+def core(folder: Path) -> ProviderCore:
+    return tiny.make_core(folder, "int8")
+
+
+@pytest.fixture
+def opened(core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+    """Clients of a provider with a fault; `mask` names one of MASKS."""
+    clients: list[TenantClient] = []
+
+    def make(fault: Fault, mask: str = "off", core: ProviderCore = core, **options: Any) -> Any:
+        provider = Overflower(core, fault)
+        monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
+        options = {"cache": tmp_path / "cache", "progress": False, **MASKS[mask], **options}
+        clients.append(TenantClient("inproc:x", **options))
+        return clients[-1], provider
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def train(client: TenantClient, out: Path, **changes: Any) -> Any:
+    return client.finetune(ROWS, lora(r=2), out, **{**QUICK, "max_steps": 3, "save_steps": 1, **changes})
+
+
+def honest_calls(opened: Opened, out: Path, mask: str = "off", **changes: Any) -> list[Seen]:
+    client, provider = opened(HONEST, mask)
+    train(client, out, **changes)
+    return provider.seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"batch_size": 2, "gradient_accumulation_steps": 2},
+        {"max_grad_norm": 0.0},
+    ],
+    ids=["plain", "recomputed", "accumulated", "unclipped"],
+)
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_a_run_makes_the_calls_of_an_honest_one_and_fails_once(
+    opened: Opened, tmp_path: Path, direction: Direction, changes: dict[str, Any]
+) -> None:
+    expected = honest_calls(opened, tmp_path / "honest", **changes)
+    num_products = sum(call[1:3] == ("PRODUCT", direction.name) for call in expected)
+    for first in (0, num_products // 3):
+        client, provider = opened(Fault(direction, math.nan, first))
+        with pytest.warns(NotFiniteWarning) as warned, pytest.raises(NotFinite, match="nothing came of this run"):
+            train(client, tmp_path / "out", resume=False, **changes)
+        assert provider.seen == expected
+        assert len([each for each in warned if each.category is NotFiniteWarning]) == 1
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mask", ["gaussian-pool", "lattice"])
+def test_whatever_the_mask(opened: Opened, tmp_path: Path, mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hints and effects included. The lattice's replies are integers: its value comes from the tenant's own side."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = honest_calls(opened, tmp_path / "honest", mask)
+        client, provider = opened(HONEST, mask)
+        client.connect()
+        _break_product(client, monkeypatch, number=7)
+        with pytest.raises(NotFinite, match="nothing came of this run"):
+            train(client, tmp_path / "out")
+    assert provider.seen == expected
+
+
+def _break_product(client: TenantClient, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Unmasking call `number` gives infinities, as an overflow does."""
+    executor: Any = client._open().executor
+    result, counted = executor._result, [0]
+
+    def broken(asked: Any, like: torch.Tensor) -> torch.Tensor:
+        counted[0] += 1
+        product: torch.Tensor = result(asked, like)
+        return product * math.inf if counted[0] == number else product
+
+    monkeypatch.setattr(executor, "_result", broken)
+
+
+def test_zeros_go_out_under_fresh_slots(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = opened(HONEST, "lattice")
+    model: Any = client.load_model()
+    scheme: Any = client._open().scheme
+    given: list[torch.Tensor] = []
+    sent: list[torch.Tensor] = []
+    mask, take = scheme.mask, scheme.pool.take
+
+    def spy(group: Any, direction: Direction, rows: torch.Tensor) -> Any:
+        given.append(rows)
+        return mask(group, direction, rows)
+
+    def spy_take(*args: Any) -> Any:
+        taken = take(*args)
+        sent.append(taken[0].clone())
+        return taken
+
+    monkeypatch.setattr(scheme, "mask", spy)
+    monkeypatch.setattr(scheme.pool, "take", spy_take)
+    layer = model.model.layers[0].self_attn.o_proj
+    x = torch.ones(3, layer.in_features)
+    with pytest.warns(NotFiniteWarning):
+        assert not layer(x * math.nan).any()
+    assert not layer(x).any(), "it stays so"
+    assert [bool(rows.isnan().any()) for rows in given] == [True, False, False]
+    assert not given[1].any()
+    assert not given[2].any()
+    assert len(sent) == 2, "what is refused burns no row"
+    assert not torch.equal(sent[0], sent[1])
+
+
+def test_a_call_in_parts_sends_all_of_them(opened: Opened, folder: Path) -> None:
+    limits = Limits().model_copy(update={"max_rows": 4})
+    client, provider = opened(HONEST, core=tiny.make_core(folder, "int8", limits))
+    layer: Any = client.load_model().model.layers[0].self_attn.o_proj
+    x = torch.ones(10, layer.in_features)
+    layer(x)
+    expected, provider.seen = provider.seen, []
+    x[5, 0] = math.inf
+    with pytest.warns(NotFiniteWarning):
+        assert not layer(x).any()
+    assert [rows for *_, rows in expected] == [4, 4, 2]
+    assert provider.seen == expected
+
+
+def test_one_row_takes_its_own_way(opened: Opened) -> None:
+    client, provider = opened(HONEST, "lattice")
+    layer: Any = client.load_model().model.layers[0].self_attn.o_proj
+    with torch.no_grad(), pytest.warns(NotFiniteWarning):
+        assert not layer(torch.full((1, layer.in_features), math.nan)).any()
+    assert [(call[1], call[3]) for call in provider.seen if call[1] == "PRODUCT"] == [("PRODUCT", 1)]
+
+
+def test_the_last_gradient_is_looked_at_too(opened: Opened, tmp_path: Path) -> None:
+    """No row is sent after it that would show it: it would be in the adapter."""
+    num_backward = sum(direction == "BACKWARD" for *_, direction, _ in honest_calls(opened, tmp_path / "honest"))
+    client, _ = opened(Fault(BACKWARD, math.nan, num_backward - 1))
+    with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
+        train(client, tmp_path / "out")
+
+
+def test_with_verify_it_stops_at_once(opened: Opened, folder: Path, tmp_path: Path) -> None:
+    client, provider = opened(HONEST, arithmetic="ring", verify=folder)
+    model: Any = client.load_model()
+    with pytest.raises(NotFinite, match="nothing was sent"):
+        model(inputs_embeds=torch.full((1, 4, 32), math.nan))
+    assert provider.seen == []
+
+
+def test_a_call_that_belongs_to_no_model_stops_at_once(opened: Opened) -> None:
+    client, provider = opened(HONEST)
+    group: Any = client.load_model().model.layers[0].self_attn.o_proj._group
+    rows = torch.full((2, group.spec.in_features), math.nan)
+    with pytest.raises(InvalidTensor, match="nothing was sent"):
+        client._open().executor.run(group.spec, FORWARD, rows)
+    assert provider.seen == []
+
+
+def test_a_refusal_of_the_providers_is_an_error_as_ever(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its words on the wire are not the tenant's own finding."""
+    client, _ = opened(HONEST)
+    model: Any = client.load_model()
+    connection: Any = client._open().connections[0]
+
+    def refuse(*_: Any) -> Any:
+        raise InvalidTensor("refused")
+
+    monkeypatch.setattr(connection, "submit", refuse)
+    with pytest.raises(InvalidTensor, match="refused"):
+        model(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_warnings_that_are_errors_do_not_end_the_run(
+    opened: Opened, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = honest_calls(opened, tmp_path / "honest")
+    client, provider = opened(Fault(FORWARD, math.nan, 5))
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING):
+        warnings.simplefilter("error", NotFiniteWarning)
+        with pytest.raises(NotFinite):
+            train(client, tmp_path / "out")
+    assert provider.seen == expected
+    assert "this model sends zeros from now on" in caplog.text
+
+
+def test_a_later_run_of_the_same_client_starts_afresh(opened: Opened, tmp_path: Path) -> None:
+    client, provider = opened(Fault(FORWARD, math.nan))
+    with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
+        train(client, tmp_path / "out")
+    provider.fault = HONEST
+    assert train(client, tmp_path / "other").adapter_dir.is_dir()
+    assert isinstance(client.generate("who?", max_new_tokens=2), str)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def markers(folder: Path) -> dict[str, list[str]]:
+    """By checkpoint."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    names = ("complete", "not-finite")
+    return {path.name: [name for name in names if (path / name).exists()] for path in found}
+
+
+def test_saves_go_on_and_none_of_the_run_is_resumed_from(opened: Opened, tmp_path: Path) -> None:
+    seen = honest_calls(opened, tmp_path / "honest")
+    first = sum(call[2] == "FORWARD" for call in seen) // 2  # in the second of three steps
+    client, provider = opened(Fault(FORWARD, math.nan, first))
+    with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
+        train(client, tmp_path / "out")
+    folder = tmp_path / "out.checkpoints"
+    assert markers(folder) == {"checkpoint-2": ["not-finite"], "checkpoint-3": ["not-finite"]}
+    weights = load_file(folder / "checkpoint-3" / "adapter_model.safetensors")
+    assert are_finite(weights.values()), "some PEFT methods would raise on weights that are not"
+    provider.seen, provider.fault = [], HONEST
+    for resume in (None, True):
+        with pytest.raises(ConfigurationError, match="NaN or infinite value: none of them is resumed from; pass resum"):
+            train(client, tmp_path / "out", resume=resume)
+    assert provider.seen == []
+    assert train(client, tmp_path / "out", resume=False).resumed_from_step == 0
+    assert not folder.exists()
+
+
+def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it begins again would tell the provider, who can cut it, when the value came."""
+    seen = honest_calls(opened, tmp_path / "honest")
+    a_step = len(seen) // 3
+    client, _ = opened(Fault(FORWARD, math.nan, sum(call[2] == "FORWARD" for call in seen) // 2))
+    connection: Any = client._open().connections[0]
+    submit, counted = connection.submit, [0]
+
+    def breaking(call: Call, rows: Any, cols: int) -> Any:
+        counted[0] += 1
+        if counted[0] > 2 * a_step + 3:
+            raise Unavailable("the provider is gone")
+        return submit(call, rows, cols)
+
+    monkeypatch.setattr(connection, "submit", breaking)
+    with pytest.warns(NotFiniteWarning), pytest.raises(Unavailable):
+        train(client, tmp_path / "out")
+    assert markers(tmp_path / "out.checkpoints") == {"checkpoint-1": ["complete"], "checkpoint-2": ["not-finite"]}
+    monkeypatch.undo()
+    with pytest.raises(ConfigurationError, match="none of them is resumed from"):
+        train(client, tmp_path / "out")
+
+
+def test_a_value_after_the_last_save_spoils_the_whole_folder(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the same command would go on from a step that tells when it came."""
+    client, _ = opened(HONEST)
+    calls = [0]
+
+    def trainable(model: Any) -> Iterator[torch.Tensor]:
+        calls[0] += 1  # of three saves and the end
+        return iter((torch.tensor(math.nan if calls[0] > 3 else 0.0),))
+
+    monkeypatch.setattr("tenant_sdk.training.finetune.trainable", trainable)
+    with pytest.warns(NotFiniteWarning), pytest.raises(NotFinite):
+        train(client, tmp_path / "out")
+    assert markers(tmp_path / "out.checkpoints") == {"checkpoint-2": ["complete"], "checkpoint-3": ["complete"]}
+    with pytest.raises(ConfigurationError, match="none of them is resumed from"):
+        train(client, tmp_path / "out")
+
+
+# ---- a stock Trainer ------------------------------------------------------------------------------------------------
+
+
+def stock(client: TenantClient, out: Path) -> Any:
+    model: Any = get_peft_model(client.load_model(), lora(r=2))  # type: ignore[arg-type]
+    arguments = TrainingArguments(
+        output_dir=str(out), max_steps=3, per_device_train_batch_size=2, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1,
+    )  # fmt: skip
+    rows = [{"input_ids": [5, 6, 7, 8 + row], "labels": [5, 6, 7, 8 + row]} for row in range(8)]
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()
+    return model
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path: Path, direction: Direction) -> None:
+    client, provider = opened(HONEST)
+    check_run(stock(client, tmp_path))
+    expected = provider.seen
+    client, provider = opened(Fault(direction, math.nan, 3))
+    with pytest.warns(NotFiniteWarning) as warned:
+        model = stock(client, tmp_path)
+    assert provider.seen == expected
+    assert len([each for each in warned if each.category is NotFiniteWarning]) == 1
+    with pytest.raises(NotFinite) as failed:
+        check_run(model)
+    assert str(failed.value) == FAILED
+    assert planned_calls(client.load_model()).course.sends_zeros is False, "another model starts afresh"
+
+
+def test_arithmetic_of_the_faults(core: ProviderCore) -> None:
+    """A reply holds what the test believes it does."""
+    rows = torch.arange(64, dtype=torch.int32).view(2, 32)
+    call = Call(1, FORWARD, Arithmetic.RING)
+    honest = Overflower(core, HONEST).compute(call, rows)
+    wrong = Overflower(core, Fault(FORWARD, 2.0**31)).compute(call, rows)
+    assert torch.equal(wrong ^ honest, torch.full_like(honest, -(2**31)))

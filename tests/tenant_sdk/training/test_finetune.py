@@ -1,0 +1,326 @@
+"""finetune(): it learns, says truly what it did, and gives what transformers' own Trainer gives with PEFT."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    LNTuningConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ProviderCore
+from tenant_sdk import TenantClient
+from tenant_sdk.training.dataset import Collator, load_rows, tokenize
+from tenant_sdk.training.finetune import CompletionTrainer, mean_loss
+from tests.tenant_sdk import tiny
+from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from wire.errors import ConfigurationError, DatasetError
+from wire.frame import Direction
+
+TOLERANCE = 1e-4
+TEXTS = [{"text": "abc def"}, {"text": "a longer line of text"}, {"text": "owl"}, {"text": "Port Hale"}]
+
+
+def tokenized(data: Any = ROWS) -> list[dict[str, list[int]]]:
+    return tokenize(load_rows(data), tiny.tokenizer(), 128)
+
+
+def stock_losses(folder: Path, config: Any, scratch: Path, data: Any = ROWS, **changes: Any) -> tuple[list[float], Any]:
+    """Losses of transformers' own Trainer and loss on a local model with the same settings."""
+    set_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    settings = {"gradient_accumulation_steps": 1, **QUICK, **changes}
+    arguments = TrainingArguments(
+        output_dir=str(scratch), max_steps=settings["max_steps"], learning_rate=settings["learning_rate"],
+        per_device_train_batch_size=settings["batch_size"], seed=0, logging_steps=1, save_strategy="no", use_cpu=True,
+        gradient_accumulation_steps=settings["gradient_accumulation_steps"], report_to=[], disable_tqdm=True,
+        remove_unused_columns=False, label_names=["labels"], dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = Trainer(model=model, args=arguments, train_dataset=tokenized(data), data_collator=Collator(0))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
+
+
+def logits(model: Any) -> torch.Tensor:
+    batch = Collator(0)(tokenized())
+    with torch.no_grad():
+        return torch.as_tensor(model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert float((got - want).norm() / want.norm()) < TOLERANCE
+
+
+@pytest.fixture
+def trained_model(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The model of each training run, as it is when the run ends."""
+    from tenant_sdk.training import finetune
+
+    models: list[Any] = []
+    save = finetune.save_adapter
+
+    def keep(model: Any, output_dir: Path) -> None:
+        models.append(model.eval())
+        save(model, output_dir)
+
+    monkeypatch.setattr(finetune, "save_adapter", keep)
+    return models
+
+
+def test_it_learns_and_reports(chat_client: Any, chat_folder: Path, tmp_path: Path, trained_model: list[Any]) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    result = chat_client.finetune(data, lora(), tmp_path / "out", **QUICK | {"max_steps": 12})
+    assert len(result.losses) == 12
+    assert result.losses[-1] < result.losses[0] - 0.15
+    # 12 steps of 4 rows are 6 passes over 8 rows
+    assert result.tokens == 6 * sum(len(row["attention_mask"]) for row in tokenized())
+    assert min(result.bytes_up, result.bytes_down) > 12 * 1000
+    assert result.seconds > 0
+    assert result.resumed_from_step == 0
+    assert result.adapter_dir == tmp_path / "out"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(("out", ".out"))) == ["out"]
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(chat_folder), result.adapter_dir).eval()
+    assert_close(logits(stock), logits(trained_model[0]))
+    bare = logits(AutoModelForCausalLM.from_pretrained(chat_folder).eval())
+    assert float((logits(stock) - bare).norm() / bare.norm()) > 1e-2
+
+
+def test_over_mtls(chat_core: ProviderCore, chat_client: Any, tmp_path: Path) -> None:
+    """The same numbers as in process, and the bytes that really crossed."""
+    want = chat_client.finetune(ROWS, lora(), tmp_path / "inproc", **QUICK)
+    state = StateDir(tmp_path / "state")
+    with tiny.serving(chat_core, state=state) as server:
+        url = f"grpcs://127.0.0.1:{server.port}"
+        enroll(state, "acme", tmp_path / "acme", url)
+        with TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float") as client:
+            got = client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
+    assert got.losses == pytest.approx(want.losses, rel=1e-6)
+    assert got.tokens == want.tokens
+    assert got.bytes_up > want.bytes_up, "headers are counted too"
+    assert got.bytes_down > want.bytes_down
+
+
+def test_int8_ring_learns_too(chat_folder: Path, tmp_path: Path) -> None:
+    with TenantClient(f"inproc:{chat_folder}") as client:
+        result = client.finetune(ROWS, lora(), tmp_path / "out", **QUICK | {"max_steps": 12})
+    assert result.losses[-1] < result.losses[0] - 0.15
+
+
+def test_seed(chat_client: Any, tmp_path: Path) -> None:
+    runs = [
+        chat_client.finetune(ROWS, lora(), tmp_path / str(index), seed=seed, **QUICK).losses
+        for index, seed in enumerate((7, 7, 8))
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0] != pytest.approx(runs[2], rel=1e-3)
+
+
+CONFIGS = {
+    "lora": lora,
+    "prompt-tuning": lambda: PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("config", list(CONFIGS))
+def test_same_losses_as_stock_trainer(
+    chat_client: Any, chat_folder: Path, tmp_path: Path, config: str, accumulation: int
+) -> None:
+    """Batches of 3 leave an uneven rest, and rows differ in length: means of means would show."""
+    make = CONFIGS[config]
+    changes = {"batch_size": 3, "gradient_accumulation_steps": accumulation, "max_steps": 5}
+    want, _ = stock_losses(chat_folder, make(), tmp_path / "stock", **changes)
+    got = chat_client.finetune(ROWS, make(), tmp_path / "out", **QUICK | changes)
+    assert got.losses == pytest.approx(want, rel=TOLERANCE)
+    assert len(set(want)) == 5
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma"])
+def test_same_losses_and_adapter_on_other_models(kind: str, tmp_path: Path, trained_model: list[Any]) -> None:
+    folder = tiny.chat_model(tmp_path / kind, kind)
+    config = lora(fan_in_fan_out=kind == "gpt2")
+    want, model = stock_losses(folder, config, tmp_path / "stock", TEXTS)
+    with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
+        result = client.finetune(TEXTS, lora(fan_in_fan_out=kind == "gpt2"), tmp_path / "out", **QUICK)
+    assert result.losses == pytest.approx(want, rel=TOLERANCE)
+    assert_close(logits(trained_model[0]), logits(model.eval()))
+
+
+@pytest.mark.parametrize("data", [ROWS, TEXTS], ids=["messages", "text"])
+@pytest.mark.parametrize("config", list(CONFIGS))
+def test_loss_is_the_models_own(chat_client: Any, tmp_path: Path, config: str, data: Any) -> None:
+    torch.manual_seed(1)
+    model = get_peft_model(chat_client.load_model(), CONFIGS[config]())
+    batch = Collator(0)(tokenized(data)[:4])
+    trainer = CompletionTrainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    want = model(**batch).loss
+    got, outputs = trainer.compute_loss(model, dict(batch), return_outputs=True)
+    assert got.item() == pytest.approx(want.item(), rel=1e-6)
+    if config == "lora":
+        halved = trainer.compute_loss(model, dict(batch), num_items_in_batch=2 * (batch["labels"][:, 1:] != -100).sum())
+        assert halved.item() == pytest.approx(want.item() / 2, rel=1e-6)
+    if config == "lora" and data is ROWS:
+        assert outputs.logits.shape[1] < batch["input_ids"].shape[1] - 1, "logits of unlabelled positions were made"
+
+
+def test_mean_loss(chat_client: Any) -> None:
+    model = chat_client.load_model()
+    want = model(**Collator(0)(tokenized())).loss
+    assert mean_loss(model, tokenized(), 0, batch_size=3) == pytest.approx(want.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_backward_call_below_the_lowest_adapter(
+    chat_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    config = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "r": 4}
+    plain = chat_client.finetune(ROWS, LoraConfig(**config, task_type="CAUSAL_LM"), tmp_path / "plain", **QUICK)
+    connection, backward = chat_client._open().connections[0], set()
+    num_forward, submit = 0, connection.submit
+
+    def spy(call: Any, rows: torch.Tensor, cols: int) -> Any:
+        nonlocal num_forward
+        if call.direction is Direction.BACKWARD:
+            backward.add(call.group)
+        else:
+            num_forward += 1
+        return submit(call, rows, cols)
+
+    monkeypatch.setattr(connection, "submit", spy)
+    result = chat_client.finetune(
+        ROWS, LoraConfig(**config, task_type="CAUSAL_LM"), tmp_path / "out",
+        gradient_checkpointing=checkpointing, **QUICK,
+    )  # fmt: skip
+    assert result.losses == pytest.approx(plain.losses, rel=1e-6)
+    names = {group.id: group.name for group in chat_client.connect().groups}
+    groups_of_upper = {group for group, name in names.items() if "layers.1." in name}
+    # q's own input needs no gradient: nothing trains below it, so its group is never asked either
+    query = {group for group in groups_of_upper if "q_proj" in names[group]}
+    assert backward == {group for group, name in names.items() if "lm_head" in name} | groups_of_upper - query
+    assert (num_forward > 6 * len(names)) is checkpointing
+
+
+def test_progress_bar(chat_client: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    quiet = chat_client.finetune(ROWS, lora(), tmp_path / "quiet", **QUICK)
+    assert capfd.readouterr() == ("", "")
+    shown = chat_client.finetune(ROWS, lora(), tmp_path / "shown", **QUICK | {"progress": True})
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "fine-tuning" in err
+    assert f"{QUICK['max_steps']}/{QUICK['max_steps']}" in err
+    assert f"{shown.losses[-1]:.4f}" in err
+    assert shown.losses == quiet.losses
+
+
+def test_a_row_above_max_length_is_named(chat_client: Any, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(ROWS[0]) + "\n\n" + json.dumps({"text": "x" * 40}) + "\n")
+    with pytest.raises(DatasetError, match=r"data\.jsonl, line 3: expected at most 32 tokens, 41 came") as failure:
+        chat_client.finetune(data, lora(), tmp_path / "out", max_length=32, **QUICK)
+    assert "xxx" not in str(failure.value)
+    data.write_text(json.dumps({"text": "x" * 200}))
+    with pytest.raises(DatasetError, match="at most 128 tokens"):  # the model's context, whatever the user asks
+        chat_client.finetune(data, lora(), tmp_path / "out", max_length=4096, **QUICK)
+    assert not (tmp_path / "out.checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_steps": 0}, {"batch_size": 0}, {"save_steps": 0}, {"num_epochs": 0, "max_steps": None},
+        {"gradient_accumulation_steps": 0}, {"learning_rate": float("nan")}, {"learning_rate": -1.0},
+        {"lr_scheduler_type": "nonsense"}, {"warmup_steps": -1}, {"max_length": 0}, {"max_length": -3}, {"seed": -1},
+        {"max_grad_norm": -1.0}, {"weight_decay": float("inf")},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_settings(chat_client: Any, tmp_path: Path, bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError) as failure:
+        chat_client.finetune(ROWS, lora(), tmp_path / "out", **QUICK | bad)
+    assert "\n" not in str(failure.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_that_does_not_fit_the_model(chat_client: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="PEFT cannot put this adapter on the model"):
+        chat_client.finetune(ROWS, lora(target_modules=["nowhere"]), tmp_path / "out", **QUICK)
+    with pytest.raises(ConfigurationError, match="stays with the provider"):
+        chat_client.finetune(ROWS, lora(use_dora=True), tmp_path / "out", resume=False, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (lambda: lora(target_modules=["q_proj"], modules_to_save=["lm_head"]), "lm_head"),
+        (lambda: lora(target_modules=["q_proj"], modules_to_save=["o_proj"]), "model.layers.0.self_attn.o_proj"),
+        (lambda: lora(target_modules=["q_proj"], modules_to_save=["mlp"]), "model.layers.0.mlp"),
+        (lambda: LNTuningConfig(target_modules=["norm", "lm_head"], task_type="CAUSAL_LM"), "lm_head"),
+    ],
+)
+def test_a_base_layer_is_not_trained_whole(chat_client: Any, tmp_path: Path, config: Any, name: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"cannot be trained whole: take {re.escape(name)} out of") as failure:
+        chat_client.finetune(ROWS, config(), tmp_path / "out", **QUICK)
+    assert "\n" not in str(failure.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_modules_of_the_tenant_are_trained_whole(
+    chat_client: Any, chat_folder: Path, tmp_path: Path, trained_model: list[Any]
+) -> None:
+    config = lora(target_modules=["q_proj"], modules_to_save=["norm", "embed_tokens"])
+    result = chat_client.finetune(ROWS, config, tmp_path / "out", **QUICK)
+    bare = AutoModelForCausalLM.from_pretrained(chat_folder)
+    want = {name: value.clone() for name, value in bare.state_dict().items()}
+    stock = PeftModel.from_pretrained(bare, result.adapter_dir).eval()
+    assert_close(logits(stock), logits(trained_model[0]))
+    for module, name in ((stock.base_model.model.model.norm, "norm"), (stock.get_input_embeddings(), "embed_tokens")):
+        assert not torch.equal(module.modules_to_save["default"].weight, want[f"model.{name}.weight"]), name
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
+def test_virtual_tokens_count_in_the_context(config: Any, tmp_path: Path) -> None:
+    """GPT-2's positions end: 128 of them, 4 for the adapter, one token of a row for its end."""
+    folder, out = tiny.chat_model(tmp_path / "gpt2", "gpt2"), tmp_path / "out"
+    data = tmp_path / "data.jsonl"
+    options = {**QUICK, "max_steps": 1}
+    with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
+        data.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 123}))
+        client.finetune(data, config(num_virtual_tokens=4, task_type="CAUSAL_LM"), out, **options)
+        data.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 124}))
+        with pytest.raises(DatasetError, match=r"line 2: .* 124 tokens beside the adapter's 4 virtual ones, 125 came$"):
+            client.finetune(data, config(num_virtual_tokens=4, task_type="CAUSAL_LM"), tmp_path / "long", **options)
+        prompt = "a" * 101  # and 3 tokens of the template
+        assert len(client.generate(prompt, out, 20)) <= 20
+        with pytest.raises(ConfigurationError, match=r"104 tokens .* 4 virtual ones .* is 21, .* 128: .* at most 20$"):
+            client.generate(prompt, out, 21)
+        assert client.generate(prompt, None, 21) is not None
+
+
+@pytest.mark.parametrize("count", [None, 0, -1, "3", 128])
+def test_virtual_tokens_that_cannot_be(chat_client: Any, tmp_path: Path, count: Any) -> None:
+    config = PromptTuningConfig(num_virtual_tokens=count, task_type="CAUSAL_LM")
+    with pytest.raises(ConfigurationError, match="num_virtual_tokens must") as failure:
+        chat_client.finetune(ROWS, config, tmp_path / "out", **QUICK)
+    assert "\n" not in str(failure.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_cannot_be_written(chat_client: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        chat_client.finetune(ROWS, lora(), tmp_path / "file" / "out", **QUICK)

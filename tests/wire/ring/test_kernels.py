@@ -1,0 +1,368 @@
+"""The compiled kernels: there where they can be, exact in pieces and threads, and inside the memory they are given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.waiting import WAIT_S, end
+from wire.errors import InvalidTensor
+from wire.ring import coding, kernels
+from wire.ring import product as plain
+from wire.ring.buffers import unwritten_tensor
+
+CPU_FLAGS = Path("/proc/cpuinfo")
+HAS_AVX2 = platform.machine() == "x86_64" and CPU_FLAGS.exists() and " avx2 " in CPU_FLAGS.read_text()
+needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+needs_vnni = pytest.mark.skipif(not kernels.has_vnni(), reason="this processor has no AVX-512 with VNNI")
+
+
+@pytest.fixture(params=["avx2", pytest.param("vnni", marks=needs_vnni)])
+def _each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_vnni", lambda: request.param == "vnni")
+
+
+def draw(num_rows: int, d: int, m: int, is_transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_rows * d + m)
+    rows = torch.randint(-(2**31), 2**31, (num_rows, d), generator=generator).to(torch.int32)
+    weight = torch.randint(-128, 128, (d, m), generator=generator).to(torch.int8)
+    return rows, weight.t().contiguous().t() if is_transposed else weight
+
+
+def product(parts: list[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    replies = [torch.empty(part.shape[0], weight.shape[1], dtype=torch.int32) for part in parts]
+    kernels.products(parts, weight, replies)
+    return torch.cat(replies)
+
+
+@pytest.mark.skipif(not HAS_AVX2, reason="this processor has no AVX2")
+def test_setting_up_has_built_them() -> None:
+    assert kernels.LIBRARY.is_file()
+    assert kernels.available()
+    flags = CPU_FLAGS.read_text()
+    assert kernels.has_vnni() is all(f" {name} " in flags for name in ("avx512bw", "avx512vl", "avx512_vnni"))
+
+
+@needs_kernels
+def test_vnni_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_KERNELS", "avx2")
+    assert kernels.has_vnni.__wrapped__() is False
+
+
+def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEILBASE_KERNELS", "none")
+    assert kernels._library.__wrapped__() is None
+
+
+def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_kernels.so")
+    assert kernels._library.__wrapped__() is None
+    kernels.LIBRARY.write_bytes(b"\x7fELF")
+    assert kernels._library.__wrapped__() is None
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 31, 63, 64, 65, 511, 513])
+@pytest.mark.parametrize("d", [1, 2, 7, 8, 17, 33, 63, 64, 1023, 1025])
+def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
+    for num_rows in (1, 2, 3, 4, 47, 49):
+        rows, weight = draw(num_rows, d, m, is_transposed)
+        assert torch.equal(product([rows], weight), plain._plain_product(rows, weight)), num_rows
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("sizes", [[512], [1, 511], [200, 0, 300, 1], [40], [5, 30]])
+def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(kernels, "_SHARED_WORK", 0)
+    rows, weight = draw(sum(sizes), 70, 800, is_transposed)
+    assert len(kernels._pieces(sum(sizes), 70, 800)) > 2
+    for _ in range(20):
+        assert torch.equal(product(list(rows.split(sizes)), weight), plain._plain_product(rows, weight))
+
+
+@needs_kernels
+def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_SHARED_WORK", 0)
+    for num_threads in (1, 2, 3, 64):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        for num_rows, m in [(1, 1), (1, 3000), (95, 257), (96, 1), (97, 5), (5000, 5000), (0, 9)]:
+            seen = torch.zeros(num_rows, m, dtype=torch.int8)
+            for first_row, last_row, first_column, last_column in kernels._pieces(num_rows, 8, m):
+                assert 0 <= first_row <= last_row <= num_rows
+                assert 0 <= first_column <= last_column <= m
+                seen[first_row:last_row, first_column:last_column] += 1
+            assert bool((seen == 1).all()), (num_threads, num_rows, m)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("num_rows", [1, 50])
+def test_rows_and_weights_that_are_parts_of_larger_ones(num_rows: int) -> None:
+    rows, weight = draw(num_rows, 100, 90)
+    expected = plain._plain_product(rows[:, 7:40], weight[7:40, 3:80])
+    assert torch.equal(product([rows[:, 7:40]], weight[7:40, 3:80]), expected)
+    across = weight.t().contiguous().t()
+    assert torch.equal(product([rows[:, 7:40]], across[7:40, 3:80]), expected)
+    assert torch.equal(product([rows.t().contiguous().t()[:, 7:40]], weight[7:40, 3:80]), expected)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("rows", "weight", "reply"),
+    [
+        (zeros(2, 3, dtype=torch.float32), zeros(3, 2, dtype=torch.int8), zeros(2, 2)),
+        (zeros(2, 4), zeros(3, 2, dtype=torch.int8), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.uint8), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 1)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 2, dtype=torch.float32)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 4)[:, ::2]),
+        (zeros(2, 3), zeros(6, 4, dtype=torch.int8)[::2, ::2], zeros(2, 2)),
+        (zeros(2, 3, device="meta"), zeros(3, 2, dtype=torch.int8), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8, device="meta"), zeros(2, 2)),
+        (zeros(2, 3), zeros(3, 2, dtype=torch.int8), zeros(2, 2, device="meta")),
+    ],
+)
+def test_refuses_what_the_compiled_code_would_not_notice(
+    rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor
+) -> None:
+    with pytest.raises(InvalidTensor):
+        kernels.products([rows], weight, [reply])
+
+
+GUARDED = """
+import ctypes, mmap, torch
+from wire.ring import kernels
+from wire.ring.product import _plain_product
+libc = ctypes.CDLL(None, use_errno=True)
+PAGE = mmap.PAGESIZE
+
+def guarded(tensor):
+    '''A copy that ends where memory ends.'''
+    size = -(-tensor.numel() * tensor.itemsize // PAGE) * PAGE
+    area = mmap.mmap(-1, size + PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    assert libc.mprotect(ctypes.c_void_p(start + size), PAGE, 0) == 0
+    count, width = tensor.numel(), tensor.itemsize
+    copy = torch.frombuffer(area, dtype=tensor.dtype, count=count, offset=size - count * width)
+    return copy.view(tensor.shape).copy_(tensor)
+
+for num_rows in (1, 2, 3, 50):
+    for d, m in [(1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (80, 65), (15, 64), (1030, 520)]:
+        rows = guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32))
+        weight = torch.randint(-128, 128, (d, m)).to(torch.int8)
+        for stored in (guarded(weight), guarded(weight.t().contiguous()).t()):
+            reply = guarded(torch.zeros(num_rows, m, dtype=torch.int32))
+            kernels.products([rows], stored, [reply])
+            assert torch.equal(reply, _plain_product(rows, weight))
+
+def coded(num_rows, d):
+    rows, alpha = guarded(torch.randn(num_rows, d)), guarded(torch.rand(d) + 0.5)
+    numbers, effect = (guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32)) for _ in range(2))
+    for scale in (alpha, None):
+        encoded = guarded(torch.zeros(num_rows, d, dtype=torch.int32))
+        betas = guarded(kernels.encode(rows, scale, 1e6, 2.0**-100, encoded))
+        scaled = rows if scale is None else rows * scale
+        assert ((encoded * betas - scaled).abs() <= 0.6 * betas).all()
+        for taken in (effect, None):
+            plain = (numbers if taken is None else numbers - taken) * (1 if scale is None else scale) * betas
+            assert torch.equal(kernels.decode(numbers, taken, betas, scale), plain)
+
+for num_rows in (1, 2, 5):
+    for d in (1, 3, 7, 8, 9, 15, 16, 17, 31, 40):
+        coded(num_rows, d)
+print("kept inside")
+"""
+
+
+@needs_kernels
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("d", "m"), [(1, 1), (70, 65), (1030, 9)])
+def test_one_row_in_bytes(d: int, m: int, is_transposed: bool) -> None:
+    rows, weight = draw(1, d, m, is_transposed)
+    one, message, reply = kernels.OneRow(weight), bytearray(48 + 4 * d), bytearray(b"\xff" * (48 + 4 * m + 4))
+    message[48:] = rows.numpy().tobytes()
+    one.multiply(memoryview(message)[48:], memoryview(reply)[48:-4])
+    assert reply[48:-4] == plain._plain_product(rows, weight).numpy().tobytes()
+    assert (reply[:48], reply[-4:]) == (b"\xff" * 48, b"\xff" * 4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [1, 7, 8, 33, 40])
+def test_one_row_is_coded_as_many_are(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    rows, alpha = torch.randn(1, width, generator=generator), torch.rand(width, generator=generator) + 0.5
+    mask, effect = (draw(1, width, 1)[0] for _ in range(2))
+    for scale in (None, alpha):
+        codec = kernels.RowCodec(scale, scale, width, width, 1e6, 2.0**-100)
+        out, encoded = bytearray(b"\xff" * (4 * width + 8)), torch.empty(1, width, dtype=torch.int32)
+        beta = codec.encode(rows, memoryview(out)[4:-4])
+        betas = kernels.encode(rows, scale, 1e6, 2.0**-100, encoded)
+        assert betas is not None
+        assert (beta.value, out[4:-4]) == (float(betas), encoded.numpy().tobytes())
+        codec.add(mask, memoryview(out)[4:-4])
+        assert out[4:-4] == (encoded + mask).numpy().tobytes()
+        assert out[:4] + out[-4:] == b"\xff" * 8
+        for taken in (None, effect):
+            assert torch.equal(codec.decode(mask, beta, taken), kernels.decode(mask, taken, betas, scale))
+    rows[0, -1] = float("nan")
+    assert codec.encode(rows, memoryview(out)[4:-4]) is None
+
+
+@needs_kernels
+def test_one_row_is_coded_within_its_memory_only() -> None:
+    codec, out = kernels.RowCodec(None, None, 4, 6, 1e6, 1.0), memoryview(bytearray(16))
+    beta = codec.encode(torch.ones(1, 4), out)
+    for row in (torch.ones(1, 5), torch.ones(2, 4), torch.ones(1, 8)[:, ::2], zeros(1, 4)):
+        with pytest.raises(InvalidTensor):
+            codec.encode(row, out)
+    for bad in (memoryview(bytearray(12)), memoryview(bytearray(20)), out.toreadonly()):
+        with pytest.raises(InvalidTensor):
+            codec.encode(torch.ones(1, 4), bad)
+        with pytest.raises(InvalidTensor):
+            codec.add(zeros(1, 4), bad)
+    for mask in (zeros(1, 3), zeros(1, 4, dtype=torch.float32), zeros(1, 8)[:, ::2]):
+        with pytest.raises(InvalidTensor):
+            codec.add(mask, out)
+    for reply, effect in [(zeros(1, 4), None), (zeros(1, 6), zeros(1, 4)), (zeros(1, 12)[:, ::2], None)]:
+        with pytest.raises(InvalidTensor):
+            codec.decode(reply, beta, effect)
+    for arguments in [
+        (torch.ones(3), None, 4, 6, 1e6, 1.0),
+        (None, torch.ones(4), 4, 6, 1e6, 1.0),
+        (None, None, 0, 6, 1e6, 1.0),
+        (None, None, 4, 6, 2.0**31, 1.0),
+    ]:
+        with pytest.raises(InvalidTensor):
+            kernels.RowCodec(*arguments)  # type: ignore[arg-type]
+
+
+@needs_kernels
+def test_one_row_refuses_what_the_compiled_code_would_not_notice() -> None:
+    one = kernels.OneRow(zeros(3, 2, dtype=torch.int8))
+    row, reply = memoryview(bytearray(16)), memoryview(bytearray(16))
+    one.multiply(row[:12], reply[:8])
+    for bad, written in [
+        (row[:8], reply[:8]),
+        (row, reply[:8]),
+        (row[:12], reply[:12]),
+        (row[:12], reply[:4]),
+        (row[:12].toreadonly(), reply[:8]),
+        (row[:12], reply[:8].toreadonly()),
+        (row[1:13], reply[:8]),
+        (row[:12], reply[2:10]),
+    ]:
+        with pytest.raises(InvalidTensor):
+            one.multiply(bad, written)
+    for weight in (
+        zeros(3, 2),
+        zeros(3, 0, dtype=torch.int8),
+        zeros(3, dtype=torch.int8),
+        zeros(4, 4, dtype=torch.int8)[::2, ::2],
+    ):
+        with pytest.raises(InvalidTensor):
+            kernels.OneRow(weight)
+
+
+@needs_kernels
+@pytest.mark.parametrize("form", ["avx2", pytest.param("", marks=needs_vnni)])
+def test_reads_and_writes_nothing_past_an_end(form: str) -> None:
+    """In a process of its own: what it would do wrong ends it."""
+    environment = os.environ | {"VEILBASE_KERNELS": form}
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float64"])
+def test_the_users_default_type_is_not_that_of_the_memory(name: str) -> None:
+    """transformers sets it, for the whole process, while it loads a model."""
+    rows = torch.randn(64, 300)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        encoded, betas = coding.encode(rows, 100.0)
+        decoded = coding.decode(encoded, betas)
+    finally:
+        torch.set_default_dtype(before)
+    assert (betas.dtype, decoded.dtype) == (torch.float32, torch.float32)
+    assert torch.allclose(decoded, rows, atol=1e-4)
+
+
+@needs_kernels
+def test_nor_is_the_users_default_device_its_place() -> None:
+    rows, weight = torch.randn(64, 300), torch.randint(-127, 128, (300, 40), dtype=torch.int8)
+    with torch.device("meta"):
+        encoded, betas = coding.encode(rows, 2000.0)
+        decoded = coding.decode(coding.product(encoded, weight), betas)
+    assert torch.allclose(decoded, rows @ weight.to(torch.float32), atol=0.1)
+
+
+@needs_kernels
+def test_memory_is_held_by_who_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call is interrupted a helper ends its piece later; by then the memory must not be another reply's."""
+    given: list[Callable[[], None]] = []
+    monkeypatch.setattr(kernels, "share", lambda work, items: given.append(lambda: work(iter(items))))
+    rows, weight = draw(200, 512, 512)
+    plain.product(rows, weight)
+    with contextlib.suppress(InvalidTensor):  # nobody has looked at its rows
+        coding.encode(torch.randn(200, 512), 100.0)
+    others = [unwritten_tensor(200, 512, torch.int32).fill_(7) for _ in range(3)]
+    while given:
+        given.pop()()
+    assert all((other == 7).all() for other in others)
+
+
+@needs_kernels
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git pull` leaves the old one beside new sources."""
+    kernels._library.cache_clear()
+    try:
+        monkeypatch.setattr(kernels, "_VERSION", kernels._VERSION + 1)
+        assert not kernels.available()
+    finally:
+        kernels._library.cache_clear()
+
+
+@needs_kernels
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4)])
+def test_rows_that_are_no_matrix_are_refused(shape: tuple[int, ...]) -> None:
+    weight = torch.zeros(4, 6, dtype=torch.int8)
+    with pytest.raises(InvalidTensor, match="expected int32 rows"):
+        kernels.products([torch.zeros(shape, dtype=torch.int32)], weight, [torch.zeros(2, 6, dtype=torch.int32)])
+
+
+@needs_kernels
+def test_threads_at_once_do_not_share_scratch_memory() -> None:
+    cases = [draw(num_rows, 64 + num_rows, 48) for num_rows in (1, 3, 40, 200)]
+    expected = [plain._plain_product(*case) for case in cases]
+    begin = threading.Barrier(len(cases), timeout=WAIT_S)
+    right: list[bool] = []
+
+    def run(index: int) -> None:
+        begin.wait()
+        right.extend(torch.equal(product([cases[index][0]], cases[index][1]), expected[index]) for _ in range(50))
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    end(threads)
+    assert right == [True] * 50 * len(cases)

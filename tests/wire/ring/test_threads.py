@@ -1,0 +1,215 @@
+"""One core for one thread: its own operations, whichever library makes them, and nobody else's."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.waiting import WAIT_S, end
+from wire.ring import threads
+from wire.ring.threads import share, use_one_core
+
+TORCH_CPU = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+HAS_GOMP = bool(list(TORCH_CPU.parent.glob("libgomp*.so*")))
+
+
+def mkl_threads() -> int:
+    """How many MKL would use in this thread; 0 where torch has none."""
+    return int(getattr(ctypes.CDLL(str(TORCH_CPU)), "MKL_Get_Max_Threads", int)()) if TORCH_CPU.exists() else 0
+
+
+def counts() -> tuple[int, int]:
+    return torch.get_num_threads(), mkl_threads()
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not HAS_GOMP, reason="this torch has no libgomp of its own")
+@pytest.mark.usefixtures("_two_threads")
+def test_only_the_thread_that_asks_is_alone() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def run() -> None:
+        use_one_core()
+        seen.append(counts())
+
+    before = counts()
+    thread = threading.Thread(target=run)
+    thread.start()
+    end(thread)
+    assert seen == [(1, min(1, before[1]))]
+    assert counts() == before
+    assert before[0] == 2
+
+
+def taking(taken: list[tuple[int, str]], meet: threading.Barrier | None = None) -> Callable[[Iterator[int]], None]:
+    """Work that notes each item and who took it; with a barrier, only when so many threads have one."""
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            taken.append((item, threading.current_thread().name))
+            if meet is not None:
+                meet.wait(WAIT_S)
+
+    return work
+
+
+def test_each_item_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        for num_items in (0, 1, 2, 100):
+            taken: list[tuple[int, str]] = []
+            share(taking(taken), list(range(num_items)))
+            assert sorted(item for item, _ in taken) == list(range(num_items))
+
+
+def test_helpers_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    taken: list[tuple[int, str]] = []
+    share(taking(taken, threading.Barrier(2)), [0, 1])
+    assert len({name for _, name in taken}) == 2
+
+
+def test_one_thread_works_in_the_callers() -> None:
+    names: list[str] = []
+
+    def run() -> None:
+        use_one_core()
+        taken: list[tuple[int, str]] = []
+        share(taking(taken), [0, 1, 2])
+        names.extend(name for _, name in taken)
+
+    thread = threading.Thread(target=run, name="caller")
+    thread.start()
+    end(thread)
+    assert names == ["caller"] * 3
+
+
+def test_a_busy_helper_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    release, busy = threading.Event(), []
+    for _ in range(os.cpu_count() or 1):
+        busy.append(threads._executor().submit(release.wait, WAIT_S))
+    try:
+        taken: list[tuple[int, str]] = []
+        share(taking(taken), [0, 1, 2])
+        assert [name for _, name in taken] == [threading.current_thread().name] * 3
+    finally:
+        release.set()
+    assert all(each.result(WAIT_S) for each in busy)
+
+
+def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    meet = threading.Barrier(2)
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            meet.wait(WAIT_S)
+            if item:
+                raise ValueError("the second")
+
+    with pytest.raises(ValueError, match="the second"):
+        share(work, [0, 1])
+
+
+class Refusing:
+    """An executor of a machine that has no thread left after `allowed` more."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed, self.inner = allowed, threads._executor()
+        self.left: list[Callable[[], None]] = []
+
+    def submit(self, work: Callable[[Iterator[int]], None], queue: Iterator[int]) -> Future[None]:
+        if self.allowed:
+            self.allowed -= 1
+            return self.inner.submit(work, queue)
+        self.left.append(lambda: work(queue))  # as ThreadPoolExecutor does: queued, and then the error
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    executor = Refusing(allowed)
+    monkeypatch.setattr(threads, "_executor", lambda: executor)
+    taken: list[tuple[int, str]] = []
+    share(taking(taken), list(range(50)))
+    assert sorted(item for item, _ in taken) == list(range(50))
+    assert len(executor.left) == 1
+    executor.left[0]()
+    assert len(taken) == 50, "who begins late finds nothing to do"
+
+
+def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the caller works: what a helper has not begun by then is not done."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    executor = Refusing(0)
+    monkeypatch.setattr(threads, "_executor", lambda: executor)
+    taken: list[int] = []
+
+    def work(items: Iterator[int]) -> None:
+        for item in items:
+            taken.append(item)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        share(work, [0, 1, 2])
+    executor.left[0]()
+    assert taken == [0]
+
+
+@pytest.mark.slow
+def test_a_thread_that_outlives_the_main_one_still_multiplies() -> None:
+    code = """
+import threading, time, torch
+from wire.ring import threads
+torch.set_num_threads(2)
+def late():
+    threading.main_thread().join()
+    time.sleep(0.5)
+    taken = []
+    threads.share(lambda items: taken.extend(items), list(range(9)))
+    print(len(taken))
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "9\n", done.stderr[-500:]
+
+
+def test_a_forked_child_has_helpers_of_its_own() -> None:
+    code = """
+import os, threading, torch
+from wire.ring.threads import share
+torch.set_num_threads(2)
+def both():
+    meet, names = threading.Barrier(2), set()
+    def work(items):
+        for _ in items:
+            meet.wait(30)
+            names.add(threading.current_thread().name)
+    share(work, [0, 1])
+    return len(names)
+assert both() == 2
+child = os.fork()
+if not child:
+    os._exit(0 if both() == 2 else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=90)
+    assert done.stdout == "0\n", done.stderr[-500:]

@@ -1,0 +1,474 @@
+"""What is compiled when the package is built, for x86-64 processors with AVX2, some with VNNI too: products and the
+coding of rows.
+
+Guarantees: products exact mod 2^32 for every number, shape and memory order, like every kernel of wire/ring/product.py;
+coded rows as torch's operations give them; a β may differ in its last place, since squares are summed in another order.
+Where the library was not built, or the processor lacks AVX2, `available()` is False and nothing else may be called:
+wire/ring/product.py and wire/ring/coding.py then do it with torch.
+
+What the compiled code is given is checked here: it checks nothing itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from wire.errors import InvalidTensor
+from wire.ring.threads import share
+
+LIBRARY = Path(__file__).with_name("_kernels.so")
+
+_REGISTER_ROWS, _BLOCK_ROWS = 3, 48
+_SHARED_ROWS = 2 * _BLOCK_ROWS
+"""From so many on, threads take rows; below, columns. Each thread packs what it multiplies, so a piece of either has
+to be large beside what it packs of the other."""
+_SHARED_COLUMNS = 256
+_SHARED_NUMBERS = 1 << 18
+"""Numbers to code from which another thread is asked to help: 0.2 ms of one."""
+_SHARED_WORK = 1 << 24
+"""Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
+
+_VERSION = 4
+"""Of what the library's functions take, as in kernels.c: an older library may lie beside newer sources."""
+_POINTER: Any = ctypes.c_void_p
+_COUNT: Any = ctypes.c_int64
+_BYTE: Any = ctypes.c_char
+_FLOAT: Any = ctypes.c_float
+
+_local = threading.local()
+
+_Piece = tuple[int, int, int, int]
+"""First and last row, first and last column."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    if os.environ.get("VEILBASE_KERNELS", "") == "none":
+        return None
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        if library.veilbase_kernels_version() != _VERSION:
+            return None
+        usable = library.veilbase_usable
+        product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
+        encode, decode, has_vnni = library.veilbase_encode, library.veilbase_decode, library.veilbase_has_vnni
+        add = library.veilbase_add
+    except (OSError, AttributeError):
+        return None
+    usable.restype = ctypes.c_int
+    scratch_bytes.argtypes, scratch_bytes.restype = [_COUNT], _COUNT
+    has_vnni.restype = ctypes.c_int
+    # rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch, whether by VNNI
+    product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER, ctypes.c_int]
+    product.restype = None
+    # rows, stride, alpha, how many, d, budget, smallest, out, betas
+    encode.argtypes = [_POINTER, _COUNT, _POINTER, *[_COUNT] * 2, *[ctypes.c_double] * 2, *[_POINTER] * 2]
+    encode.restype = _COUNT
+    # to, from, how many
+    add.argtypes, add.restype = [_POINTER, _POINTER, _COUNT], None
+    # reply, stride, effect, stride, alpha, betas, how many, m, out, stride
+    decode.argtypes = [*[_POINTER, _COUNT] * 2, *[_POINTER] * 2, *[_COUNT] * 2, _POINTER, _COUNT]
+    decode.restype = None
+    return library if usable() else None
+
+
+def available() -> bool:
+    """Whether this machine has the compiled kernels; VEILBASE_KERNELS=none says no."""
+    return _library() is not None
+
+
+@functools.cache
+def has_vnni() -> bool:
+    """Whether products use AVX-512 with VNNI here, which is twice as fast as AVX2; VEILBASE_KERNELS=avx2 says no."""
+    if os.environ.get("VEILBASE_KERNELS", "") == "avx2":
+        return False
+    library = _library()
+    return library is not None and bool(library.veilbase_has_vnni())
+
+
+def suits(weight: torch.Tensor) -> bool:
+    """Whether a weight can be read as it lies: on the CPU, rows or columns contiguous."""
+    return weight.is_cpu and 1 in weight.stride()
+
+
+def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Sequence[torch.Tensor]) -> None:
+    """Writes the product of each matrix with the weight.
+
+    Args:
+        parts: at least one, each int32, shape (its rows, d), CPU, any strides.
+        weight: int8, shape (d, m), for which `suits` holds.
+        replies: int32, shape (its rows, m) each, CPU, contiguous; overlapping nothing.
+
+    Raises:
+        InvalidTensor: anything else.
+    """
+    library = _library()
+    if library is None or not suits(weight) or weight.dtype != torch.int8:
+        raise InvalidTensor("no compiled kernel for this weight")
+    d, m = weight.shape
+    if len(parts) != len(replies):
+        raise InvalidTensor(f"expected memory for {len(parts)} replies, got {len(replies)}")
+    for part, reply in zip(parts, replies, strict=True):
+        _check(part, reply, d, m)
+    parts = [part if part.is_contiguous() or part.stride(1) == 1 or d <= 1 else part.contiguous() for part in parts]
+    row_stride, column_stride = weight.stride()
+    if column_stride != 1:
+        row_stride = 1  # of a dimension of size 1 it may be anything
+    address, scratch_bytes = weight.data_ptr(), _scratch_bytes(d)
+    if len(parts) == 1 and parts[0].shape[0] == 1:  # a token's: an array of one pointer is cheap without numpy
+        start, end = _COUNT(parts[0].data_ptr()), _COUNT(replies[0].data_ptr())
+        library.veilbase_product(
+            ctypes.byref(start), ctypes.byref(end), 0, 1, address, row_stride, column_stride, d, 0, m,
+            _scratch(scratch_bytes), has_vnni(),
+        )  # fmt: skip
+        return
+    starts, ends = _pointers(parts), _pointers(replies)
+    written = parts, weight, replies
+
+    def work(pieces: Iterator[_Piece], _held: object = written) -> None:
+        scratch = _scratch(scratch_bytes)
+        for first_row, last_row, first_column, last_column in pieces:
+            library.veilbase_product(
+                starts.ctypes.data, ends.ctypes.data, first_row, last_row, address, row_stride, column_stride, d,
+                first_column, last_column, scratch, has_vnni(),
+            )  # fmt: skip
+
+    share(work, _pieces(starts.shape[0], d, m))
+
+
+class OneRow:
+    """A weight that is multiplied with one row after the other: what `products` checks each time is looked at once.
+
+    A decode step is a hundred products of a few dozen microseconds, and a tensor around their bytes costs some of it.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Args: weight: int8, shape (d, m), not empty, for which `suits` holds.
+
+        Raises:
+            InvalidTensor: anything else, or there are no kernels here.
+        """
+        library = _library()
+        if (
+            library is None
+            or weight.dtype != torch.int8
+            or weight.dim() != 2
+            or not suits(weight)
+            or not weight.numel()
+        ):
+            raise InvalidTensor("no compiled kernel for this weight")
+        row_stride, column_stride = weight.stride()
+        if column_stride != 1:
+            row_stride = 1
+        d, m = weight.shape
+        self._product, self._weight = library.veilbase_product, weight  # whose memory is read
+        self._row_bytes, self._reply_bytes, self._scratch_bytes = 4 * d, 4 * m, _scratch_bytes(d)
+        self._described = tuple(map(_COUNT, (row_stride, column_stride, d, 0, m)))
+        self._address, self._has_vnni = _POINTER(weight.data_ptr()), has_vnni()
+
+    def multiply(self, row: memoryview, reply: memoryview) -> None:
+        """Writes the product of one row.
+
+        Args:
+            row: d int32 numbers in this machine's order, at an address that is a multiple of 4, as bytes. Writable,
+                as ctypes asks; it is not written to.
+            reply: the same for m numbers; written.
+
+        Raises:
+            InvalidTensor: of another size, or read-only.
+        """
+        if row.nbytes != self._row_bytes or reply.nbytes != self._reply_bytes or row.readonly or reply.readonly:
+            raise InvalidTensor("bytes that are no row of this weight")
+        # what `from_buffer` gives holds the memory
+        start, end = _BYTE.from_buffer(row), _BYTE.from_buffer(reply)
+        numbers, written = ctypes.addressof(start), ctypes.addressof(end)
+        if (numbers | written) % 4:
+            raise InvalidTensor("bytes that do not lie as numbers do")
+        self._product(
+            ctypes.byref(_POINTER(numbers)), ctypes.byref(_POINTER(written)), 0, 1, self._address, *self._described,
+            _scratch(self._scratch_bytes), self._has_vnni,
+        )  # fmt: skip
+
+
+def codes(matrix: torch.Tensor) -> bool:
+    """Whether it can be coded as it lies: 32-bit numbers on the CPU, those of a row side by side."""
+    if not matrix.is_cpu or matrix.itemsize != 4 or matrix.dim() != 2:
+        return False
+    return matrix.is_contiguous() or matrix.stride(1) == 1 or matrix.shape[1] == 1  # the first is cheaper to ask for
+
+
+def encode(
+    rows: torch.Tensor, alpha: torch.Tensor | None, budget: float, smallest: float, encoded: torch.Tensor
+) -> torch.Tensor | None:
+    """Rounds rows onto the ring; see `wire.ring.coding.encode`. A decode step is a hundred calls: checks are few and
+    cheap.
+
+    Args:
+        rows: float32, shape (num_rows, d), for which `codes` holds.
+        alpha: float32, shape (d,), contiguous, CPU; None for ones.
+        budget: largest 2-norm of a rounded row, below 2^31.
+        smallest: of β.
+        encoded: int32, shape (num_rows, d), contiguous, CPU; written.
+
+    Returns:
+        β, float32, shape (num_rows, 1); None when a row holds NaN or infinity.
+
+    Raises:
+        InvalidTensor: anything else.
+    """
+    library = _library()
+    if library is None or rows.dtype != torch.float32 or not codes(rows) or not 0 < budget < 1 << 31:
+        raise InvalidTensor("no compiled kernel for these rows")
+    num_rows, d = rows.shape
+    _check_written(encoded, num_rows, d, torch.int32)
+    _check_alpha(alpha, d)
+    betas = torch.empty(num_rows, 1, dtype=torch.float32, device="cpu")  # whatever the user's defaults are
+    start, to, scale = rows.data_ptr(), encoded.data_ptr(), betas.data_ptr()
+    factors = None if alpha is None else alpha.data_ptr()
+    if num_rows == 1:
+        done = library.veilbase_encode(start, d, factors, 1, d, budget, smallest, to, scale)
+        return betas if done == 1 else None
+    stride = rows.stride(0)
+    whole: list[bool] = []
+    written = rows, alpha, encoded, betas
+
+    def work(pieces: Iterator[tuple[int, int]], _held: object = written) -> None:
+        for first, count in pieces:
+            done = library.veilbase_encode(
+                start + 4 * stride * first, stride, factors, count, d, budget, smallest, to + 4 * d * first,
+                scale + 4 * first,
+            )  # fmt: skip
+            if done != count:
+                return
+            whole.append(True)
+
+    pieces = _row_pieces(num_rows, d)
+    share(work, pieces)
+    return betas if len(whole) == len(pieces) else None
+
+
+def decode(
+    reply: torch.Tensor, effect: torch.Tensor | None, betas: torch.Tensor, alpha: torch.Tensor | None
+) -> torch.Tensor:
+    """Unmasks and scales replies; see `wire.ring.coding.decode`.
+
+    Args:
+        reply: int32, shape (num_rows, m), for which `codes` holds.
+        effect: the same, taken off mod 2^32; None for nothing.
+        betas: float32, shape (num_rows, 1), contiguous, CPU.
+        alpha: float32, shape (m,), contiguous, CPU; None for ones.
+
+    Returns:
+        float32, shape (num_rows, m).
+
+    Raises:
+        InvalidTensor: anything else.
+    """
+    library = _library()
+    if library is None or reply.dtype != torch.int32 or not codes(reply):
+        raise InvalidTensor("no compiled kernel for this reply")
+    num_rows, m = reply.shape
+    if effect is not None and (effect.dtype != torch.int32 or effect.shape != reply.shape or not codes(effect)):
+        raise InvalidTensor("no compiled kernel for this effect")
+    _check_written(betas, num_rows, 1, torch.float32)
+    _check_alpha(alpha, m)
+    made = torch.empty(num_rows, m, dtype=torch.float32, device="cpu")
+    start, to, scale = reply.data_ptr(), made.data_ptr(), betas.data_ptr()
+    factors = None if alpha is None else alpha.data_ptr()
+    taken = None if effect is None else effect.data_ptr()
+    if num_rows == 1:
+        library.veilbase_decode(start, m, taken, m, factors, scale, 1, m, to, m)
+        return made
+    stride, taken_stride = reply.stride(0), 0 if effect is None else effect.stride(0)
+    written = reply, effect, betas, alpha, made
+
+    def work(pieces: Iterator[tuple[int, int]], _held: object = written) -> None:
+        for first, count in pieces:
+            library.veilbase_decode(
+                start + 4 * stride * first, stride, None if taken is None else taken + 4 * taken_stride * first,
+                taken_stride, factors, scale + 4 * first, count, m, to + 4 * m * first, m,
+            )  # fmt: skip
+
+    share(work, _row_pieces(num_rows, m))
+    return made
+
+
+class RowCodec:
+    """`encode` and `decode` for one row at a time, with what can be checked before checked once; see `OneRow`."""
+
+    def __init__(
+        self,
+        request_alpha: torch.Tensor | None,
+        reply_alpha: torch.Tensor | None,
+        d: int,
+        m: int,
+        budget: float,
+        smallest: float,
+    ) -> None:
+        """Args.
+
+        request_alpha: of `encode`; None for ones.
+        reply_alpha: of `decode`.
+        d, m: numbers in a request and in its reply.
+        budget, smallest: of `encode`.
+
+        Raises:
+            InvalidTensor: scales of another size or type, no such budget, or there are no kernels here.
+        """
+        library = _library()
+        if library is None or not 0 < budget < 1 << 31 or d <= 0 or m <= 0:
+            raise InvalidTensor("no compiled kernel for these rows")
+        _check_alpha(request_alpha, d)
+        _check_alpha(reply_alpha, m)
+        self._alphas = request_alpha, reply_alpha  # whose memory is read
+        self._factors, self._reply_factors = (None if a is None else _POINTER(a.data_ptr()) for a in self._alphas)
+        self._encode, self._add, self._decode = library.veilbase_encode, library.veilbase_add, library.veilbase_decode
+        self._d, self._m, self._one = _COUNT(d), _COUNT(m), _COUNT(1)
+        self._budget, self._smallest = ctypes.c_double(budget), ctypes.c_double(smallest)
+        self._shape, self._reply_shape = (1, d), (1, m)
+
+    def encode(self, row: torch.Tensor, out: memoryview) -> Any:
+        """Rounds a row onto the ring.
+
+        Args:
+            row: float32, shape (1, d), contiguous, CPU.
+            out: 4·d bytes, writable; written.
+
+        Returns:
+            β, for `decode`; None when the row holds NaN or infinity.
+
+        Raises:
+            InvalidTensor: anything else.
+        """
+        if row.dtype != torch.float32 or row.shape != self._shape or not row.is_contiguous() or not row.is_cpu:
+            raise InvalidTensor("no compiled kernel for this row")
+        beta, written = _FLOAT(), self._numbers(out)
+        done = self._encode(
+            row.data_ptr(), self._d, self._factors, self._one, self._d, self._budget, self._smallest,
+            ctypes.byref(written), ctypes.byref(beta),
+        )  # fmt: skip
+        return beta if done == 1 else None
+
+    def add(self, mask: torch.Tensor, out: memoryview) -> None:
+        """Adds a row of a mask to one that was encoded, mod 2^32.
+
+        Args:
+            mask: int32, shape (1, d), contiguous, CPU.
+            out: from `encode`.
+
+        Raises:
+            InvalidTensor: anything else.
+        """
+        if mask.dtype != torch.int32 or mask.shape != self._shape or not mask.is_contiguous() or not mask.is_cpu:
+            raise InvalidTensor("no compiled kernel for this mask")
+        self._add(ctypes.byref(self._numbers(out)), mask.data_ptr(), self._d)
+
+    def decode(self, reply: torch.Tensor, beta: Any, effect: torch.Tensor | None = None) -> torch.Tensor:
+        """Unmasks and scales a reply.
+
+        Args:
+            reply, effect: int32, shape (1, m), contiguous, CPU; effect None for none.
+            beta: from `encode`.
+
+        Returns:
+            float32, shape (1, m).
+
+        Raises:
+            InvalidTensor: anything else.
+        """
+        for each in (reply,) if effect is None else (reply, effect):
+            if (
+                each.dtype != torch.int32
+                or each.shape != self._reply_shape
+                or not each.is_contiguous()
+                or not each.is_cpu
+            ):
+                raise InvalidTensor("no compiled kernel for this reply")
+        made = torch.empty(self._reply_shape, dtype=torch.float32, device="cpu")
+        self._decode(
+            reply.data_ptr(), self._m, None if effect is None else effect.data_ptr(), self._m, self._reply_factors,
+            ctypes.byref(beta), self._one, self._m, made.data_ptr(), self._m,
+        )  # fmt: skip
+        return made
+
+    def _numbers(self, out: memoryview) -> Any:
+        """Holds the memory, and stands for its address."""
+        if out.nbytes != 4 * self._shape[1] or out.readonly:
+            raise InvalidTensor("memory for a coded row has another size than the row asks for")
+        return _BYTE.from_buffer(out)
+
+
+def _check_written(matrix: torch.Tensor, num_rows: int, columns: int, dtype: torch.dtype) -> None:
+    is_whole = matrix.is_cpu and matrix.is_contiguous()
+    if matrix.dtype != dtype or matrix.shape != (num_rows, columns) or not is_whole:
+        raise InvalidTensor("memory for coded rows has another shape, type or order than the rows ask for")
+
+
+def _check_alpha(alpha: torch.Tensor | None, columns: int) -> None:
+    if alpha is None:
+        return
+    is_whole = alpha.is_cpu and alpha.is_contiguous()
+    if alpha.dtype != torch.float32 or alpha.shape != (columns,) or not is_whole:
+        raise InvalidTensor(f"expected {columns} float32 scales on the CPU, got {alpha.dtype} of {alpha.numel()}")
+
+
+def _row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
+    """(first row, how many) of what threads take one after the other."""
+    num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
+    step = max(1, -(-num_rows // num_pieces))
+    return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
+
+
+def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
+    if part.dtype != torch.int32 or not part.is_cpu or part.dim() != 2 or part.shape[1] != d:
+        raise InvalidTensor(f"expected int32 rows of {d} columns on the CPU, got {part.dtype} of {tuple(part.shape)}")
+    _check_written(reply, part.shape[0], m, torch.int32)
+
+
+def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The address of each row of each matrix."""
+    found = [
+        matrix.data_ptr() + np.arange(matrix.shape[0], dtype=np.int64) * (matrix.stride(0) * matrix.itemsize)
+        for matrix in matrices
+    ]
+    return found[0] if len(found) == 1 else np.concatenate(found)
+
+
+def _pieces(num_rows: int, d: int, m: int) -> list[_Piece]:
+    """What threads take one after the other: two for each, so that a core busy elsewhere does not hold up the rest."""
+    num_pieces = 2 * torch.get_num_threads()
+    if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK:
+        return [(0, num_rows, 0, m)]
+    if num_rows >= _SHARED_ROWS:
+        step = _step(num_rows, num_pieces, _REGISTER_ROWS)
+        return [(start, min(num_rows, start + step), 0, m) for start in range(0, num_rows, step)]
+    step = _step(m, num_pieces, _SHARED_COLUMNS)
+    return [(0, num_rows, start, min(m, start + step)) for start in range(0, m, step)]
+
+
+def _step(length: int, num_pieces: int, block: int) -> int:
+    return max(1, -(-length // (num_pieces * block))) * block
+
+
+@functools.cache
+def _scratch_bytes(d: int) -> int:
+    library = _library()
+    return 0 if library is None else int(library.veilbase_scratch_bytes(d))
+
+
+def _scratch(num_bytes: int) -> int:
+    """The address of this thread's, kept between calls: fresh pages cost more than what is packed into them."""
+    kept: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int] | None = getattr(_local, "scratch", None)
+    if kept is None or kept[0].size < num_bytes:
+        made = np.empty(num_bytes, dtype=np.uint8)
+        kept = _local.scratch = made, made.ctypes.data  # together: an address outlives no memory
+    return kept[1]

@@ -1,0 +1,91 @@
+"""What every transport gives to the code above it.
+
+A `Connection` carries many requests at once; each `submit` returns a `Pending` whose `result` waits for the reply or
+for the request's own deadline. Connections are safe under threads and refuse to work in a forked child.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from wire.frame import Call
+from wire.manifest import Manifest
+from wire.ring.seeded_rows import Rows
+
+
+@dataclass
+class Traffic:
+    """Counts of what crossed the wire, headers included, TLS and HTTP/2 framing not."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    calls: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, up: int = 0, down: int = 0, calls: int = 0) -> None:
+        """Adds to the counts; safe under threads."""
+        with self._lock:
+            self.bytes_up += up
+            self.bytes_down += down
+            self.calls += calls
+
+    def snapshot(self) -> Traffic:
+        """A copy that does not change."""
+        with self._lock:
+            return Traffic(self.bytes_up, self.bytes_down, self.calls)
+
+
+class Pending(Protocol):
+    """A request on its way."""
+
+    def result(self) -> torch.Tensor:
+        """Waits for the reply.
+
+        Returns:
+            Shape (rows, reply_cols) as given to `submit`, dtype of the call's arithmetic; read-only.
+
+        Raises:
+            VeilbaseError: one error of wire/errors.py, whatever went wrong.
+        """
+        ...
+
+
+class Connection(Protocol):
+    """One tenant's road to one provider."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counts since the connection was made."""
+        ...
+
+    def manifest(self) -> Manifest:
+        """The provider's manifest, fetched once."""
+        ...
+
+    def fetch(self, file_name: str) -> Iterator[bytes]:
+        """The chunks of one bundle file."""
+        ...
+
+    def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
+        """Sends one request; splitting is the caller's part.
+
+        Args:
+            call: which product.
+            rows: shape (num_rows, features), the call's dtype, CPU; `SeededRows` where the purpose is HINT; or one
+                row's message, whose first `HEADER_BYTES` are written here. They must not change until `result` has
+                returned: what is sent again after a refusal is the same bytes.
+            reply_cols: features of the reply.
+
+        Raises:
+            VeilbaseError: `InvalidTensor` for rows that do not suit the call, or whatever keeps it from being sent.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the connection; pending requests fail with `Unavailable`."""
+        ...

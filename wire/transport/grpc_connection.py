@@ -1,0 +1,343 @@
+"""The tenant's end of the transport: one long-lived bidirectional stream, many requests in flight.
+
+Manifest and bundle come by gRPC; the stream is on the provider's tensor port, or gRPC's where that cannot be reached.
+
+Guarantees: replies are matched by request id in any order; every request ends by its own deadline; a reply is checked
+against what was asked before it is allocated; a forked child is refused. After a broken stream the next request opens
+a new one; what was pending fails with one error and is never re-sent by itself (a re-send could reuse a mask); what was
+refused because it came too early is sent again, later, as the same bytes (wire/transport/retry.py). Nothing
+is sent on a stream before the provider at its other end has been seen to serve the weights of the first manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import grpc
+
+from wire import frame
+from wire.errors import (
+    REVOKED,
+    ConfigurationError,
+    DeadlineExceeded,
+    ForkedConnection,
+    MalformedFrame,
+    NotPermitted,
+    QuotaExceeded,
+    TransportError,
+    Unauthenticated,
+    Unavailable,
+    UnknownLayer,
+    VeilbaseError,
+    VersionMismatch,
+)
+from wire.frame import Call
+from wire.limits import (
+    KEEPALIVE_TIME_MS,
+    KEEPALIVE_TIMEOUT_MS,
+    MAX_DEADLINE_MS,
+    MAX_FRAME_BYTES,
+    MAX_MANIFEST_BYTES,
+    RETRY_METADATA,
+    deadline_s,
+)
+from wire.manifest import Manifest, parse_manifest
+from wire.ring.seeded_rows import Rows, SeededRows
+from wire.transport import tls_stream
+from wire.transport.connection import Pending, Traffic
+from wire.transport.grpc_stream import GrpcStream, MessageStream
+from wire.transport.identity import TlsIdentity
+from wire.transport.multiplexer import Multiplexer
+from wire.transport.retry import PatientRequest, with_jitter
+
+STREAM_METHOD = "/veilbase.v1.Provider/Stream"
+MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
+BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
+CONNECT_TIMEOUT_S = 20.0
+_CROWDED_S = 15.0
+"""So long a provider that closes new connections at once is tried again: one that is flooded with them takes another
+as soon as one of them has run out of time."""
+_CROWDED_PAUSE_S = 0.01
+_DROPPED = "Handshake read failed"
+"""Part of gRPC's own text where the other side closed before TLS had begun. A certificate that it refuses reads
+differently, and so does a port without TLS; with another text of a later gRPC the first try would be the last."""
+_MOST_DIGITS = 9
+DEFAULT_PORT = 8443
+_LOGGER = logging.getLogger(__name__)
+
+
+class ConnectionDropped(Unavailable):
+    """The other side closed the connection before a word was said: nobody was refused, since nobody was named."""
+
+
+def channel_options(host: str) -> list[tuple[str, Any]]:
+    """gRPC options of the tenant's channel: limits on both sides, keepalive, and no proxy for loopback."""
+    options: list[tuple[str, Any]] = [
+        ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+        ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.enable_retries", 0),  # a transparent re-send is the one thing a one-time mask must never see
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if host in ("localhost", "::1") or host.startswith("127."):
+        options.append(("grpc.enable_http_proxy", 0))
+    return options
+
+
+def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
+    """A channel for `grpcs://host[:port]` with mutual TLS, or `grpc://` on loopback without it.
+
+    Raises:
+        ConfigurationError: another scheme, no host, no identity, or plain text to another machine.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or DEFAULT_PORT
+    except ValueError:  # a port that is no number, an open bracket
+        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from None
+    if parts.scheme not in ("grpc", "grpcs") or not host:
+        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}")
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if parts.scheme == "grpcs":
+        if identity is None:
+            raise ConfigurationError("a grpcs:// URL needs an identity, the folder that `provider enroll` made")
+        credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+        return grpc.secure_channel(target, credentials, channel_options(host))
+    if not (host in ("localhost", "::1") or host.startswith("127.")):
+        raise ConfigurationError("grpc:// without TLS is for loopback only: use grpcs://")
+    return grpc.insecure_channel(target, channel_options(host))
+
+
+def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
+    """This side's error for a gRPC status; the peer's details are not passed on.
+
+    Args:
+        connected: the provider had accepted this identity on the same connection.
+    """
+    code = exc.code() if hasattr(exc, "code") else None
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        return Unauthenticated("the provider does not accept this certificate: enrol again")
+    if code == grpc.StatusCode.PERMISSION_DENIED:
+        return NotPermitted(REVOKED)
+    if code == grpc.StatusCode.FAILED_PRECONDITION:
+        return VersionMismatch("the provider speaks another protocol version: install matching releases")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return QuotaExceeded("the provider has too many calls open, or refused the size of one: try again later")
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("the provider did not answer in time")
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+        return MalformedFrame("the two ends do not understand each other: is the URL a Veilbase provider?")
+    retry_s = _named_retry_s(exc)
+    if retry_s > 0:
+        when = f"try again in {math.ceil(retry_s)} s"
+        return Unavailable(f"the provider takes nothing new at the moment: {when}", retry_s)
+    details = str(exc.details() or "") if hasattr(exc, "details") else ""
+    if not connected and _DROPPED in details:
+        return ConnectionDropped(
+            "the provider closed the connection at once: it has as many as it takes, or the URL is of something else; "
+            "try again later"
+        )
+    if not connected and any(
+        word in details for word in ("CERTIFICATE", "certificate", "SSL", "handshake", "Socket closed")
+    ):
+        # A provider that refuses the certificate closes the socket, and gRPC calls that UNAVAILABLE.
+        return Unauthenticated(
+            "the connection was closed: this identity belongs to another provider, has expired, or is missing (the URL "
+            "of a provider with TLS is grpcs://..., and takes an identity)"
+        )
+    return Unavailable(
+        "the provider cannot be reached or went away: check its URL and that it runs; "
+        "a fine-tuning run that broke goes on from its last checkpoint when it is started again"
+    )
+
+
+def _named_retry_s(exc: grpc.RpcError) -> float:
+    """Seconds after which the provider says that it may be asked again; 0 where it does not."""
+    metadata = exc.trailing_metadata() if hasattr(exc, "trailing_metadata") else None
+    text = next((value for key, value in metadata or () if key == RETRY_METADATA), "")
+    if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
+        return 0.0
+    return min(int(text), MAX_DEADLINE_MS) / 1000
+
+
+class GrpcConnection:
+    """A `Connection` over gRPC; opened at first use, so that a program may fork before it."""
+
+    def __init__(self, url: str, identity: TlsIdentity | None = None) -> None:
+        """Args: url: grpcs://host:port; identity: from a folder made by `provider enroll`."""
+        self.url = url
+        self.traffic = Traffic()
+        self._identity = identity
+        self._lock = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._stream: Multiplexer | None = None
+        self._compared: Multiplexer | None = None
+        """The stream, once `_check_same_weights` has passed: requests go nowhere else."""
+        self._port: int | None = None
+        """The tensor port that the newest stream is on."""
+        self._manifest: Manifest | None = None
+        self._pid = os.getpid()
+        self._closed = False
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedConnection(
+                "this connection was opened before a fork: make a new TenantClient in the child, "
+                "or start workers with the spawn method (dataloader_num_workers=0)"
+            )
+        if self._closed:
+            raise Unavailable("the connection was closed")
+
+    def _open_channel(self) -> grpc.Channel:
+        self._check_usable()
+        if self._channel is None:
+            self._channel = open_channel(self.url, self._identity)
+        return self._channel
+
+    def manifest(self) -> Manifest:
+        """The provider's manifest, fetched once."""
+        with self._lock:
+            if self._manifest is None:
+                self._manifest = self._fetch_manifest()
+            return self._manifest
+
+    def _fetch_manifest(self) -> Manifest:
+        give_up_at = time.monotonic() + _CROWDED_S
+        while True:
+            try:
+                return self._try_to_fetch_manifest()
+            except ConnectionDropped:
+                if time.monotonic() >= give_up_at:
+                    raise
+            time.sleep(with_jitter(_CROWDED_PAUSE_S))
+
+    def _try_to_fetch_manifest(self) -> Manifest:
+        try:
+            data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
+        except Unavailable as exc:
+            self._drop_channel()
+            if isinstance(exc, ConnectionDropped) or exc.retry_s > 0:
+                raise
+            raise Unavailable(f"no provider can be reached at {self.url}: check the URL and that it runs") from None
+        except TransportError:
+            self._drop_channel()
+            raise
+        return parse_manifest(data)
+
+    def fetch(self, file_name: str) -> Iterator[bytes]:
+        """The chunks of one bundle file, never more than the manifest announced."""
+        sizes = {file.name: file.size_bytes for file in self.manifest().bundle}
+        if file_name not in sizes:
+            raise ConfigurationError(f"the provider's bundle has no file {file_name!r}")
+        yield from self._unary_stream(BUNDLE_METHOD, file_name.encode(), deadline_s(sizes[file_name]), sizes[file_name])
+
+    def _unary_stream(self, method: str, request: bytes, timeout_s: float, max_bytes: int) -> Iterator[bytes]:
+        channel = self._open_channel()
+        rpc = channel.unary_stream(method, request_serializer=None, response_deserializer=None)
+        call = rpc(request, timeout=timeout_s)
+        received = 0
+        try:
+            for chunk in call:
+                received += len(chunk)
+                self.traffic.add(down=len(chunk))
+                if received > max_bytes:
+                    raise MalformedFrame(f"expected at most {max_bytes} bytes, got more")
+                yield chunk
+        except grpc.RpcError as exc:
+            raise translate_status(exc) from None
+        finally:
+            call.cancel()
+
+    def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
+        """Sends one request on the stream; see `Connection.submit`."""
+        self._check_usable()
+        if not isinstance(rows, bytearray):
+            frame.check_rows(call, rows)
+        stream = self._compared
+        if stream is None or not stream.is_usable():
+            stream = self._open_stream()
+        return PatientRequest(stream, call, rows, self._request_cols(call, rows), reply_cols)
+
+    def _request_cols(self, call: Call, rows: Rows | bytearray) -> int:
+        """A seed does not say how many numbers its rows have: the manifest does."""
+        if isinstance(rows, bytearray):
+            return (len(rows) - frame.HEADER_BYTES) // frame.ITEM_BYTES
+        if not isinstance(rows, SeededRows):
+            return rows.shape[1]
+        groups = self.manifest().groups
+        if call.group >= len(groups):
+            raise UnknownLayer(f"expected a group below {len(groups)}, got {call.group}")
+        return groups[call.group].widths(call.direction)[0]
+
+    def _open_stream(self) -> Multiplexer:
+        begun_with = self.manifest()
+        with self._lock:
+            if self._compared is None or not self._compared.is_usable():
+                if self._stream is not None:
+                    self._drop_channel()
+                raw = self._open_raw_stream(begun_with)
+                self._stream = stream = Multiplexer(raw, begun_with.limits, self.traffic, translate_status)
+                try:
+                    stream.wait_welcome()
+                    self._check_same_weights(begun_with)
+                except BaseException:
+                    stream.close()
+                    raise
+                self._compared = stream
+            return self._compared
+
+    def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
+        """On the tensor port, or by gRPC where there is none or it cannot be reached."""
+        channel = self._open_channel()
+        self._port = None
+        if self._identity is not None:
+            now = begun_with if self._stream is None else self._fetch_manifest()  # a restart may pick another port
+            if now.tensor_port is not None:
+                try:
+                    raw = tls_stream.connect(urlsplit(self.url).hostname or "", now.tensor_port, self._identity)
+                    self._port = now.tensor_port
+                    return raw
+                except OSError as exc:
+                    _LOGGER.info("the tensor port cannot be used (%s): gRPC carries the stream", type(exc).__name__)
+        return GrpcStream(channel, STREAM_METHOD)
+
+    def _check_same_weights(self, begun_with: Manifest) -> None:
+        """An operator's restart with another model must not answer rows that were meant for the first one.
+
+        Called after WELCOME: a provider that is replaced between this answer and the first request takes the stream
+        with it. A stream on a tensor port that is no longer named here may be with another provider of the same CA.
+        Not a defence against one that lies: that is what verification is for.
+        """
+        now = self._fetch_manifest()
+        if self._port is not None and now.tensor_port != self._port:
+            raise Unavailable("the provider was started anew just now, and nothing was sent to it: ask again")
+        if (now.weights, now.groups) != (begun_with.weights, begun_with.groups):
+            raise ConfigurationError(
+                "the provider serves other weights than when this session began, and nothing was sent to it: "
+                "ask its operator for the first ones, or begin a new session"
+            )
+
+    def _drop_channel(self) -> None:
+        """After a failure: gRPC would let the old channel wait for up to two minutes before it tries again."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def close(self) -> None:
+        """Ends the stream and the channel."""
+        if os.getpid() != self._pid:
+            return  # the parent's sockets are not ours to end
+        self._closed = True
+        if self._stream is not None:
+            self._stream.close()
+        self._drop_channel()

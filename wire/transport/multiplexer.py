@@ -1,0 +1,354 @@
+"""Many requests in flight on one stream, each with one outcome: its reply, or its one error.
+
+Guarantees: replies are matched by request id in any order and checked against what was asked before they are allocated;
+every request ends by its own deadline; after a broken stream what was pending fails with one error and is never re-sent
+(a re-send could reuse a mask). Knows nothing of channels or TLS.
+
+Threads: whoever waits first reads for all (leader and followers), since a reader thread of its own would cost a decode
+step two thread switches a call. A watchdog looks at deadlines; a listener reads while nothing is asked, so that the end
+of an idle stream is noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+import torch
+
+from wire import frame
+from wire.errors import (
+    DeadlineExceeded,
+    LimitExceeded,
+    MalformedFrame,
+    TransportError,
+    Unavailable,
+    VeilbaseError,
+    VersionMismatch,
+    error_from_code,
+)
+from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header
+from wire.limits import MAX_DEADLINE_MS, Limits, deadline_s
+from wire.ring.seeded_rows import Rows, count_rows
+from wire.transport.connection import Traffic
+from wire.transport.grpc_stream import MessageStream
+
+HANDSHAKE_S = 20.0
+WATCH_S = 0.5
+"""How often deadlines are looked at; they are tens of seconds."""
+_LOOK_S = 0.05
+_WELCOME = Call(0, Direction.FORWARD, Arithmetic.RING)
+_ENDED = "the provider ended the stream; the run can go on from its last checkpoint"
+
+
+class Request:
+    """A request on its way, and its outcome once there is one."""
+
+    __slots__ = (
+        "_owner", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "reply", "request_id", "rows",
+    )  # fmt: skip
+
+    def __init__(self, owner: Multiplexer, request_id: int, call: Call, rows: int, cols: int, held: int) -> None:
+        """Args: rows, cols: of the reply; held: bytes of request and reply together."""
+        self.request_id, self.call = request_id, call
+        self.rows, self.cols, self.held_bytes = rows, cols, held
+        self.expires_at = time.monotonic() + deadline_s(held)
+        self.reply: Assembler | None = None
+        self.outcome: torch.Tensor | VeilbaseError | None = None
+        self.nudged: threading.Event | None = None
+        self._owner = owner
+
+    def settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
+        """Keeps the outcome and wakes whoever waits for it."""
+        if self.outcome is None:
+            self.outcome = outcome
+            if self.nudged is not None:
+                self.nudged.set()
+
+    def result(self) -> torch.Tensor:
+        """The reply, or this request's one error."""
+        if self.outcome is None:
+            self._owner.wait_for(self)
+        if isinstance(self.outcome, torch.Tensor):
+            return self.outcome
+        raise self.outcome if self.outcome is not None else Unavailable("the connection was closed")
+
+
+class Multiplexer:
+    """The tenant's end of one stream."""
+
+    def __init__(
+        self,
+        stream: MessageStream,
+        limits: Limits,
+        traffic: Traffic,
+        translate: Callable[[grpc.RpcError, bool], VeilbaseError],
+    ) -> None:
+        """Says HELLO.
+
+        Args:
+            stream: just opened, and nobody else's.
+            limits: of the manifest.
+            traffic: counts what crosses.
+            translate: a status, and whether the provider had said WELCOME, to this side's error.
+        """
+        self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
+        self._requests: dict[int, Request] = {}
+        # not a plain one: a signal's handler that closes may find its own thread in here
+        self._lock = threading.RLock()
+        self._state, self._num_waiting_for_room = threading.Condition(self._lock), 0
+        self._reading = threading.Lock()
+        self._waiting: dict[int, Request] = {}
+        self._leader: Request | None = None
+        self._makes_room = False
+        self._held_bytes = 0
+        self._ids = itertools.count(1)
+        self.failure: VeilbaseError | None = None
+        self._ended, self._is_idle = threading.Event(), threading.Event()
+        # The handshake has a deadline of its own; gRPC has none for a stream that is meant to live long.
+        self._welcome = Request(self, 0, _WELCOME, 0, 0, 0)
+        self._welcome.expires_at = time.monotonic() + HANDSHAKE_S
+        self._requests[0] = self._welcome
+        self._stream.send(frame.hello(FrameType.HELLO))
+        for name, work in (("veilbase-watchdog", self._watch), ("veilbase-listener", self._listen)):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def wait_welcome(self) -> None:
+        """Waits for the handshake."""
+        self._welcome.result()
+
+    def is_usable(self) -> bool:
+        """Whether a request could go out; notices a provider that went away while nobody was reading."""
+        if self.failure is None and not self._stream.is_active():
+            self.fail(Unavailable(_ENDED))
+        return self.failure is None
+
+    # ---- waiting and reading ----------------------------------------------------------------------------------------
+
+    def wait_for(self, request: Request) -> None:
+        """Returns once the request has an outcome; reads for everybody if nobody else does."""
+        if self._reading.acquire(blocking=False):
+            self._lead(request)
+            return
+        nudged = request.nudged = threading.Event()  # before `outcome` is looked at, so that `settle` sees it
+        self._waiting[request.request_id] = request  # before trying again to lead: a leader who stops looks here
+        try:
+            while request.outcome is None:
+                if self._reading.acquire(blocking=False):
+                    self._lead(request)
+                else:
+                    nudged.wait()
+                    nudged.clear()
+        finally:
+            self._waiting.pop(request.request_id, None)
+
+    def _lead(self, request: Request) -> None:
+        self._leader = request
+        try:
+            while request.outcome is None:
+                self._read_one()
+        finally:
+            self._stop_leading(request)
+
+    def _stop_leading(self, request: Request | None) -> None:
+        self._leader = None
+        self._reading.release()
+        for other in list(self._waiting.values()):
+            if other is not request and other.nudged is not None:
+                other.nudged.set()  # all of them: one that has just been answered would not lead
+
+    def _read_one(self) -> None:
+        try:
+            message = self._stream.step()
+            if message is not None:
+                self._traffic.add(down=len(message))
+                self._take(*frame.parse(message))
+        except EOFError:
+            self.fail(Unavailable(_ENDED))
+        except grpc.RpcError as exc:
+            self.fail(self._translate(exc, isinstance(self._welcome.outcome, torch.Tensor)))
+        except VeilbaseError as exc:
+            self.fail(exc)
+        except (KeyboardInterrupt, SystemExit):
+            self.fail(Unavailable("the reading thread was interrupted"))
+            raise
+        except Exception as exc:  # noqa: BLE001 - whoever else waits must not be left waiting
+            self.fail(TransportError(f"reading replies failed: {type(exc).__name__}"))
+
+    def _watch(self) -> None:
+        while not self._ended.wait(WATCH_S):
+            now = time.monotonic()
+            waiting = list(self._requests.values())
+            for request in [one for one in waiting if now >= one.expires_at]:
+                self._expire(request)
+            if not waiting:
+                self._is_idle.set()
+        self._is_idle.set()
+
+    def _listen(self) -> None:
+        """Reads while nothing is asked; at the end takes what the stream still has to say, so that it can be freed."""
+        while not self._ended.is_set():
+            self._is_idle.wait()
+            self._is_idle.clear()
+            if not self._requests and not self._ended.is_set() and self._reading.acquire(blocking=False):
+                try:
+                    self._read_one()
+                finally:
+                    self._stop_leading(None)
+        with self._reading:
+            self._drain()
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self._stream.step()
+        except Exception:  # noqa: BLE001, S110 - the end, in whatever form it comes
+            pass
+
+    def _expire(self, request: Request) -> None:
+        if self._forget(request.request_id) is None:
+            return
+        if request.request_id == 0:
+            error = Unavailable(f"the provider did not answer the handshake within {HANDSHAKE_S:.0f} s")
+            request.settle(error)
+            self.fail(error)
+        else:
+            request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
+            self._stream.send(Header(FrameType.CANCEL, request.request_id).pack())
+        # Looked at after `settle`, so that whoever begins to lead now sees the outcome. A reader is inside gRPC's read,
+        # which has no timeout: only the end of the stream frees it.
+        if self._leader is request or self._makes_room:
+            self._stream.close()
+
+    # ---- sending ----------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call, rows: Rows | bytearray, request_cols: int, reply_cols: int) -> Request:
+        """Sends one request; waits while too many bytes are in flight, and until its last chunk is on its way.
+
+        Args: rows: see `Connection.submit`.
+        """
+        if isinstance(rows, bytearray):
+            payload, num_rows = memoryview(rows)[frame.HEADER_BYTES :], 1
+        else:
+            payload, num_rows = frame.rows_bytes(rows), count_rows(rows)
+        size = len(payload)
+        request = self._admit(call, num_rows, reply_cols, size)
+        deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
+        header = Header(FrameType.REQUEST, request.request_id, call, num_rows, request_cols, 0, size, deadline_ms)
+        sent = 0
+        for message in frame.frames(header, payload) if not isinstance(rows, bytearray) else frame.whole(header, rows):
+            self._stream.send(message)
+            sent += len(message)
+        self._traffic.add(up=sent, calls=1)
+        while self._stream.has_unsent and request.outcome is None and self.failure is None:
+            self._make_room()
+        return request
+
+    def _admit(self, call: Call, num_rows: int, reply_cols: int, size: int) -> Request:
+        held = size + num_rows * reply_cols * frame.ITEM_BYTES
+        if held > self._limits.max_in_flight_bytes:
+            raise LimitExceeded(f"a request of {held} bytes is above {self._limits.max_in_flight_bytes} in flight")
+        give_up_at = 0.0
+        while True:
+            with self._lock:
+                if self.failure is not None:
+                    raise self.failure
+                if self._held_bytes + held <= self._limits.max_in_flight_bytes:
+                    request = Request(self, next(self._ids), call, num_rows, reply_cols, held)
+                    self._requests[request.request_id] = request
+                    self._held_bytes += held
+                    return request
+            now = time.monotonic()
+            give_up_at = give_up_at or now + deadline_s(self._limits.max_in_flight_bytes)
+            if now >= give_up_at:
+                raise DeadlineExceeded("earlier requests of this stream were not answered in time")
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Takes one step, or waits a moment for whoever is reading: a caller that only sends must read as well."""
+        if self._reading.acquire(blocking=False):
+            self._makes_room = True
+            try:
+                if self._requests:  # nothing to read, and nothing that could expire, where the last one just did
+                    self._read_one()
+            finally:
+                self._makes_room = False
+                self._stop_leading(None)
+        elif self._stream.has_unsent:  # whoever reads waits for replies alone, since then
+            self._stream.wait_to_send(_LOOK_S)
+        else:
+            with self._lock:
+                self._num_waiting_for_room += 1
+                self._state.wait(_LOOK_S)
+                self._num_waiting_for_room -= 1
+
+    # ---- what comes -------------------------------------------------------------------------------------------------
+
+    def _forget(self, request_id: int) -> Request | None:
+        with self._lock:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self._held_bytes -= request.held_bytes
+                if self._num_waiting_for_room:
+                    self._state.notify_all()
+        return request
+
+    def _take(self, header: Header, payload: memoryview) -> None:
+        if header.kind is FrameType.REPLY:
+            self._take_reply(header, payload)
+        elif header.kind is FrameType.ERROR:
+            self._take_error(header)
+        elif header.kind is FrameType.WELCOME:
+            if bytes(payload) != frame.MAGIC or header.code != frame.PROTOCOL_VERSION:
+                raise VersionMismatch(f"this tenant speaks protocol {frame.PROTOCOL_VERSION}, not {header.code}")
+            self._forget(0)
+            self._welcome.settle(torch.empty(0, device="cpu"))
+        else:
+            raise MalformedFrame("the provider sent a frame that only tenants send")
+
+    def _take_error(self, header: Header) -> None:
+        error = error_from_code(header.code, header.request_id, header.deadline_ms)
+        if header.request_id == 0:  # about the stream, not about one request
+            raise error
+        request = self._forget(header.request_id)
+        if request is not None:
+            request.settle(error)
+
+    def _take_reply(self, header: Header, payload: memoryview) -> None:
+        request = self._requests.get(header.request_id)
+        if request is None:
+            return  # cancelled in the meantime
+        if request.reply is None:
+            size = request.rows * request.cols * frame.ITEM_BYTES
+            expected = (request.call, request.rows, request.cols, size)
+            if (header.call, header.rows, header.cols, header.total_bytes) != expected:
+                raise MalformedFrame("a reply does not have the shape of its request")
+            if len(payload) == size:  # whole, in one frame
+                if self._forget(header.request_id) is not None:
+                    request.settle(frame.tensor(header, payload))
+                return
+            request.reply = Assembler(header)
+        if request.reply.add(header, payload) and self._forget(header.request_id) is not None:
+            request.settle(request.reply.tensor())
+
+    def fail(self, error: VeilbaseError) -> None:
+        """Ends the stream; every pending request gets `error`."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = error
+            pending = list(self._requests.values())
+            self._requests.clear()
+            self._held_bytes = 0
+            self._state.notify_all()
+        self._ended.set()
+        self._is_idle.set()
+        self._stream.close()
+        for request in pending:
+            request.settle(error)
+
+    def close(self) -> None:
+        """Ends the stream; what is pending fails."""
+        self.fail(Unavailable("the connection was closed"))
