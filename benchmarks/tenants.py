@@ -182,7 +182,7 @@ def serve_saving(kind: str) -> None:
     if kind == "saving":
         import provider.net.session
 
-        provider.session.Job = SavingJob  # type: ignore[misc]
+        provider.net.session.Job = SavingJob  # type: ignore[misc]
     server = Server("127.0.0.1", 0, None)
     server.start(core)
     print(server.port, flush=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from attacks.seen.adversary import Adversary
 from attacks.controls.control import Control
+from attacks.seen.adversary import Adversary
 from wire.errors import ConfigurationError
 
 MODULES = (

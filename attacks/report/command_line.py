@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attacks.victim import quick_model
-from attacks.seen.adversary import Adversary
-from attacks.report.catalogue import adversaries, controls, quick
 from attacks.controls.control import Control, ControlResult
+from attacks.report.catalogue import adversaries, controls, quick
 from attacks.report.exit_status import exit_status
+from attacks.seen.adversary import Adversary
+from attacks.victim import quick_model
 from attacks.victim.tenant import KINDS
 from wire.errors import ConfigurationError
 
@@ -164,9 +164,7 @@ def _attack_and_report(
 ) -> int:
     import torch
 
-    from attacks.report import verdict
-    from attacks.report import plots
-    from attacks.report import table
+    from attacks.report import plots, table, verdict
     from attacks.truth.judge import kind_of
 
     shutil.rmtree(options.out / "stolen", ignore_errors=True)  # of an earlier run
@@ -269,11 +267,11 @@ def _checked_view(view: View, label: str, num_prompts: int) -> View:
 def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each tenant of a recording; judged only as far as an adapter is given."""
     from attacks.report import verdict
-    from attacks.victim import profiles
     from attacks.report.evaluate import Case
-    from attacks.victim.checkpoint import load_public
-    from attacks.truth.secrets import Truth
     from attacks.seen.view import open_view
+    from attacks.truth.secrets import Truth
+    from attacks.victim import profiles
+    from attacks.victim.checkpoint import load_public
 
     if options.model is None or options.model in quick_model.NAMES:
         raise ConfigurationError("--view needs --model: the folder or the name of the model that the recording is of")
@@ -305,14 +303,12 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
     """A case for each mask, and what the report must say about the traffic."""
-    from attacks.victim import check
-    from attacks.victim import harness
-    from attacks.victim import profiles
     from attacks.report.evaluate import Case
-    from attacks.truth.gain import PrivateTask
-    from attacks.victim.checkpoint import load_public
-    from attacks.truth.secrets import Truth, read_batches
     from attacks.seen.view import open_view
+    from attacks.truth.gain import PrivateTask
+    from attacks.truth.secrets import Truth, read_batches
+    from attacks.victim import check, harness, profiles
+    from attacks.victim.checkpoint import load_public
 
     runs = profiles.runs(options.masks or MASKS)
     profile = profiles.choose(scratch, model, options.adapter, options.peft)

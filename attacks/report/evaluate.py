@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attacks.adversaries import byte_statistics, shared_error, slot_reuse
-from attacks.seen.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
-from attacks.victim.check import Check
 from attacks.report.finding import KL, Finding, unclaimed, verdict_on
-from attacks.truth.gain import Gain, PrivateTask, Worth
+from attacks.report.table import Result
 from attacks.report.verdict import METADATA
-from attacks.truth.judge import judge
-from attacks.truth.judge_facts import in_words
+from attacks.seen.adversary import Adversary, Claim, StolenDelta, StolenDifference, StolenFact, StolenRows, StolenTokens
 from attacks.seen.forward_passes import Opened
 from attacks.seen.public_model import PublicModel
-from attacks.report.table import Result
-from attacks.truth.stolen_adapter import write
-from attacks.truth.secrets import Batch, Truth
 from attacks.seen.view import View
+from attacks.truth.gain import Gain, PrivateTask, Worth
+from attacks.truth.judge import judge
+from attacks.truth.judge_facts import in_words
+from attacks.truth.secrets import Batch, Truth
+from attacks.truth.stolen_adapter import write
+from attacks.victim.check import Check
 from wire.errors import ConfigurationError
 
 _CERTAIN: dict[str, tuple[str, ...]] = {

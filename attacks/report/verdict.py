@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from attacks.victim.check import Check, alarms
 from attacks.report.finding import KL, OVERLAP, SHARE_CLAIMED, SHARE_TRIED
 from attacks.report.table import Result
+from attacks.victim.check import Check, alarms
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
 UNKNOWN = "unknown"

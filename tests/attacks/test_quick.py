@@ -185,9 +185,9 @@ def test_the_gate_notices_a_mask_that_weakens(finding: Finding, alarm: bool) -> 
     ("gain", "agreement", "alarm"), [(0.5, 0.1, False), (0.5, 0.55, False), (0.5, 0.7, True), (0.95, 0.1, True)]
 )
 def test_a_gain_that_answers_contradict_is_luck(gain: float, agreement: float, alarm: bool) -> None:
-    verdict = "wins" if gain > 0.9 else "above baseline"
+    said = "wins" if gain > 0.9 else "above baseline"
     findings = (
-        Finding("adapter", "stolen task gain", gain, 0.0, (-0.1, 0.1), verdict),
+        Finding("adapter", "stolen task gain", gain, 0.0, (-0.1, 0.1), said),
         Finding("adapter", "agreement of answers", agreement, 0.5, (0.4, 0.6), ""),
     )
     assert bool(verdict.weakened([replace(NEAR, finding=finding) for finding in findings])) is alarm
@@ -248,7 +248,7 @@ def test_the_gate_asks_for_every_metric() -> None:
 
 IN_THE_VICTIM = """
 import sys
-if any(part.endswith("victim.py") or part == "attacks.victim.tenant" for part in sys.orig_argv):
+if any(part.endswith("victim/tenant.py") or part == "attacks.victim.tenant" for part in sys.orig_argv):
 """
 FORGETFUL = """
     from noise import lattice

@@ -7,7 +7,7 @@ import torch
 
 from provider.model.served_model import ProviderCore
 from provider.schedule.request_class import RequestClass
-from tests.provider.test_batch import CALL, COLS, FLOAT, RING, Gate, ring_rows
+from tests.provider.engine.test_executor import CALL, COLS, FLOAT, RING, Gate, ring_rows
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows

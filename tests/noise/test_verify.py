@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tests.noise.test_pool import in_child
 
 from noise import verify
 from noise.verify import FAILED, Verifier
+from tests.noise.blocks.test_pool import in_child
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
 from wire.ring import coding

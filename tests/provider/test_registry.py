@@ -16,7 +16,7 @@ import provider.identity.registry as registry
 from provider.identity.authority import StateDir
 from provider.identity.registry import HELD_OVER_S, RegistryUnreadable, RevocationList, enroll, revoke
 from provider.net.access import Gate
-from tests.provider.test_descriptors import exhausted
+from tests.provider.net.test_descriptors import exhausted
 from wire.errors import NotPermitted, WireCode, code_of
 
 ENDPOINT = "grpcs://localhost:8443"

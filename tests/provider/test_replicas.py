@@ -19,7 +19,7 @@ from provider.model.served_model import ProviderCore
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from tests.provider.test_batch import CALL, COLS, Answer
+from tests.provider.engine.test_executor import CALL, COLS, Answer
 from tests.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable
 from wire.frame import Call

@@ -17,8 +17,8 @@ import grpc
 import pytest
 import torch
 
-import provider.net.service
-import provider.net.session
+import provider.net.service as service_module
+import provider.net.session as session_module
 from provider.identity.registry import revoke
 from provider.model.served_model import ProviderCore
 from provider.net.service import MAX_CALLS_PER_TENANT, ProviderService
@@ -141,7 +141,7 @@ def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies
 @pytest.fixture
 def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(provider.service, "SWEEP_S", QUICK_S)
+    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
 def test_streams_above_the_limit_hold_no_thread(
     start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provider.service, "MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
+    monkeypatch.setattr(service_module, "MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
     running = start(tiny_core)
     service, deaf = service_of(running), Deaf(running)
     for _ in range(MAX_CALLS_PER_TENANT):
@@ -190,7 +190,7 @@ def test_streams_above_the_limit_hold_no_thread(
 def test_many_tenants_that_take_all_they_can_leave_a_thread_for_the_next(
     start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provider.service, "MAX_THREADS", 64)
+    monkeypatch.setattr(service_module, "MAX_THREADS", 64)
     service = service_of(start(tiny_core))
     for number in range(19):
         while service._take_place(f"t{number}"):
@@ -268,7 +268,7 @@ LAST = FIRST + FEW + 1
 
 def fill(session: Session, deaf: Deaf, replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many unread answers as may be; the next request is the `LAST`."""
-    monkeypatch.setattr(provider.session, "MAX_REQUESTS", FEW)
+    monkeypatch.setattr(session_module, "MAX_REQUESTS", FEW)
     for number in range(FIRST, LAST):
         deaf.ask(number, SMALL_ROWS)
         replies.wait_taken(1)

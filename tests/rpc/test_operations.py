@@ -204,7 +204,7 @@ def test_the_log_names_a_request_that_failed_inside(
     def broken(*arguments: object) -> torch.Tensor:
         raise RuntimeError("a secret value")
 
-    monkeypatch.setattr("provider.model.served_model.executor.compute", broken)
+    monkeypatch.setattr("provider.model.served_model.products.compute", broken)
     stream = RawStream(provider, "acme")
     stream.send(*stream.request(17, ring_rows(100)))
     stream.expect_error(17, WireCode.INTERNAL)

@@ -132,7 +132,7 @@ def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch
         threads.append(threading.current_thread().name)
         return compute(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("provider.model.served_model.executor.compute", spy)
+    monkeypatch.setattr("provider.model.served_model.products.compute", spy)
     raw.send(raw.hint(1, SeededRows(SEED, 0, 17)))
     raw.reply()
     raw.send(*raw.request(2, ring_rows(2)))

@@ -308,7 +308,7 @@ def test_an_inner_failure_is_a_number(
 
     for num_rows in (1, 2, 50):
         with monkeypatch.context() as patched:
-            patched.setattr("provider.model.served_model.executor.compute", broken)
+            patched.setattr("provider.model.served_model.products.compute", broken)
             patched.setattr("wire.ring.kernels.OneRow.multiply", broken)
             with pytest.raises(RemoteFault):
                 ask(connection, ring_rows(num_rows))
@@ -462,7 +462,7 @@ def test_pending_requests_fail_when_the_provider_goes(
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
     assert_served(connection, tiny_core)
-    monkeypatch.setattr("provider.model.served_model.executor.compute", slow)
+    monkeypatch.setattr("provider.model.served_model.products.compute", slow)
     pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
     assert begun.wait(TIMEOUT_S)
     stopping = threading.Thread(target=provider.server.stop)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-import provider.net.service
+import provider.net.service as service_module
 import provider.net.tensor_port as port_module
 from provider.cli import main
 from provider.config import ProviderSettings
@@ -54,7 +54,7 @@ SMALLEST = 2048
 @pytest.fixture
 def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(provider.service, "SWEEP_S", QUICK_S)
+    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture

@@ -147,7 +147,7 @@ def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
             "from wire.errors import ConfigurationError",
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
             "from tests.tenant_sdk import tiny",
-            "from tenant_sdk.bundle import fetch_bundle",
+            "from tenant_sdk.trust.bundle import fetch_bundle",
             "from wire.transport.inproc import InprocConnection",
             "model, cache, is_tenant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'True'",
             "tiny.chat_model(model)",

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load, save
-from tests.tenant_sdk.test_bundle import Liar
 
 from noise.params import LatticeParameters
 from noise.verify import FAILED
@@ -24,6 +23,7 @@ from tenant_sdk import TenantClient, embedded
 from tests.reference.test_parity import adapted, batch, grads, relative
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.tenant_sdk.trust.test_bundle import Liar
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.noise.test_hints import Provider, exact_hint
 
 from noise.disk.private_files import make_private, make_private_folder, take_over_rights, write_private
 from noise.hints.store import HintStore
 from noise.ledger.ledger import Ledger
+from tests.noise.hints.test_store import Provider, exact_hint
 
 OTHER_GROUP = 54321
 ACL = "system.posix_acl_access"

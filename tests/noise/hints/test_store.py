@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from tests.noise.test_pool import in_child
 
 from noise.hints.file import HEADER_BYTES, Hint
 from noise.hints.store import HintKey, HintStore
 from noise.params import choose
 from noise.polynomial.negacyclic import product, secret_transform
+from tests.noise.blocks.test_pool import in_child
 from tests.waiting import WAIT_S
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, Unavailable, VerificationFailed
 from wire.frame import Direction

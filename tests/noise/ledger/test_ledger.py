@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.noise.test_slots import together
 
 from noise.blocks.slots import SlotsExhausted
 from noise.ledger import file
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
+from tests.noise.blocks.test_slots import together
 from wire.errors import ConfigurationError, MaskError
 
 TIMEOUT_S = 60

@@ -132,7 +132,7 @@ def test_hints_are_made_in_pieces_of_bounded_size(
         return exact(rows, weight)
 
     monkeypatch.setattr("provider.engine.products._HINT_SCRATCH_BYTES", scratch_bytes)
-    monkeypatch.setattr("provider.engine.products.ring.product", product)
+    monkeypatch.setattr("provider.engine.products.coding.product", product)
     assert torch.equal(core.compute(call, seeded), whole)
     assert sum(pieces) == 75
     assert len(pieces) > 1
@@ -222,7 +222,7 @@ def test_an_unforeseen_failure_names_no_value(
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("secret 123.456")
 
-    monkeypatch.setattr("provider.model.served_model.executor.compute", broken)
+    monkeypatch.setattr("provider.model.served_model.products.compute", broken)
     with pytest.raises(RemoteFault) as caught:
         served[0].compute(Call(0, FORWARD, RING), torch.zeros(1, 32, dtype=torch.int32))
     assert "123" not in str(caught.value) + caplog.text

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.wire.test_product import (
+
+from tests.wire.ring.test_product import (
     EXTREMES,
     HIGHEST,
     LOWEST,
@@ -20,7 +21,6 @@ from tests.wire.test_product import (
     reference,
     saturating,
 )
-
 from wire.ring import coding, product_cuda
 from wire.ring import product as kernels
 
