@@ -30,11 +30,11 @@ Tokenizer = Annotated[
     str | None, typer.Option(help="Tokenizer you trust (folder, GGUF, hub id, smollm2-135m): it makes rows of text.")
 ]
 PadRows = Annotated[
-    int | None, typer.Option(help="Pad prompts and training rows to so many tokens.", metavar="TOKENS")
+    int | None, typer.Option(help="Pad prompts and rows to so many tokens; costs as many.", metavar="TOKENS")
 ]
 AcceptChange = Annotated[
     list[str] | None,
-    typer.Option(help="Accept that model, tokenizer, template, config or manifest changed since first use."),
+    typer.Option(help="Accept that model, tokenizer, template or config changed since first use; may be repeated."),
 ]
 Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: default, conservative or lean.")]
 

@@ -25,10 +25,10 @@ from tenant_sdk.model.build import context_length, generation_settings, load_rem
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
 from tenant_sdk.session import Plan, Session, open_bundle, open_session, open_text
-from tenant_sdk.text.rows import bucket_tokens
-from tenant_sdk.text.source import TenantText, has_tokenizer
+from tenant_sdk.text.rows import bucket_tokens, check_fits
+from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
 from tenant_sdk.trust.pins import PARTS
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, VeilbaseError
 from wire.frame import Direction
 from wire.manifest import Manifest
 from wire.transport.connection import Traffic
@@ -90,7 +90,7 @@ class TenantClient:
                 rows, whose number it sees.
             pad_rows: pads every prompt and training row to one number of tokens: True for 512, or the number.
             accept_changes: parts of an unverified provider's offer that may differ from first use: "model" (its
-                name), "tokenizer", "template", "config", "manifest".
+                name), "tokenizer", "template", "config".
 
         Raises:
             ConfigurationError: a URL, identity or option that cannot be.
@@ -180,6 +180,8 @@ class TenantClient:
             )
             if not verified or self._plan.tokenizer is not None:
                 text = self.text if self._plan.tokenizer is not None or has_tokenizer(folder) else None
+                if text is not None:
+                    check_fits_embedding(text.tokenizer, model.get_input_embeddings().weight.shape[0])
                 model.generation_config = generation_settings(text, model.config)
             return model
 
@@ -234,9 +236,22 @@ class TenantClient:
         After a failed check it still answers, and says that the session is over.
         """
         session = self._open()
-        text = explain(session, self._plan)
+        text = explain(session, self._plan, self._problem(session))
         print(text)
         return text
+
+    def _problem(self, session: Session) -> str | None:
+        """What using an unverified session will be refused for, as far as its bundle tells."""
+        if session.verifier is not None:
+            return None
+        try:
+            if self._plan.tokenizer is not None or has_tokenizer(self._bundle()):
+                self.text  # noqa: B018 - raises where the tokenizer cannot be used
+            if self._plan.bucket is not None:
+                check_fits(self._plan.bucket, self.context_length, "")
+        except VeilbaseError as exc:
+            return str(exc)
+        return None
 
     def close(self) -> None:
         """Drops secrets and ends the connections."""
@@ -293,9 +308,13 @@ def _plan(
 
 def _with_text(plan: Plan, tokenizer: str | Path | None, pad_rows: bool | int, accepted: Sequence[str]) -> Plan:
     """The plan with what the tenant says of text, checked as far as that needs no network."""
+    if not isinstance(accepted, str | list | tuple | set | frozenset):
+        raise ConfigurationError(f"accept_changes takes a list of {', '.join(PARTS)}, got {type(accepted).__name__}")
     given = (accepted,) if isinstance(accepted, str) else tuple(accepted)
     for part in given:
         if part not in PARTS:
-            raise ConfigurationError(f"accept_changes takes {', '.join(PARTS)}, got {ascii(part)[:40]}")
+            raise ConfigurationError(
+                f"accept_changes (--accept-change, once for each) takes {', '.join(PARTS)}, got {ascii(part)[:40]}"
+            )
     named = None if tokenizer is None else str(tokenizer)
     return replace(plan, tokenizer=named, bucket=bucket_tokens(pad_rows), accepted_changes=given)

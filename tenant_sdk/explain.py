@@ -21,12 +21,13 @@ _VISIBLE = (
 _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denial of service, expert routing"
 
 
-def explain(session: Session, plan: Plan) -> str:
+def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
     """The text.
 
     Args:
         session: the mask in force, the provider's manifest and the verifier.
         plan: the client's settings.
+        problem: what will be refused when the session is used, if that is known.
     """
     scheme, manifest, verifier = session.scheme, session.manifest, session.verifier
     lines = dict(scheme.describe())
@@ -41,6 +42,8 @@ def explain(session: Session, plan: Plan) -> str:
         lines["outside the claim"] = _OUTSIDE
     lines["bytes per token"] = _bytes_per_token(manifest, providers=2 if scheme.name == "shares" else 1)
     lines["weights"] = _weights(scheme, manifest)
+    if problem is not None:
+        lines["NOT USABLE"] = problem
     lines["verification"] = _verification(hides, verifier, plan.verify)
     if manifest.recording:
         lines["recording"] = "this provider announces that it writes down what it receives"
@@ -54,7 +57,7 @@ def _row_counts(verified: bool, plan: Plan) -> str:
     if plan.bucket is not None:
         return (
             f"prompts and training rows take {plan.bucket} rows each, whatever they say; an answer's length shows "
-            "unless fixed_length=True"
+            "unless fixed_length=True (--fixed-length)"
         )
     if plan.tokenizer is not None:
         return f"the tokenizer that you named decides how text becomes rows: {plan.tokenizer}"
@@ -62,7 +65,8 @@ def _row_counts(verified: bool, plan: Plan) -> str:
         return "the trusted checkpoint's tokenizer decides how text becomes rows"
     return (
         "NOT PROTECTED: prompts and training texts, as far as their number of rows tells. The provider's own tokenizer "
-        "decides how text becomes rows. Name one that you trust (tokenizer=), pad (pad_rows=True), or verify"
+        "decides how many rows a text takes. Name one that you trust (tokenizer=, --tokenizer), pad (pad_rows=, "
+        "--pad-rows), or verify"
     )
 
 

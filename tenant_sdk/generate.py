@@ -25,8 +25,10 @@ from tenant_sdk.fixed_length import (
     refuse_guessing,
 )
 from tenant_sdk.model.planned_calls import Course, planned_calls
-from tenant_sdk.text.rows import check_fits, pad_token, padded_prompt
+from tenant_sdk.text.failures import SafeDecoding, TokenizerFailed, surviving
+from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
 from tenant_sdk.training.dataset import RENDER_ERRORS
+from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -102,6 +104,8 @@ def generate(
         NotFinite: a value was NaN or infinite: at once, or with `fixed_length` and without `verify` at the planned end.
     """
     _check_options(max_new_tokens, on_text, options)
+    if not isinstance(fixed_length, bool):
+        raise ConfigurationError(f"fixed_length is True or False, got {type(fixed_length).__name__}")
     if fixed_length:
         refuse_early_ends(options)
     tokenizer = client.tokenizer
@@ -121,14 +125,16 @@ def generate(
     if model.generation_config.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
     client.fetch_hints()
+    decoding = SafeDecoding(tokenizer)
     with torch.no_grad(), planned_calls(model).own_course(may_stop=not fixed_length) as course, _option_errors(options):
         finite = FiniteLogits(course, bounds=fixed_length)
         settings["logits_processor"] = LogitsProcessorList([finite, *_processors(options)])
-        streamer = _Callback(tokenizer, on_text, stop_ids, course) if on_text is not None else None
+        streamer = _Callback(decoding, on_text, stop_ids, course) if on_text is not None else None
         output = model.generate(inputs, attention_mask=attention_mask, streamer=streamer, **settings)
     course.finish()
-    answer = cut_at_stop(output[0, inputs.shape[1] :].tolist(), stop_ids)
-    return str(tokenizer.decode(answer, skip_special_tokens=True))
+    text = decoding.decode(cut_at_stop(output[0, inputs.shape[1] :].tolist(), stop_ids), skip_special_tokens=True)
+    decoding.check()
+    return text
 
 
 def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
@@ -161,8 +167,26 @@ def _inputs(
     if getattr(model, "_is_stateful", False):
         raise ConfigurationError("pad_rows is not possible here: this model's state would take the padding in")
     check_fits(client.bucket, client.context_length - num_virtual - 1, " beside an answer")
-    ids, seen = padded_prompt(prompt_ids(tokenizer, prompt), client.bucket, pad_token(tokenizer))
+    ids, seen = padded_prompt(_ids_whatever_comes(client, prompt), client.bucket, pad_token(tokenizer))
     return torch.tensor([ids], device=model.device), torch.tensor([seen], device=model.device)
+
+
+def _ids_whatever_comes(client: TenantClient, prompt: Any) -> list[int]:
+    """Token ids of a prompt; none, with a warning, where an unverified provider's tokenizer fails on it.
+
+    A refusal would be visible, and such a provider may choose which texts its tokenizer fails on.
+    """
+    try:
+        return prompt_ids(client.tokenizer, prompt)
+    except (TokenizerFailed, TemplateRefuses) as exc:
+        if client.text.origin != "provider":
+            raise
+        warn_and_go_on(f"the prompt could not be used, and an empty one is sent: {exc}", CutWarning)
+        return []
+
+
+class TemplateRefuses(ConfigurationError):
+    """The chat template does not take a prompt."""
 
 
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:
@@ -230,18 +254,27 @@ def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> 
 
 
 def prompt_ids(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> list[int]:
-    """Token ids of a prompt, perhaps none."""
+    """Token ids of a prompt, perhaps none.
+
+    Raises:
+        TokenizerFailed: the tokenizer fails on this prompt.
+        TemplateRefuses: the chat template does.
+        ConfigurationError: messages for a model without a template.
+    """
     if getattr(tokenizer, "chat_template", None):
         try:
             turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
-            ids = tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)["input_ids"]
+            with surviving("the prompt", *RENDER_ERRORS):
+                rendered = tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)
+            ids = rendered["input_ids"]
         except RENDER_ERRORS as exc:  # a template may raise nearly anything; its text would show the prompt
-            raise ConfigurationError(
+            raise TemplateRefuses(
                 f"the model's chat template does not take this prompt ({type(exc).__name__}): expected a text, or "
                 "messages with role and content"
             ) from None
     elif isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        with surviving("the prompt"):
+            ids = tokenizer(prompt)["input_ids"]
     else:
         raise ConfigurationError("this model has no chat template: expected a text, not messages")
     return list(ids)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
@@ -27,12 +28,13 @@ from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.text.source import TenantText, TokenizerSource, named_text, provider_text, verified_text
 from tenant_sdk.trust.bundle import default_cache, fetch_bundle
 from tenant_sdk.trust.compare import check_manifest_config
-from tenant_sdk.trust.pins import Pins, canonical_digests, name_digest
+from tenant_sdk.trust.config_rules import check_rows_are_padded
+from tenant_sdk.trust.pins import Pins, canonical_digests, spoken
 from wire.errors import ConfigurationError
 from wire.limits import Limits
 from wire.manifest import Manifest
 from wire.transport.connection import Connection
-from wire.transport.grpc_connection import GrpcConnection
+from wire.transport.grpc_connection import DEFAULT_PORT, GrpcConnection
 from wire.transport.identity import TlsIdentity, load_identity
 
 
@@ -40,17 +42,23 @@ class NotVerifiedWarning(UserWarning):
     """Replies are not checked: the claim is against an honest-but-curious provider."""
 
 
+class AcceptedChangeWarning(UserWarning):
+    """A change of an unverified provider's bundle was accepted by name and is pinned from now on."""
+
+
 UNVERIFIED = (
-    "replies are not verified (verify=None): messages stay pseudorandom even to a provider that lies, but it may learn "
-    "from whatever its lies visibly change: aborts, overflow, answer length, early stopping, timing, and released "
-    "adapters or text. Fixed-length fine-tuning without these branches stays confidential; otherwise the claim is "
-    "honest-but-curious. Name a checkpoint you trust: verify='path or hub id'."
+    "replies are not verified: messages stay pseudorandom even to a provider that lies, but it may learn from whatever "
+    "its lies visibly change: answers that end early or in an error, their length, timing, and released adapters or "
+    "text. finetune, and generate with fixed_length=True (--fixed-length), have no such branches and stay "
+    "confidential; otherwise the claim is honest-but-curious. Name a checkpoint that you trust: verify= (--verify)"
 )
-
-
+_WARNING = (
+    "replies are not verified: the claim is against an honest-but-curious provider, and one that lies may learn from "
+    "what its lies change (`tenant explain` says more). Name a checkpoint that you trust: verify= (--verify)."
+)
 PROVIDER_DECIDES_ROWS = (
-    "The provider's own tokenizer decides how text becomes rows, and row counts are visible: name a tokenizer that you "
-    "trust (tokenizer='path or hub id'), or pad prompts and training rows to one length (pad_rows=True)."
+    "Its own tokenizer decides how many rows a text takes, which is visible: name a tokenizer that you trust "
+    "(tokenizer=, --tokenizer), or pad to a length just above your longest text (pad_rows=, --pad-rows)."
 )
 
 
@@ -159,13 +167,19 @@ def open_bundle(plan: Plan, session: Session) -> Path:
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)
     check_manifest_config(folder, manifest)
     context_length(folder)  # raises where it is none
+    if plan.bucket is not None and session.verifier is None:
+        check_rows_are_padded(layer.name for group in manifest.groups for layer in group.layers)
     if session.verifier is None and not plan.urls[0].startswith(embedded.SCHEME):
         current = canonical_digests(folder, manifest)
         if session.tokenizer_source is not None:  # what is not used may change
-            current = {part: current[part] for part in ("config", "manifest")}
+            current = {part: current[part] for part in ("model", "config")}
         provider, pins = _pinned_as(plan), Pins(plan.identities[0] or plan.cache or default_cache())
-        pins.check(f"{provider} at {plan.urls[0]}", name_digest(manifest), plan.accepted_changes)
-        pins.check(f"{provider} serving {manifest.model_id}", current, plan.accepted_changes)
+        # by URL as well: by model alone, a provider that renames its model would be used for the first time again
+        keys = (f"{provider} at {_place(plan.urls[0])}", f"{provider} serving {manifest.model_id}")
+        changed = {part for key in keys for part in pins.check(key, current, plan.accepted_changes)}
+        if changed:
+            accepted = f"accepted: the provider's {spoken(sorted(changed))} changed since first use"
+            warnings.warn(accepted, AcceptedChangeWarning, stacklevel=5)
     return folder
 
 
@@ -173,9 +187,15 @@ def _pinned_as(plan: Plan) -> str:
     """Authority and tenant; without an identity the URL stands for both."""
     folder = plan.identities[0]
     if folder is None:
-        return plan.urls[0]
+        return _place(plan.urls[0])
     identity = load_identity(folder)
     return f"{issuer_of(identity).hex()} {tenant_name(identity)}"
+
+
+def _place(url: str) -> str:
+    """Scheme, host and port, however a URL spells them."""
+    parts = urlsplit(url)
+    return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}:{parts.port or DEFAULT_PORT}"
 
 
 def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
@@ -192,8 +212,8 @@ def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
 def unverified(plan: Plan) -> str:
     """What holds without `verify`, given who decides how text becomes rows."""
     if plan.tokenizer is not None or plan.bucket is not None:
-        return UNVERIFIED
-    return f"{UNVERIFIED} {PROVIDER_DECIDES_ROWS}"
+        return _WARNING
+    return f"{_WARNING} {PROVIDER_DECIDES_ROWS}"
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:

@@ -7,7 +7,8 @@ one prompt, or one data set, gives away to a provider that only counts.
 Two bundles break the bounds that a tenant sets (docs/threat-model.md, "Row counts"): they must win on a stock
 tokenizer, which is the control, and give nothing against a tenant. The third stays inside every bound: its tokenizer
 is made of allowed components, its template puts contents where they belong, and its vocabulary and cutting rule carry a
-list of guesses. Whoever may choose a vocabulary can always do that.
+list of guesses. Whoever may choose a vocabulary can always do that. The fourth fails on some guesses, so that a run
+that ends there shows which it was.
 """
 
 from __future__ import annotations
@@ -106,10 +107,19 @@ def _word_vocabulary(bundle: HostileBundle) -> None:
     bundle.files["tokenizer.json"] = json.dumps(tokenizer).encode()
 
 
+def _failing_vocabulary(bundle: HostileBundle) -> None:
+    """No token for the digit 1, and none for what is unknown: the tokenizer fails on half of the guesses."""
+    tokenizer = json.loads(bundle.files["tokenizer.json"])
+    tokenizer["model"]["unk_token"] = "missing"  # noqa: S105
+    del tokenizer["model"]["vocab"]["1"]
+    bundle.files["tokenizer.json"] = json.dumps(tokenizer).encode()
+
+
 BUNDLES: dict[str, dict[str, Callable[[HostileBundle], None]]] = {
     "a template that reads": {"prompts": _reading_template},
     "a normalizer that spells": {"prompts": _spelling_normalizer, "training": _spelling_normalizer},
     "a vocabulary of guesses, within all bounds": {"prompts": _guessing_vocabulary, "training": _word_vocabulary},
+    "a vocabulary that fails, within all bounds": {"prompts": _failing_vocabulary, "training": _failing_vocabulary},
 }
 OUT_OF_BOUNDS = tuple(BUNDLES)[:2]
 WITHIN_BOUNDS = tuple(BUNDLES)[2]
@@ -167,13 +177,24 @@ def _stock_bits(bundle: HostileBundle, job: str, folder: Path) -> float:
     for name, data in bundle.files.items():
         (folder / name).write_bytes(data)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def length(text: Any) -> int | None:
+        try:
+            ids = (
+                tokenizer(text)["input_ids"]
+                if isinstance(text, str)
+                else tokenizer.apply_chat_template(text, return_dict=False)
+            )
+        except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions: the run would end here
+            return None
+        return len(ids)
+
     if job == "training":
-        rows = [[row["prompt"] + row["completion"] for row in data] for data in DATA]
-        return entropy_bits([max(len(tokenizer(text)["input_ids"]) for text in texts) for texts in rows])
-    if not tokenizer.chat_template:
-        return entropy_bits([len(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS])
-    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    return entropy_bits([len(tokenizer.apply_chat_template(one, return_dict=False)) for one in asked])
+        texts = [[row["prompt"] + row["completion"] for row in data] for data in DATA]
+        return entropy_bits([tuple(map(length, each)) for each in texts])
+    if tokenizer.chat_template:
+        return entropy_bits([length([{"role": "user", "content": prompt}]) for prompt in PROMPTS])
+    return entropy_bits([length(prompt) for prompt in PROMPTS])
 
 
 def _against_tenant(

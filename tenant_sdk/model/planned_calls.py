@@ -18,9 +18,7 @@ of the same client starts afresh. A client that refused further work would show 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,16 +26,17 @@ from typing import Any, TypeVar
 import torch
 from transformers import TrainerCallback
 
+from tenant_sdk.warn import warn_and_go_on
 from wire.errors import NotFinite
 
 WARNING = (
     "a value is NaN or infinite: this model sends zeros from now on and gives zeros, so that its calls show nothing of "
-    "that, and whatever comes of the run is worthless. A learning rate too high can do it, and so can a provider that "
-    "answers wrongly: verify='path or hub id' would tell"
+    "that, and whatever comes of the run is worthless: after a stock Trainer, planned_calls.check_run(model) says so. A "
+    "learning rate too high can do it, and so can a provider that answers wrongly, which verify= (--verify) would tell"
 )
 FAILED = (
-    "a value was NaN or infinite, so nothing came of this run: the learning rate is too high, the adapter overflows, "
-    "or the provider answers wrongly, which verify='path or hub id' would tell"
+    "a value was NaN or infinite, so nothing came of this run: the learning rate is too high, the adapter overflows, or "
+    "the provider answers wrongly, which verify= (--verify) would tell"
 )
 
 
@@ -67,7 +66,7 @@ class Course:
             raise NotFinite("a gradient, weight or logit is NaN or infinite: the run ended there")
         if not self.sends_zeros:
             self.sends_zeros = True
-            _warn()
+            warn_and_go_on(WARNING, NotFiniteWarning)
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
         """Calls `not_finite` when one of these tensors holds a value that is not."""
@@ -171,14 +170,6 @@ class KeepFinite(TrainerCallback):  # type: ignore[misc]
         if self._course.sends_zeros:
             for gradient in gradients:
                 gradient.zero_()
-
-
-def _warn() -> None:
-    """Says it once, also where warnings are errors: one raised here would end the run, which is what must not show."""
-    try:
-        warnings.warn(WARNING, NotFiniteWarning, stacklevel=2)
-    except NotFiniteWarning:
-        logging.getLogger(__name__).warning(WARNING)
 
 
 _Made = TypeVar("_Made")

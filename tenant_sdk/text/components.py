@@ -1,22 +1,33 @@
 """The parts that a provider's tokenizer.json may be made of.
 
-Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most a small multiple of n tokens, fixed by
-Unicode, plus a constant; nothing in it is random; it holds no rule that replaces text by longer text of the
-provider's choice. Not guaranteed: that its vocabulary is honest. A vocabulary alone decides how many tokens
-each text has, so the number of tokens may still tell a little about it (docs/security-evaluation.md).
+Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most a multiple of n tokens that is fixed by
+Unicode's own tables, plus a constant; nothing in it is random; it holds no rule that replaces text by text of the
+provider's choice, and each component comes once. Not guaranteed: that its vocabulary is honest, or that it takes every
+text (`failures.py` is for those that it fails on). A vocabulary alone decides how many tokens each text has, so their
+number may still tell what the text is, as far as the provider guesses it (docs/security-evaluation.md).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from wire.errors import ConfigurationError
 
-REMEDY = "name a tokenizer that you trust (tokenizer='path or hub id'), or a checkpoint (verify=)"
+REMEDY = "name a tokenizer that you trust (tokenizer=, --tokenizer), or a checkpoint (verify=, --verify)"
 
 _MAX_DEPTH = 4
 """Levels of `Sequence` within `Sequence`; real tokenizers have one or two."""
+_MAX_AFFIX = 8
+"""Length of what marks a word's inside or end in a vocabulary, such as `##` or `</w>`; the model writes it out in
+tokens for words that it does not know."""
+_MAX_PATTERN = 2000
+_MAX_REPEATS = 4
+"""Unbounded repetitions in one branch of a pattern: published ones have at most three, and each multiplies the time
+that a pattern may take by the text's length."""
+_CUTS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+"""What may become of a separator. `Removed` would delete text of the provider's choice."""
 _MAX_CONSTANT_TOKENS = 8
 """Tokens that a post-processor may add to every text; real ones add at most two."""
 
@@ -42,6 +53,44 @@ def _is_sentencepiece_space(part: Mapping[str, Any]) -> bool:
     return part.get("replacement") == _SPACE and part.get("prepend_scheme", "always") in ("always", "first", "never")
 
 
+def _is_known_cut(part: Mapping[str, Any]) -> bool:
+    """Whether a Split has a pattern that only cuts, and does so in bounded time."""
+    pattern = part.get("pattern")
+    if part.get("behavior") not in _CUTS or not isinstance(pattern, dict) or len(pattern) != 1:
+        return False
+    text = pattern.get("Regex", pattern.get("String"))
+    if not isinstance(text, str) or len(text) > _MAX_PATTERN:
+        return False
+    return "String" in pattern or _is_plain_pattern(text)
+
+
+def _is_plain_pattern(pattern: str) -> bool:
+    """Whether a regular expression has no look-around but GPT-2's, no back-reference, and no repeated group."""
+    bare = re.sub(r"\\[pPx]\{[^}]*\}|\\.|\[(?:\\.|\[:[^\]]*:\]|[^\]\\])*\]", "a", pattern.replace(r"(?!\S)", ""))
+    if re.search(r"\(\?(?!:|i:)", bare) or re.search(r"\)\s*[*+{]", bare) or re.search(r"\\[1-9gk]", pattern):
+        return False
+    return all(len(re.findall(r"[*+]|\{\d*,\}", branch)) <= _MAX_REPEATS for branch in bare.split("|"))
+
+
+def _is_short(part: Mapping[str, Any], *affixes: str) -> bool:
+    return all(len(part.get(name) or "") <= _MAX_AFFIX for name in affixes)
+
+
+def _is_bounded_bpe(part: Mapping[str, Any]) -> bool:
+    # dropout draws how a text is cut
+    return not part.get("dropout") and _is_short(part, "continuing_subword_prefix", "end_of_word_suffix", "unk_token")
+
+
+def _strips_at_most_one(part: Mapping[str, Any]) -> bool:
+    """A decoder that strips more panics on some texts."""
+    return all(part.get(name) in (0, 1) for name in ("start", "stop"))
+
+
+def _replaces_a_string(part: Mapping[str, Any]) -> bool:
+    pattern = part.get("pattern")
+    return isinstance(pattern, dict) and set(pattern) == {"String"}
+
+
 def _adds_few_tokens(part: Mapping[str, Any]) -> bool:
     single, special = part.get("single"), part.get("special_tokens", {})
     if not isinstance(single, list) or not isinstance(special, dict):
@@ -62,23 +111,34 @@ _ALLOWED: Mapping[str, _Rules] = {
     },
     "pre_tokenizer": {
         **dict.fromkeys(("ByteLevel", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits"), _any),
-        **dict.fromkeys(("Punctuation", "Split", "UnicodeScripts", "CharDelimiterSplit"), _any),  # these only cut
+        "UnicodeScripts": _any,
+        "Punctuation": lambda part: part.get("behavior", "Isolated") in _CUTS,
+        "Split": _is_known_cut,
         "Metaspace": _is_sentencepiece_space,
     },
     "model": {
-        "BPE": lambda part: not part.get("dropout"),  # dropout draws how a text is cut
-        **dict.fromkeys(("WordPiece", "WordLevel", "Unigram"), _any),
+        "BPE": _is_bounded_bpe,
+        "WordPiece": lambda part: _is_short(part, "continuing_subword_prefix"),
+        **dict.fromkeys(("WordLevel", "Unigram"), _any),
     },
     "post_processor": {
         **dict.fromkeys(("ByteLevel", "BertProcessing", "RobertaProcessing"), _any),
         "TemplateProcessing": _adds_few_tokens,
     },
     "decoder": {  # what is decoded stays with the tenant
-        **dict.fromkeys(("ByteLevel", "WordPiece", "BPEDecoder", "ByteFallback", "Fuse"), _any),
-        **dict.fromkeys(("Metaspace", "Replace", "Strip"), _any),
+        **dict.fromkeys(("ByteLevel", "WordPiece", "BPEDecoder", "ByteFallback", "Fuse", "Metaspace"), _any),
+        "Replace": _replaces_a_string,
+        "Strip": _strips_at_most_one,
     },
 }
 """Slot of tokenizer.json: component type: what its settings have to be."""
+
+_ONCE = {
+    "normalizer": ("NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "BertNormalizer", "Prepend", "Replace", "Nmt"),
+    "pre_tokenizer": ("ByteLevel", "Metaspace"),
+    "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing"),
+}  # fmt: skip
+"""Components that may lengthen a text, and so may not come again and again."""
 
 _CHILDREN = {
     "normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"
@@ -95,7 +155,10 @@ def check_components(content: Mapping[str, Any]) -> None:
         ConfigurationError: names the slot and, where it is one of the library's own names, the component.
     """
     for slot, rules in _ALLOWED.items():
-        _check_part(slot, content.get(slot), rules, 0)
+        kinds = _check_part(slot, content.get(slot), rules, 0)
+        repeated = [kind for kind in _ONCE.get(slot, ()) if kinds.count(kind) > 1]
+        if repeated:
+            raise _refused(slot, f"{repeated[0]} twice")
     for setting in ("truncation", "padding"):
         if content.get(setting) is not None:
             raise _refused(setting, "")
@@ -104,20 +167,20 @@ def check_components(content: Mapping[str, Any]) -> None:
         raise _refused("a setting that tokenizers of this release do not have", "")
 
 
-def _check_part(slot: str, part: Any, rules: _Rules, depth: int) -> None:
+def _check_part(slot: str, part: Any, rules: _Rules, depth: int) -> list[str]:
+    """Types of the components of one slot, after each was checked."""
     if part is None and slot != "model":
-        return
+        return []
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "Sequence" and slot in _CHILDREN and depth < _MAX_DEPTH:
         children = part.get(_CHILDREN[slot])
         if not isinstance(children, list):
             raise _refused(slot, "Sequence")
-        for child in children:
-            _check_part(slot, child, rules, depth + 1)
-        return
+        return [kind for child in children for kind in _check_part(slot, child, rules, depth + 1)]
     rule = rules.get(kind) if isinstance(kind, str) else None
     if rule is None or not rule(part):
         raise _refused(slot, str(kind) if isinstance(kind, str) and kind.isalnum() and len(kind) < 40 else "")
+    return [str(kind)]
 
 
 def _refused(slot: str, kind: str) -> ConfigurationError:

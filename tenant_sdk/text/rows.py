@@ -7,10 +7,10 @@ refuse it would be visible, and a provider's tokenizer could decide which texts 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 
 DEFAULT_BUCKET_TOKENS = 512
@@ -34,7 +34,8 @@ def bucket_tokens(pad_rows: bool | int) -> int | None:
         return DEFAULT_BUCKET_TOKENS
     if not isinstance(pad_rows, int) or not 2 <= pad_rows <= _MAX_BUCKET_TOKENS:
         raise ConfigurationError(
-            f"pad_rows is True, False or a number of tokens from 2 to {_MAX_BUCKET_TOKENS}, got {ascii(pad_rows)[:40]}"
+            f"pad_rows (--pad-rows) is True, False or a number of tokens from 2 to {_MAX_BUCKET_TOKENS}, got "
+            f"{ascii(pad_rows)[:40]}"
         )
     return pad_rows
 
@@ -61,12 +62,8 @@ def padded_prompt(ids: Sequence[int], bucket: int, pad: int) -> tuple[list[int],
         pad: the token to pad with.
     """
     if len(ids) > bucket:
-        warnings.warn(
-            f"the prompt has {len(ids)} tokens, pad_rows keeps the last {bucket}: the answer does not know its "
-            "beginning",
-            CutWarning,
-            stacklevel=2,
-        )
+        said = f"the prompt has {len(ids)} tokens, pad_rows keeps the last {bucket}: the answer does not know the rest"
+        warn_and_go_on(said, CutWarning)
     kept = list(ids[-bucket:]) or [pad]  # a prompt of no token: attention needs something to look at
     padding = bucket - len(kept)
     return [pad] * padding + kept, [0] * padding + [1] * len(kept)

@@ -66,6 +66,7 @@ _SETTINGS = (
 )
 """Entries of tokenizer_config.json that are used of an unverified provider's. Whether a text begins with a token is in
 tokenizer.json's post-processor."""
+_TYPES: dict[str, Any] = {"model_max_length": (int, float), "padding_side": str, "clean_up_tokenization_spaces": bool}
 _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 
 
@@ -92,7 +93,6 @@ def named_text(source: TokenizerSource, folder: Path) -> TenantText:
             f"the tokenizer {source.name[:200]!r} does not fit the provider's model: it maps tokens to other numbers "
             "than the provider's tokenizer does"
         )
-    _check_numbers(tokenizer, folder)
     return _text(tokenizer, "named", None if source.gguf_file else _settings_in(source.folder))
 
 
@@ -118,7 +118,6 @@ def provider_text(folder: Path) -> TenantText:
         raise
     except Exception as exc:  # noqa: BLE001 - the tokenizers library raises bare Exception
         raise ConfigurationError(f"the provider's bundle holds no usable tokenizer ({type(exc).__name__})") from None
-    _check_numbers(tokenizer, folder)
     return _text(tokenizer, "provider", None)
 
 
@@ -161,6 +160,9 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     settings = {key: _with_tokens(content[key]) for key in _SETTINGS if content.get(key) is not None}
+    for key, types in _TYPES.items():
+        if not isinstance(settings.get(key), types):
+            settings.pop(key, None)
     template = folder / "chat_template.jinja"
     if template.is_file():
         settings["chat_template"] = template.read_text(encoding="utf-8")
@@ -194,13 +196,19 @@ def _bundle_vocabulary(folder: Path) -> dict[str, int] | None:
     return None
 
 
-def _check_numbers(tokenizer: Any, folder: Path) -> None:
-    """Refuses token numbers that the model has no embedding for: such a token would end a run where a text has it."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    inner = config.get("text_config")
-    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if isinstance(size, int) and largest >= size:
+def check_fits_embedding(tokenizer: Any, num_embeddings: int) -> None:
+    """Refuses token numbers that the model has no embedding for: such a token would end a run where a text has it.
+
+    Args:
+        tokenizer: of the session.
+        num_embeddings: of the model as it was built, whatever its config says.
+
+    Raises:
+        ConfigurationError: names both numbers.
+    """
+    largest = max([*tokenizer.get_vocab().values(), *tokenizer.all_special_ids], default=0)
+    if largest >= num_embeddings:
         raise ConfigurationError(
-            f"the tokenizer numbers tokens up to {largest}, the provider's model has {size}: they do not fit together"
+            f"the tokenizer numbers tokens up to {largest}, the provider's model has {num_embeddings}: they do not fit "
+            "together"
         )

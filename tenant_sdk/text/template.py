@@ -83,7 +83,9 @@ def _stripped(content: str, left: bool, right: bool) -> str:
 class BlindTemplates:
     """A mixin for a transformers tokenizer: `apply_chat_template` shows the template placeholders only.
 
-    A template that the caller passes as `chat_template=` is the caller's own and is rendered as transformers does.
+    A template that the caller passes as `chat_template=` is the caller's own and is rendered as transformers does,
+    unless it is the provider's handed back. A tokenizer that is saved and loaded again by transformers is
+    transformers' own: its template sees text.
     """
 
     chat_template: Any
@@ -99,8 +101,7 @@ class BlindTemplates:
                 the template.
             TemplateDoesNotFit: the template changes contents.
         """
-        named = isinstance(self.chat_template, dict) and chat_template in self.chat_template
-        if chat_template is not None and not named:
+        if chat_template is not None and not self._is_the_providers(chat_template):
             transformers_own: Any = super()
             return transformers_own.apply_chat_template(
                 conversation, tools=tools, documents=documents, chat_template=chat_template, **options
@@ -113,6 +114,11 @@ class BlindTemplates:
             self._render_blind(each, chat_template, variables) for each in (conversation if several else [conversation])
         ]
         return self._finish(texts, several, call)
+
+    def _is_the_providers(self, template: str) -> bool:
+        """Whether it is a template of this tokenizer, by name or as its own text handed back."""
+        own = self.chat_template
+        return template == own or (isinstance(own, dict) and (template in own or template in own.values()))
 
     def _render_blind(self, conversation: Any, template: str | None, variables: Mapping[str, Any]) -> str:
         messages = [_checked(message) for message in conversation]

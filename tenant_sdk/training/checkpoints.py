@@ -74,13 +74,13 @@ class Checkpoints:
         if next(self.folder.glob(f"**/{_SPOILT}"), None) is not None:
             raise ConfigurationError(
                 f"{self.folder} holds checkpoints of a run that met a NaN or infinite value: none of them is resumed "
-                "from; pass resume=False to start over"
+                "from; pass resume=False (--no-resume) to start over"
             )
         latest, owner = self._latest(), self._owner()
         if latest is not None and owner != run:
             raise ConfigurationError(
                 f"{self.folder} holds checkpoints of a run with other data or settings: "
-                "pass resume=False to start over, or choose another output_dir"
+                "pass resume=False (--no-resume) to start over, or choose another output_dir (--output)"
             )
         if latest is None and resume:
             raise ConfigurationError(f"there is no complete checkpoint in {self.folder} to resume from")
@@ -107,7 +107,7 @@ class Checkpoints:
 
     def spoil(self) -> None:
         """Nothing here is resumed from: the run ended without an adapter, because a value was not finite."""
-        (self.folder / _SPOILT).touch()
+        (self.folder / _SPOILT).touch(FILE_MODE)
 
     def callback(self, is_sound: Callable[[], bool] = lambda: True) -> TrainerCallback:
         """Marks each checkpoint after Trainer has written it.

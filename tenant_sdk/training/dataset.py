@@ -14,7 +14,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,6 +21,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from tenant_sdk.text.failures import TokenizerFailed, surviving
+from tenant_sdk.text.template import TemplateDoesNotFit
+from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError, DatasetError
 
 if TYPE_CHECKING:
@@ -41,10 +43,6 @@ _SHOWN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _MAX_SHOWN_KEYS = 8
 # What a template that does not fit a conversation raises besides jinja2's own errors.
 RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-
-
-class UnusableTokens(DatasetError):
-    """A row that its tokenizer, and so perhaps the provider, made unusable."""
 
 
 class UnusableRowWarning(UserWarning):
@@ -326,7 +324,7 @@ def _tokenize_row(
         raise DatasetError(f"{row.where}: expected at most {max_length} tokens{beside}, {len(input_ids)} came")
     # A causal model predicts token i from the tokens before it, so a label at position 0 trains nothing.
     if all(label == IGNORE_INDEX for label in labels[1:]):
-        raise UnusableTokens(
+        raise DatasetError(
             f"{row.where}: expected at least one label token after the first of the row's {len(input_ids)} tokens "
             f"(at most {max_length}), none came"
         )
@@ -336,9 +334,10 @@ def _tokenize_row(
 def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_eos: bool) -> dict[str, list[int]]:
     """A row, or one token without a label in place of a row that cannot be used."""
     try:
-        return _tokenize_row(row, tokenizer, sys.maxsize, add_eos, 0)
-    except UnusableTokens as exc:
-        warnings.warn(f"a row is left out of the training: {exc}", UnusableRowWarning, stacklevel=4)
+        with surviving(row.where):
+            return _tokenize_row(row, tokenizer, sys.maxsize, add_eos, 0)
+    except (DatasetError, TokenizerFailed, TemplateDoesNotFit) as exc:
+        warn_and_go_on(f"a row is left out of the training: {exc}", UnusableRowWarning, stacklevel=5)
         return {"input_ids": [0], "labels": [IGNORE_INDEX], "attention_mask": [1]}
 
 
@@ -414,7 +413,7 @@ class _Rendered:
         return content.strip() in text
 
     def _refuse(self, turn: int) -> NoReturn:
-        raise UnusableTokens(
+        raise DatasetError(
             f"{self._where}: message {turn + 1}: the chat template renders this answer or what precedes it differently "
             "within the whole conversation: give one row per answer, or plain prompt and completion"
         )

@@ -187,7 +187,7 @@ def finetune(
     before, began = client.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
         with quiet_transformers(), _progress_bar(trainer) if progress else nullcontext():
-            trainer.train(resume_from_checkpoint=str(start) if start else None)
+            _train(trainer, start)
         _check_finite(model, course, checkpoints)
         save_adapter(model, output_dir)
     seconds, after = time.monotonic() - began, client.traffic
@@ -197,6 +197,14 @@ def finetune(
         after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
         int(start.name.rpartition("-")[2]) if start else 0,
     )  # fmt: skip
+
+
+def _train(trainer: Trainer, start: Path | None) -> None:
+    """Runs it to its end; a value that is not finite ends a verified run at once, and the error says what may help."""
+    try:
+        trainer.train(resume_from_checkpoint=str(start) if start else None)
+    except NotFinite as exc:
+        raise NotFinite(f"{exc}; try a lower learning_rate, and resume=False (--no-resume) to start over") from None
 
 
 def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
@@ -401,7 +409,7 @@ def _reading_errors(checkpoint: Path | None) -> Iterator[None]:
         read_by_torch = not isinstance(exc, RuntimeError) or "PytorchStreamReader" in str(exc)
         if checkpoint is None or not read_by_torch or _full_disk(exc) is not None:
             raise
-        raise ConfigurationError(f"{checkpoint} is damaged: pass resume=False to start over") from None
+        raise ConfigurationError(f"{checkpoint} is damaged: pass resume=False (--no-resume) to start over") from None
 
 
 def _full_disk(exc: BaseException) -> str | None:

@@ -6,11 +6,12 @@ made too long or unusable: a refusal would be visible.
 
 from __future__ import annotations
 
-import warnings
-
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_row
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.training.dataset import IGNORE_INDEX, Row, tokenize
+from tenant_sdk.warn import warn_and_go_on
+
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 def training_rows(
@@ -35,12 +36,14 @@ def training_rows(
     if bucket is None:
         return tokenize(parsed, text.tokenizer, max_length, num_virtual_tokens=num_virtual)
     check_fits(bucket, max_length, "")
-    rows = tokenize(
-        parsed, text.tokenizer, bucket, num_virtual_tokens=num_virtual, never_refuse=text.origin == "provider"
-    )
+    may_be_spoilt = text.origin == "provider"
+    if may_be_spoilt and text.tokenizer.chat_template:
+        text.tokenizer.apply_chat_template(_PROBE, tokenize=False)  # a template that fits nothing is an error at once
+    rows = tokenize(parsed, text.tokenizer, bucket, num_virtual_tokens=num_virtual, never_refuse=may_be_spoilt)
     num_too_long = sum(len(row["input_ids"]) > bucket for row in rows)
     if num_too_long:
-        said = f"{num_too_long} of {len(rows)} rows were cut to their last {bucket} tokens"
-        warnings.warn(said, CutWarning, stacklevel=3)
+        longest = max(len(row["input_ids"]) for row in rows)
+        said = f"{num_too_long} of {len(rows)} rows were cut to their last {bucket} tokens; the longest has {longest}"
+        warn_and_go_on(said, CutWarning)
     pad = pad_token(text.tokenizer)
     return [padded_row(row, bucket, pad, IGNORE_INDEX) for row in rows]

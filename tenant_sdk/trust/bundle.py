@@ -89,7 +89,7 @@ def _disk_errors(parent: Path) -> Iterator[None]:
 def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".partial-") as scratch:
         filling = Path(scratch) / "bundle"
-        filling.mkdir()
+        filling.mkdir(0o700)
         for file in manifest.bundle:
             _download(connection, file, filling / file.name)
         _remove_unsafe_settings(filling)

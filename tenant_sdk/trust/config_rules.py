@@ -3,7 +3,8 @@
 Guarantees: the model is built from keys that transformers' config class for the named architecture declares, or has
 by default, and from nothing else; every number is finite and within a range that such a key can have; switches that
 change how often or how a model is called are left at transformers' defaults. Not guaranteed: that the config
-describes the model that the provider names.
+describes the model that the provider names; that no row count depends on routing, where experts of a mixture are layers
+of the provider's (`check_rows_are_padded`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ _LEFT_AT_DEFAULT = frozenset(
     }
 )
 """Keys of every config class that change how a model is called or what it returns, and no linear layer."""
+_ROWS_BY_CONTENT = ("blt",)
+"""Architectures whose own products decide how many rows the next layers get: a provider that answers those products
+would choose what row counts tell. BLT patches its input by the entropy that a model of the provider's gives it."""
 _MAX_WHOLE = 1 << 31
 _MAX_LIST = 1 << 16
 _MAX_DEPTH = 6
@@ -55,8 +59,29 @@ def read_config(folder: Path) -> Any:
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         shown = re.sub(r"[^A-Za-z0-9_.-]", "?", str(kind)[:64])
         raise ConfigurationError(f"this transformers cannot build the provider's {shown} model (unknown type)")
+    if kind in _ROWS_BY_CONTENT:
+        raise ConfigurationError(
+            f"a {kind} model sends as many rows as its input's contents say: it needs a checkpoint that you trust "
+            "(verify=)"
+        )
     config_class = CONFIG_MAPPING[kind]
     return config_class.from_dict(allowed(content, config_class))
+
+
+def check_rows_are_padded(layer_names: Iterable[str]) -> None:
+    """Refuses padding where it would promise too much: experts get the rows that a router sends them.
+
+    Args:
+        layer_names: of the manifest.
+
+    Raises:
+        ConfigurationError: a layer belongs to an expert.
+    """
+    if any("expert" in name.lower() for name in layer_names):
+        raise ConfigurationError(
+            "pad_rows cannot hide how a mixture's experts share the rows, which depends on the text: this provider "
+            "serves experts one by one"
+        )
 
 
 def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:

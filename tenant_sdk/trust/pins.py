@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from noise.disk.private_files import make_private_folder
 from wire.errors import ConfigurationError, ProviderChanged
 from wire.manifest import Manifest
 
@@ -27,21 +28,16 @@ PARTS = {
     "tokenizer": "tokenizer",
     "template": "chat template",
     "config": "config",
-    "manifest": "config in the manifest",
 }
 """Name with which a change is accepted: what it is called in a sentence."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
 )
+_CONFIGS = ("config.json", "tokenizer_config.json")
 _VOLATILE = frozenset({"transformers_version"})
 _TEMPLATE_KEY = "chat_template"
 """In tokenizer_config.json, where older releases keep the template."""
-
-
-def name_digest(manifest: Manifest) -> dict[str, str]:
-    """SHA-256 of the model's name, which is pinned by URL: pins by model alone would let a provider rename its own."""
-    return {"model": _digest(manifest.model_id)}
 
 
 def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
@@ -49,7 +45,7 @@ def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
 
     Args:
         folder: the bundle.
-        manifest: of the same provider.
+        manifest: of the same provider; its name of the model, and its copy of the config with the bundle's.
     """
     tokenizer = {name: _value(folder / name) for name in _TOKENIZER_FILES}
     template = folder / "chat_template.jinja"
@@ -57,22 +53,23 @@ def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
     inner = settings.pop(_TEMPLATE_KEY, None) if isinstance(settings, dict) else None
     text = template.read_text(encoding="utf-8", errors="replace") if template.is_file() else None
     return {
+        "model": _digest(manifest.model_id),
         "tokenizer": _digest(tokenizer),
         "template": _digest([text, inner]),
-        "config": _digest(_value(folder / "config.json")),
-        "manifest": _digest(_stable(dict(manifest.config))),
+        "config": _digest([_value(folder / "config.json"), _stable(dict(manifest.config))]),
     }
 
 
 def _value(path: Path) -> Any:
-    """A file's JSON value, or its text where it is none."""
+    """A file's JSON value, or its text where it is none; of a config, without the release that wrote it."""
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return _stable(json.loads(text))
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    return _stable(value) if path.name in _CONFIGS else value
 
 
 def _stable(value: Any) -> Any:
@@ -94,13 +91,16 @@ class Pins:
         self._folder = folder
         self._path = folder / "pins.json"
 
-    def check(self, provider: str, current: Mapping[str, str], accepted: Sequence[str] = ()) -> None:
+    def check(self, provider: str, current: Mapping[str, str], accepted: Sequence[str] = ()) -> list[str]:
         """Compares a provider's parts with their pins, and pins what is new or accepted.
 
         Args:
             provider: a key that names authority, tenant and model.
             current: digest by part, of the parts that this session uses.
             accepted: parts whose change the tenant accepts.
+
+        Returns:
+            The parts whose change was accepted.
 
         Raises:
             ProviderChanged: a part differs from its pin.
@@ -115,6 +115,7 @@ class Pins:
                 raise ProviderChanged(_refusal(refused))
             if changed or any(part not in known for part in current):
                 self._write({**pins, provider: {**known, **current}})
+            return changed
 
     def _read(self) -> dict[str, dict[str, str]]:
         try:
@@ -123,11 +124,12 @@ class Pins:
             return {}
         except (ValueError, RecursionError):
             content = None
-        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
+        entries = content.values() if isinstance(content, dict) else [None]
+        if not all(isinstance(entry, dict) and all(map(_is_digest, entry.values())) for entry in entries):
             raise ConfigurationError(
                 f"{self._path} is damaged: restore it, or remove it to accept what the provider offers now"
             )
-        return content
+        return dict(content)
 
     def _write(self, pins: Mapping[str, Mapping[str, str]]) -> None:
         handle, name = tempfile.mkstemp(dir=self._folder, prefix=".pins-")  # mode 0600
@@ -144,7 +146,7 @@ class Pins:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(self._folder)
         held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)  # let go when the descriptor is closed
@@ -158,15 +160,28 @@ class Pins:
             yield
         except OSError as exc:
             raise ConfigurationError(
-                f"cannot keep what the provider's bundle was at first use in {self._path}: "
-                f"{exc.strerror or 'error'}; make it writable, or name a checkpoint with verify="
+                f"{self._path}, which holds what the provider's bundle was at first use, cannot be written: "
+                f"{exc.strerror or 'error'}; make it writable, or name a checkpoint that you trust (verify=, --verify)"
             ) from None
 
 
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == hashlib.sha256().digest_size * 2
+
+
+def spoken(parts: Sequence[str]) -> str:
+    """Parts as a list in a sentence."""
+    names = [PARTS[part] for part in parts]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def _refusal(parts: Sequence[str]) -> str:
-    named = " and ".join(PARTS[part] for part in parts)
     flags = " ".join(f"--accept-change {part}" for part in parts)
+    remedy = "verify= (--verify)"
+    if not {"model", "config"} & set(parts):  # a named tokenizer takes the place of the others
+        remedy = f"tokenizer= (--tokenizer) or {remedy}"
     return (
-        f"the provider's {named} changed since first use, and could now read your texts by row counts: ask its "
-        f"operator, then pass accept_changes={list(parts)} ({flags}), or name what you trust with tokenizer= or verify="
+        f"the provider's {spoken(parts)} changed since first use, and nothing was sent: ask its operator whether that "
+        f"was meant, then pass accept_changes={list(parts)} ({flags}), or name what you trust with {remedy}; see "
+        "docs/operations.md, When a pin is refused"
     )

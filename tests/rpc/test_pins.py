@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.cli import app
+from tenant_sdk.session import AcceptedChangeWarning
 from tests.rpc.conftest import Provider
 from tests.tenant_sdk import tiny
 from wire.errors import ProviderChanged
@@ -47,7 +48,7 @@ def test_a_changed_template_is_refused_until_it_is_accepted_by_name(provider: Pr
     assert sorted(key.split(" ")[1:] for key in pins) == [["acme", "at", provider.url], ["acme", "serving", "tiny"]]
     serve_again(provider, tiny.chat_model(tmp_path / "two" / "tiny", template=OTHER))
     calls = 0
-    for accepted in ([], ["tokenizer", "config"]):
+    for accepted in ([], ["tokenizer", "config", "model"]):
         with client(provider, tmp_path, accept_changes=accepted) as again:
             with pytest.raises(ProviderChanged, match="chat template changed since first use") as failure:
                 again.generate("who?", max_new_tokens=2)
@@ -72,10 +73,24 @@ def test_a_model_under_another_name_is_a_change_too(provider: Provider, tmp_path
     with client(provider, tmp_path) as first:
         first.generate("who?", max_new_tokens=2)
     serve_again(provider, tiny.chat_model(tmp_path / "two" / "renamed", template=OTHER))
-    with client(provider, tmp_path) as again, pytest.raises(ProviderChanged, match="model's name changed"):
+    with client(provider, tmp_path) as again, pytest.raises(ProviderChanged, match="model's name and chat template"):
         again.generate("who?", max_new_tokens=2)
-    with client(provider, tmp_path, accept_changes=["model"]) as accepted:
+    with client(provider, tmp_path, accept_changes=["model"]) as half, pytest.raises(ProviderChanged) as failure:
+        half.generate("who?", max_new_tokens=2)
+    assert "chat template changed" in str(failure.value), "a new name let a new template in"
+    said = pytest.warns(AcceptedChangeWarning, match="model's name and chat template")
+    with client(provider, tmp_path, accept_changes=["model", "template"]) as accepted, said:
         accepted.generate("who?", max_new_tokens=2)
+
+
+def test_another_spelling_of_the_url_is_the_same_provider(provider: Provider, tmp_path: Path) -> None:
+    with client(provider, tmp_path) as first:
+        first.generate("who?", max_new_tokens=2)
+    serve_again(provider, tiny.chat_model(tmp_path / "two" / "renamed", template=OTHER))
+    url = provider.url.replace("grpcs://", "GRPCS://") + "/"
+    refused = pytest.raises(ProviderChanged, match="model's name")
+    with TenantClient(url, provider.folder / "acme", mask="off", progress=False) as again, refused:
+        again.generate("who?", max_new_tokens=2)
 
 
 def test_another_tenant_of_the_same_provider_has_pins_of_its_own(provider: Provider, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from attacks.programs.hostile_bundle import HostileBundle
 from provider.model.served_model import ProviderCore
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
+from tenant_sdk.text.failures import TokenizerFailed
 from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.training.dataset import UnusableRowWarning
 from tests.tenant_sdk import tiny
@@ -53,9 +54,9 @@ def spell(hostile: HostileBundle) -> None:
     hostile.change_json("tokenizer.json", normalizer=SPELLING)
 
 
-def rows_of(hostile: HostileBundle, client: TenantClient, prompt: str, adapter: Path | None = None) -> tuple[int, ...]:
+def rows_of(hostile: HostileBundle, client: TenantClient, prompt: str, **options: Any) -> tuple[int, ...]:
     hostile.num_rows.clear()
-    client.generate(prompt, adapter, max_new_tokens=2)
+    client.generate(prompt, max_new_tokens=2, **options)
     return tuple(hostile.num_rows)
 
 
@@ -85,7 +86,7 @@ def test_a_normalizer_that_spells_text_out_is_refused(hostile: HostileBundle, co
             lambda: client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK),
             lambda: client.tokenizer,
         ):
-            with pytest.raises(ConfigurationError, match=r"normalizer Replace.*tokenizer='path or hub id'"):
+            with pytest.raises(ConfigurationError, match=r"normalizer Replace.*tokenizer=, --tokenizer"):
                 use()
     assert hostile.num_rows == []
 
@@ -199,7 +200,7 @@ def test_a_bucket_that_does_not_fit(connect: Open, tmp_path: Path) -> None:
             client.generate("who?", max_new_tokens=1)
         with pytest.raises(ConfigurationError, match="pads to 512 tokens, the model's context has room for 128"):
             client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK)
-    with pytest.raises(ConfigurationError, match="pad_rows is True, False or a number"):
+    with pytest.raises(ConfigurationError, match="is True, False or a number"):
         connect(pad_rows=-1)
 
 
@@ -229,9 +230,107 @@ def test_what_explain_and_the_warning_say(connect: Open, chat_folder: Path, tmp_
     explained, warned = said()
     assert "prompts and KV cache" not in explained
     assert "NOT PROTECTED: prompts and training texts" in explained
-    assert "own tokenizer decides how text becomes rows" in warned
+    assert "own tokenizer decides how many rows a text takes" in warned
     for options in ({"tokenizer": chat_folder}, {"pad_rows": 32}, {"verify": chat_folder}):
         explained, warned = said(**options)
         assert "prompts and KV cache" in explained, options
         assert "NOT PROTECTED" not in explained, options
         assert "own tokenizer decides" not in warned, options
+
+
+# A bundle within every bound whose tokenizer fails on texts of its choice
+
+
+def no_unknown_token(hostile: HostileBundle) -> None:
+    """The vocabulary lacks one letter, and a token for what it lacks."""
+    content = json.loads(hostile.files["tokenizer.json"])
+    content["model"]["unk_token"] = "nowhere"
+    del content["model"]["vocab"]["z"]
+    hostile.files["tokenizer.json"] = json.dumps(content).encode()
+
+
+def panics_in_the_decoder(hostile: HostileBundle) -> None:
+    hostile.change_json("tokenizer.json", decoder={"type": "Strip", "content": "z", "start": 1, "stop": 1})
+
+
+def refuses_long_conversations(hostile: HostileBundle) -> None:
+    hostile.files["chat_template.jinja"] = (
+        b"{% if messages | length > 2 %}{{ raise_exception('no') }}{% endif %}"
+        b"{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
+    )
+
+
+@pytest.mark.parametrize("change", [no_unknown_token, panics_in_the_decoder])
+def test_a_prompt_that_the_tokenizer_fails_on_sends_as_many_rows(
+    hostile: HostileBundle, connect: Open, change: Callable[[HostileBundle], None]
+) -> None:
+    change(hostile)
+    seen = set()
+    with connect(pad_rows=32) as client, warnings.catch_warnings():
+        warnings.simplefilter("error")  # a warning that ended a run would be visible too
+        warnings.simplefilter("ignore", NotVerifiedWarning)
+        for prompt in ("who is a?", "who is z?", "z" * 60):
+            hostile.num_rows.clear()
+            client.generate(prompt, max_new_tokens=4, fixed_length=True, on_text=lambda _: None)
+            seen.add(tuple(hostile.num_rows))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("change", [no_unknown_token, panics_in_the_decoder, refuses_long_conversations])
+def test_training_rows_that_the_tokenizer_fails_on_send_as_many_rows(
+    hostile: HostileBundle, connect: Open, tmp_path: Path, change: Callable[[HostileBundle], None]
+) -> None:
+    change(hostile)
+    seen = set()
+    with connect(pad_rows=32) as client, warnings.catch_warnings():
+        warnings.simplefilter("error", UnusableRowWarning)
+        warnings.simplefilter("error", CutWarning)
+        for number, (turns, answer) in enumerate(((1, "a"), (1, "z"), (2, "a"), (1, "z" * 60))):
+            hostile.num_rows.clear()
+            talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] * turns
+            client.finetune([{"messages": talk}], tiny.lora(), tmp_path / f"{number}", max_steps=1, progress=False)
+            seen.add(tuple(hostile.num_rows))
+    assert len(seen) == 1
+
+
+class Panics(BaseException):
+    """As the tokenizers library's PanicException: no Exception."""
+
+
+def test_a_decoder_that_panics_ends_no_answer_early(
+    hostile: HostileBundle, connect: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect() as client:
+        whole = len(rows_of(hostile, client, "who?", fixed_length=True))
+        tokenizer = client.tokenizer
+
+        def panic(*_: Any, **__: Any) -> str:
+            raise Panics
+
+        monkeypatch.setattr(tokenizer, "decode", panic, raising=False)
+        hostile.num_rows.clear()
+        with pytest.raises(TokenizerFailed, match=r"the answer: the tokenizer failed \(Panics\)"):
+            client.generate("who?", max_new_tokens=2, fixed_length=True, on_text=lambda _: None)
+        assert len(hostile.num_rows) == whole
+
+
+def test_a_tokenizer_that_fails_is_one_line_without_a_bucket(hostile: HostileBundle, connect: Open) -> None:
+    no_unknown_token(hostile)
+    with connect() as client, pytest.raises(TokenizerFailed, match="the prompt: the tokenizer failed") as failure:
+        client.generate("z", max_new_tokens=1)
+    assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("options", [{}, {"pad_rows": 32}])
+def test_numbers_without_an_embedding_are_refused_before_anything_is_sent(
+    hostile: HostileBundle, connect: Open, options: dict[str, Any]
+) -> None:
+    """Also where the config names no size of the vocabulary: the model's own counts."""
+    content = json.loads(hostile.files["tokenizer.json"])
+    content["model"]["vocab"]["z"] = 40_000
+    hostile.files["tokenizer.json"] = json.dumps(content).encode()
+    with connect(**options) as client:
+        for prompt in ("a", "z"):
+            with pytest.raises(ConfigurationError, match=r"numbers tokens up to 40000, the provider's model has 128"):
+                client.generate(prompt, max_new_tokens=1)
+    assert hostile.num_rows == []

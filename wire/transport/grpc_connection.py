@@ -64,7 +64,9 @@ CONNECT_TIMEOUT_S = 20.0
 _CROWDED_S = 15.0
 """So long a provider that closes new connections at once is tried again: one that is flooded with them takes another
 as soon as one of them has run out of time."""
-_CROWDED_PAUSE_S = 0.01
+_CROWDED_PAUSES_S = (0.02, 0.5)
+"""The first pause and the longest; each is half as long again as the one before, so that those who wait for a place are
+no flood themselves."""
 _DROPPED = "Handshake read failed"
 """Part of gRPC's own text where the other side closed before TLS had begun. A certificate that it refuses reads
 differently, and so does a port without TLS; with another text of a later gRPC the first try would be the last."""
@@ -213,13 +215,15 @@ class GrpcConnection:
 
     def _fetch_manifest(self) -> Manifest:
         give_up_at = time.monotonic() + _CROWDED_S
+        pause_s, longest_s = _CROWDED_PAUSES_S
         while True:
             try:
                 return self._try_to_fetch_manifest()
             except ConnectionDropped:
                 if time.monotonic() >= give_up_at:
                     raise
-            time.sleep(with_jitter(_CROWDED_PAUSE_S))
+            time.sleep(with_jitter(pause_s))
+            pause_s = min(1.5 * pause_s, longest_s)
 
     def _try_to_fetch_manifest(self) -> Manifest:
         try:

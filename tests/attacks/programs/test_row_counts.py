@@ -36,8 +36,8 @@ def test_bundles_against_tenants(tmp_path: Path) -> None:
     leaks = row_counts.measure(tmp_path)
     assert row_counts.is_held_off(leaks)
     by_key = {(leak.bundle, leak.job, leak.defence): leak for leak in leaks}
-    assert len(by_key) == len(leaks) == 5 * (1 + len(DEFENCES))
-    assert all(leak.bits > 2.5 for leak in leaks if leak.defence == STOCK), "the controls were to win"
+    assert len(by_key) == len(leaks) == 7 * (1 + len(DEFENCES))
+    assert all(leak.bits > (0.9 if "fails" in leak.bundle else 2.5) for leak in leaks if leak.defence == STOCK), "the controls were to win"
     for job in ("prompts", "training"):
         assert by_key[WITHIN_BOUNDS, job, "none"].bits > 2, "the documents say that this much is left"
     assert by_key[OUT_OF_BOUNDS[1], "prompts", "none"].refused

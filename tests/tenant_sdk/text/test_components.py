@@ -42,6 +42,26 @@ REAL = {
             ],
         }
     },
+    "gpt-4o": {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {
+                "Regex": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            },
+            "behavior": "Isolated",
+        }
+    },
+    "deepseek": {
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {
+                "Regex": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            },
+            "behavior": "Isolated",
+        }
+    },
     "gemma": {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}},
     "metaspace": {"pre_tokenizer": {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first"}},
     "bert": {
@@ -60,6 +80,10 @@ def replace(pattern: Any, content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
+
+
 MANY = [{"SpecialToken": {"id": "<s>", "type_id": 0}}] * 20 + [{"Sequence": {"id": "A", "type_id": 0}}]
 HOSTILE = {
     "a letter spelled out": {"normalizer": replace({"String": "e"}, "e" * 40)},
@@ -75,6 +99,19 @@ HOSTILE = {
     "a replacement in the cutting": {"pre_tokenizer": {"type": "Metaspace", "replacement": "e"}},
     "a cutting nobody knows": {"pre_tokenizer": {"type": "Evil"}},
     "a drawn cutting": {"model": PLAIN["model"] | {"type": "BPE", "dropout": 0.5}},
+    "bytes spelled out again and again": {
+        "normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}, {"type": "ByteLevel"}]}
+    },
+    "a long mark of a word's end": {"model": PLAIN["model"] | {"type": "BPE", "end_of_word_suffix": "x" * 5000}},
+    "a long mark of a word's inside": {"model": {"type": "WordPiece", "continuing_subword_prefix": "x" * 500}},
+    "text removed": {"pre_tokenizer": split("7", "Removed")},
+    "a pattern that looks ahead": {"pre_tokenizer": split(r"(?=[\s\S]*7)a|[\s\S]")},
+    "a pattern that takes for ever": {"pre_tokenizer": split(r"(?:[\s\S]+[\s\S]+)+x|[\s\S]")},
+    "a pattern of many repetitions": {"pre_tokenizer": split("a+b+c+d+e+f+")},
+    "a pattern that looks back": {"pre_tokenizer": split(r"(a)\1")},
+    "a very long pattern": {"pre_tokenizer": split("a" * 3000)},
+    "a decoder that strips": {"decoder": {"type": "Strip", "content": "6", "start": 5, "stop": 5}},
+    "a decoder with a pattern": {"decoder": replace({"Regex": "a+"}, "b")},
     "no model": {"model": None},
     "a model nobody knows": {"model": {"type": "Evil"}},
     "the text twice": {
@@ -97,7 +134,7 @@ def test_components_that_could_read_text(name: str) -> None:
     with pytest.raises(ConfigurationError, match="could read your text by row counts") as failure:
         check_components(PLAIN | HOSTILE[name])
     assert "\n" not in str(failure.value)
-    assert "tokenizer='path or hub id'" in str(failure.value)
+    assert "tokenizer=, --tokenizer" in str(failure.value)
 
 
 def test_nesting_has_an_end() -> None:

@@ -17,7 +17,7 @@ def test_buckets(given: Any, bucket: int | None) -> None:
 
 @pytest.mark.parametrize("given", [0, 1, -5, 2.5, "64", 1 << 21, [64]])
 def test_buckets_that_cannot_be(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match="pad_rows is True, False or a number"):
+    with pytest.raises(ConfigurationError, match="is True, False or a number"):
         bucket_tokens(given)
 
 

@@ -155,6 +155,16 @@ def test_the_callers_own_template_is_the_callers() -> None:
         named.apply_chat_template(given, chat_template="loud", tokenize=False)
 
 
+def test_the_providers_own_template_handed_back_is_not_the_callers() -> None:
+    tokenizer = blind(COUNTING)
+    for given in (tokenizer.chat_template, tokenizer.get_chat_template()):
+        one, other = (
+            tokenizer.apply_chat_template(messages([("user", text)]), chat_template=given, tokenize=False)
+            for text in ("ab", "abcdef")
+        )
+        assert one.replace("ab", "") == other.replace("abcdef", "")
+
+
 def test_copies_and_saved_tokenizers(tmp_path: Path) -> None:
     tokenizer, given = blind(COUNTING), messages([("user", "who?")])
     text = tokenizer.apply_chat_template(given, tokenize=False)

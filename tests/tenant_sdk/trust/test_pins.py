@@ -15,7 +15,7 @@ from tenant_sdk.trust.pins import PARTS, Pins, canonical_digests
 from wire.errors import ConfigurationError, ProviderChanged
 from wire.manifest import Manifest
 
-FIRST = dict.fromkeys(PARTS, "aa")
+FIRST = dict.fromkeys(PARTS, "aa" * 32)
 
 
 def test_first_use_and_after(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_first_use_and_after(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", PARTS)
 def test_a_change_is_refused_until_it_is_accepted_by_name(tmp_path: Path, part: str) -> None:
     Pins(tmp_path).check("one", FIRST)
-    changed = FIRST | {part: "bb"}
+    changed = FIRST | {part: "bb" * 32}
     others = [name for name in PARTS if name != part]
     for accepted in ([], others):
         with pytest.raises(ProviderChanged, match=PARTS[part]) as failure:
@@ -44,19 +44,19 @@ def test_a_change_is_refused_until_it_is_accepted_by_name(tmp_path: Path, part: 
 
 def test_models_and_tenants_have_pins_of_their_own(tmp_path: Path) -> None:
     Pins(tmp_path).check("one", FIRST)
-    Pins(tmp_path).check("two", dict.fromkeys(PARTS, "bb"))
+    Pins(tmp_path).check("two", dict.fromkeys(PARTS, "bb" * 32))
     with pytest.raises(ProviderChanged):
         Pins(tmp_path).check("two", FIRST)
 
 
 def test_parts_that_a_session_does_not_use_are_pinned_later(tmp_path: Path) -> None:
-    Pins(tmp_path).check("one", {"config": "aa"})
+    Pins(tmp_path).check("one", {"config": "aa" * 32})
     Pins(tmp_path).check("one", FIRST)
     with pytest.raises(ProviderChanged):
-        Pins(tmp_path).check("one", FIRST | {"tokenizer": "bb"})
+        Pins(tmp_path).check("one", FIRST | {"tokenizer": "bb" * 32})
 
 
-@pytest.mark.parametrize("damage", ["", "not json", "[]", '{"one": 1}', "[" * 100_000])
+@pytest.mark.parametrize("damage", ["", "not json", "[]", '{"one": 1}', '{"one": {"template": 7}}', "[" * 100_000])
 def test_damaged_pins_are_no_empty_pins(tmp_path: Path, damage: str) -> None:
     (tmp_path / "pins.json").write_text(damage)
     with pytest.raises(ConfigurationError, match=r"pins\.json is damaged") as failure:
@@ -73,7 +73,7 @@ def test_pins_that_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("tempfile.mkstemp", refuse)
     Pins(tmp_path).check("one", FIRST)
-    with pytest.raises(ConfigurationError, match="Permission denied; make it writable") as failure:
+    with pytest.raises(ConfigurationError, match="cannot be written: Permission denied; make it writable") as failure:
         Pins(tmp_path).check("two", FIRST)
     assert "\n" not in str(failure.value)
 
@@ -107,10 +107,14 @@ def test_canonical_values(chat_core: ProviderCore, tmp_path: Path) -> None:
     assert rewritten("config.json", transformers_version="9.9") == {}
     assert rewritten("tokenizer.json") == {}
     assert set(rewritten("config.json", rms_norm_eps=0.5)) == {"config"}
+    assert set(rewritten("tokenizer.json", transformers_version="a token of this name")) == {"tokenizer"}
     assert set(rewritten("tokenizer.json", normalizer={"type": "NFC"})) == {"tokenizer"}
     assert set(rewritten("tokenizer_config.json", eos_token="a")) == {"tokenizer"}
     assert set(rewritten("tokenizer_config.json", chat_template="x")) == {"template"}
     other = Manifest.model_validate(manifest.model_dump() | {"config": {**manifest.config, "rms_norm_eps": 0.5}})
-    assert set(PARTS) == {*before, "model"}
-    assert canonical_digests(tmp_path, other) == before | {"manifest": canonical_digests(tmp_path, other)["manifest"]}
-    assert canonical_digests(tmp_path, other)["manifest"] != before["manifest"]
+    assert set(PARTS) == set(before)
+    after = canonical_digests(tmp_path, other)
+    assert {part for part in PARTS if after[part] != before[part]} == {"config"}
+    renamed = Manifest.model_validate(manifest.model_dump() | {"model_id": "other"})
+    after = canonical_digests(tmp_path, renamed)
+    assert {part for part in PARTS if after[part] != before[part]} == {"model"}
