@@ -37,7 +37,9 @@ def test_bundles_against_tenants(tmp_path: Path) -> None:
     assert row_counts.is_held_off(leaks)
     by_key = {(leak.bundle, leak.job, leak.defence): leak for leak in leaks}
     assert len(by_key) == len(leaks) == 7 * (1 + len(DEFENCES))
-    assert all(leak.bits > (0.9 if "fails" in leak.bundle else 2.5) for leak in leaks if leak.defence == STOCK), "the controls were to win"
+    for leak in leaks:
+        if leak.defence == STOCK:
+            assert leak.bits > (0.9 if "fails" in leak.bundle else 2.5), "the controls were to win"
     for job in ("prompts", "training"):
         assert by_key[WITHIN_BOUNDS, job, "none"].bits > 2, "the documents say that this much is left"
     assert by_key[OUT_OF_BOUNDS[1], "prompts", "none"].refused
