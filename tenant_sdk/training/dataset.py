@@ -315,10 +315,11 @@ def _string(where: str, value: object) -> str:
 def _tokenize_row(
     row: Row, tokenizer: PreTrainedTokenizerBase, max_length: int, add_eos: bool, num_virtual_tokens: int
 ) -> dict[str, list[int]]:
-    if isinstance(row.form, Conversation):
-        input_ids, labels = _tokenize_conversation(row.where, row.form, tokenizer)
-    else:
-        input_ids, labels = _tokenize_plain(row.form, tokenizer, add_eos)
+    with surviving(row.where):
+        if isinstance(row.form, Conversation):
+            input_ids, labels = _tokenize_conversation(row.where, row.form, tokenizer)
+        else:
+            input_ids, labels = _tokenize_plain(row.form, tokenizer, add_eos)
     if len(input_ids) > max_length:
         beside = f" beside the adapter's {num_virtual_tokens} virtual ones" if num_virtual_tokens else ""
         raise DatasetError(f"{row.where}: expected at most {max_length} tokens{beside}, {len(input_ids)} came")
@@ -334,8 +335,7 @@ def _tokenize_row(
 def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_eos: bool) -> dict[str, list[int]]:
     """A row, or one token without a label in place of a row that cannot be used."""
     try:
-        with surviving(row.where):
-            return _tokenize_row(row, tokenizer, sys.maxsize, add_eos, 0)
+        return _tokenize_row(row, tokenizer, sys.maxsize, add_eos, 0)
     except (DatasetError, TokenizerFailed, TemplateDoesNotFit) as exc:
         warn_and_go_on(f"a row is left out of the training: {exc}", UnusableRowWarning, stacklevel=5)
         return {"input_ids": [0], "labels": [IGNORE_INDEX], "attention_mask": [1]}
