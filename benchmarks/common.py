@@ -74,7 +74,7 @@ def local_model() -> Any:
     return model.requires_grad_(False).eval()
 
 
-class Passes:
+class ModelPasses:
     """One pass through all groups, forward, or back through them; one request at a time, as a tenant sends them."""
 
     def __init__(self, connection: GrpcConnection, num_rows: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from attacks.adversaries.layer0_lookup import lookup
 from attacks.seen.adversary import Adversary, Claim, StolenFact
-from attacks.seen.forward_passes import Opened, Pass, passes
+from attacks.seen.forward_passes import ForwardPass, Opened, forward_passes
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
 
@@ -29,7 +29,7 @@ _SINGLE = 0.25
 """Softmax minus one-hot sums to zero: its one negative number is half of all magnitudes. Noise has many."""
 
 
-def weight_gradient(step: Pass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
+def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
     """xᵀg of one group in one training pass, float64, shape (in_features, out_features); None where a part is missing.
 
     Args:
@@ -86,7 +86,7 @@ def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | No
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Tokens and labels of the first training pass, comma-separated, row after row."""
-    step = next((one for one in passes(view.with_tensors()) if one.is_training and one.num_rows), None)
+    step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
     if step is None:
         return []
     claims: list[Claim] = []

@@ -1,6 +1,6 @@
 """What every adversary is: a name, and a function from a view and the public model to claims about the tenant.
 
-An adversary module may import wire, noise.params and the modules of attacks that hold no truth (view, passes,
+An adversary module may import wire, noise.params and the modules of attacks that hold no truth (view, forward_passes,
 public_model, this one): import-linter checks it. Whether a claim is right is for attacks/truth/judge.py, which knows
 the victim; an adversary never learns it.
 """
@@ -27,8 +27,9 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """The first tokens of one prompt of the view (its place in `passes.prompts`): all that were given to a layer, or
-    as far as the adversary tried. Whoever tries a token and has no idea names any: what is not named was not tried."""
+    """The first tokens of one prompt of the view (its place in `forward_passes.prompts`): all that were given to a
+    layer, or as far as the adversary tried. Whoever tries a token and has no idea names any: what is not named was not
+    tried."""
 
     prompt: int
     token_ids: tuple[int, ...]

@@ -21,7 +21,7 @@ from wire.ring.buffers import unwritten_tensor
 from wire.ring.seeded_rows import Rows, SeededRows
 
 if TYPE_CHECKING:
-    from provider.model.weights import ServedModel
+    from provider.model.weights import PreparedModel
 
 _BLOCK_ELEMENTS = 1 << 24
 """Weights that become float32 on demand do so in pieces of 64 MiB: a head's full copy would take gigabytes."""
@@ -29,7 +29,7 @@ _HINT_SCRATCH_BYTES = 64 << 20
 """A hint's rows are expanded and multiplied in pieces that need no more: one of a wide layer would take gigabytes."""
 
 
-def check_call(served: ServedModel, call: Call, cols: int) -> int:
+def check_call(served: PreparedModel, call: Call, cols: int) -> int:
     """Checks a call against what is served.
 
     Args:
@@ -59,7 +59,7 @@ def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
     return replied
 
 
-def compute(served: ServedModel, call: Call, rows: Rows) -> torch.Tensor:
+def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
     """One product.
 
     Args:

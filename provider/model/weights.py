@@ -33,7 +33,7 @@ _NOTICED_SHARE = 0.05
 
 
 @dataclass(frozen=True, eq=False)
-class ServedModel:
+class PreparedModel:
     """Everything that a provider serves; read-only."""
 
     manifest: Manifest
@@ -54,7 +54,7 @@ def serve_model(
     limits: Limits | None = None,
     bundle_parent: Path | None = None,
     recording: bool = False,
-) -> ServedModel:
+) -> PreparedModel:
     """Takes a model apart; `loaded` is empty afterwards.
 
     Args:
@@ -93,7 +93,7 @@ def serve_model(
     )
     del model, layers
     return_freed_memory()
-    return ServedModel(manifest, groups, bundle)
+    return PreparedModel(manifest, groups, bundle)
 
 
 def other_weights_share(model: nn.Module) -> float:

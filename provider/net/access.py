@@ -19,7 +19,7 @@ class Access:
     refusal: Callable[[], WireCode | None]
 
 
-class Gate:
+class AccessCheck:
     """Tells who calls."""
 
     def __init__(self, revocations: RevocationList | None) -> None:

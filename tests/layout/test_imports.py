@@ -96,7 +96,7 @@ PLANTED = [
     (
         "the tenant reaches the provider's code only through embedded.py",
         "tenant_sdk/client.py",
-        "from provider.embedded import make_core",
+        "from provider.embedded import serve_in_process",
     ),
 ]
 """Name of a contract, a file, and a line that the contract forbids there."""

@@ -30,7 +30,7 @@ _JITTER = 0.25
 """Of the time named; tenants that were refused together do not come back together."""
 
 
-class PatientRequest:
+class RetriedRequest:
     """A `Pending`; waits and sends in the thread that asks for the result."""
 
     __slots__ = ("_call", "_cols", "_reply_cols", "_request", "_rows", "_stream")
