@@ -183,7 +183,7 @@ class Lattice:
         kept = slice(rows.start, rows.stop)
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
-        with torch.inference_mode(False):  # see `polynomial.combine`: masks are added to in place
+        with torch.inference_mode(False):  # see `negacyclic.combine`: masks are added to in place
             masks = negacyclic.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
             masks += sampling.error(self._rng, masks.shape, self.parameters)
             effects = negacyclic.product(hint, cut.secrets_hat, self.parameters)[0, kept]

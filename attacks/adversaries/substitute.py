@@ -128,7 +128,7 @@ def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]
 def _rows(
     view: View, opened: Opened | None, only: Collection[int] | None, numbers: Collection[int] | None = None
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Place in `passes.prompts` to group id to rows, float64; of some groups and prompts, None being all."""
+    """Place in `forward_passes.prompts` to group id to rows, float64; of some groups and prompts, None being all."""
     at = places(view)
     parts: dict[int, dict[int, list[torch.Tensor]]] = {}
     for message in view.select("product", "forward"):

@@ -53,7 +53,7 @@ class Case:
 
     Attributes:
         label: of the run, or the tenant's name.
-        mask: its name; `gate.UNKNOWN` where nobody says what it was.
+        mask: its name; `verdict.UNKNOWN` where nobody says what it was.
         truth: None where nobody knows it: then claims are counted and written down, and not judged.
         sent: for each prompt the tokens that went through the layers.
         task: private questions, for the gain; None where there are none.

@@ -27,8 +27,9 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """The first tokens of one prompt of the view (its place in `passes.prompts`): all that were given to a layer, or
-    as far as the adversary tried. Whoever tries a token and has no idea names any: what is not named was not tried."""
+    """The first tokens of one prompt of the view (its place in `forward_passes.prompts`): all that were given to a
+    layer, or as far as the adversary tried. Whoever tries a token and has no idea names any: what is not named was not
+    tried."""
 
     prompt: int
     token_ids: tuple[int, ...]
