@@ -132,10 +132,10 @@ def load_fpylll() -> Any:
     """
     try:
         return importlib.import_module("fpylll")
-    except ImportError:
+    except ImportError as exc:
         raise ConfigurationError(
             "lattice reduction needs fpylll: pip install fpylll==0.6.4 cysignals==1.12.5"
-        ) from None
+        ) from exc
 
 
 def secret_scale(sigma: float) -> int:
