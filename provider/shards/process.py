@@ -181,9 +181,7 @@ class ShardProcess:
                 undoing.callback(_kill, process)
                 self._pidfd = os.pidfd_open(process.pid)
             except (OSError, zmq.ZMQError) as exc:
-                raise ConfigurationError(
-                    f"shard {self.name} cannot be started: {exc.strerror or 'no socket'}"
-                ) from exc
+                raise ConfigurationError(f"shard {self.name} cannot be started: {exc.strerror or 'no socket'}") from exc
             self._socket, self._process, self._folder = socket, process, folder
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)
