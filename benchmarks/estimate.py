@@ -58,8 +58,8 @@ def _git(folder: Path, *words: str) -> str:
     """What git says, or nothing where it fails."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise Refused("git is needed, to see which commit the estimator is at") from None
+    except FileNotFoundError as exc:
+        raise Refused("git is needed, to see which commit the estimator is at") from exc
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

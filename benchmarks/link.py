@@ -52,7 +52,7 @@ class Hosts:
             devices = [self._new_device(number) for number in range(len(ADDRESSES))]
         except (OSError, subprocess.CalledProcessError) as exc:
             self.close()
-            raise NoNamespaces(f"network namespaces joined by TUN devices cannot be made here ({exc})") from None
+            raise NoNamespaces(f"network namespaces joined by TUN devices cannot be made here ({exc})") from exc
         self._carrier = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.link", *map(str, devices)],
             stdin=subprocess.PIPE, pass_fds=devices, text=True,

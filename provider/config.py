@@ -18,7 +18,7 @@ from pydantic_settings import (
 )
 
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX, SHARD_ENV_PREFIX = "VEILBASE_PROVIDER_", "VEILBASE_SHARD_"
@@ -225,7 +225,7 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     settings = type(kind.__name__, (kind,), {"model_config": SettingsConfigDict(yaml_file=config)})
     try:
         made: _Kind = settings(**{name: value for name, value in flags.items() if value is not None})
-    except ValidationError as exc:
+    except ValidationError as exc:  # its text quotes the value, hence `from None`, as below
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
         raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None
@@ -236,8 +236,8 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     except yaml.MarkedYAMLError as exc:  # its text quotes the file
         line = "" if exc.problem_mark is None else f", see line {exc.problem_mark.line + 1}"
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings{line}") from None
-    except (yaml.YAMLError, OSError, TypeError, ValueError):
-        raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from None
+    except (yaml.YAMLError, OSError, TypeError, ValueError) as exc:
+        raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from os_cause(exc)
     return made
 
 

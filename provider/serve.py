@@ -218,8 +218,8 @@ def _make_shards(
         product = replicas[0].product if replicas else None  # None: not known before another host has joined
         try:
             scheduler = _make_scheduler(settings, core, admission, product, ids)
-        except ReplicaLost:
-            raise ConfigurationError(f"the process of shard {number} ended while it was timed") from None
+        except ReplicaLost as exc:
+            raise ConfigurationError(f"the process of shard {number} ended while it was timed") from exc
         shards.append(Shard(ids, replicas, scheduler))
         where = f"{len(replicas)} process{'' if len(replicas) == 1 else 'es'}"
         if not replicas:

@@ -34,6 +34,7 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
                 with loading():
                     model = PeftModel.from_pretrained(model, str(adapter)).eval()
             except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
+                # `from None`: PEFT's frames hold the adapter's tensors, and its text may quote the adapter's settings.
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
             copied = copied_base_layer(model)
             if copied is not None:  # PEFT would answer without the adapter's own weight of it, and say nothing

@@ -101,8 +101,8 @@ class TenantClient:
         self._dtype, self._progress = dtype, progress
         try:
             self._device = torch.device(device)
-        except RuntimeError:
-            raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from None
+        except RuntimeError as exc:
+            raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from exc
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._folder: Path | None = None

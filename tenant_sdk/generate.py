@@ -151,10 +151,10 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
         return ()
     try:
         return tuple(map(int, torch.as_tensor(given).reshape(-1).tolist()))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError) as exc:
         raise ConfigurationError(
             f"eos_token_id is the number of a token or a list of them, got {type(given).__name__}"
-        ) from None
+        ) from exc
 
 
 def _inputs(
@@ -232,7 +232,7 @@ def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
             text = f"transformers' generate does not take {shown} as given: see the options of its GenerationConfig"
         else:
             text = f"transformers cannot use the checkpoint's generation_config.json ({type(exc).__name__})"
-        raise ConfigurationError(text) from None
+        raise ConfigurationError(text) from None  # the original may show values of the prompt
 
 
 def _raised_by_generation(exc: Exception) -> bool:

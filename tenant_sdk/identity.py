@@ -16,8 +16,8 @@ def read_endpoint(folder: str | Path) -> str:
     """The URL that the operator wrote next to the certificate."""
     try:
         return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from exc
 
 
 def issuer_of(identity: TlsIdentity) -> bytes:
@@ -28,8 +28,8 @@ def issuer_of(identity: TlsIdentity) -> bytes:
     """
     try:
         key = x509.load_pem_x509_certificate(identity.ca_pem).public_key()
-    except ValueError:
-        raise ConfigurationError("the identity's ca.pem is not a certificate: enrol again") from None
+    except ValueError as exc:
+        raise ConfigurationError("the identity's ca.pem is not a certificate: enrol again") from exc
     spki = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(spki).digest()
 
@@ -44,5 +44,5 @@ def tenant_name(identity: TlsIdentity) -> str:
         certificate = x509.load_pem_x509_certificate(identity.cert_pem)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         return names.get_values_for_type(x509.UniformResourceIdentifier)[0].removeprefix("veilbase://tenant/")
-    except (ValueError, IndexError, x509.ExtensionNotFound):
-        raise ConfigurationError("the identity's certificate names no tenant: enrol again") from None
+    except (ValueError, IndexError, x509.ExtensionNotFound) as exc:
+        raise ConfigurationError("the identity's certificate names no tenant: enrol again") from exc

@@ -31,6 +31,11 @@
 
 Guarantees: a message says what was expected and what came, in one line, and never holds a tensor value, a secret or
 another tenant's name. Only `WireCode` and its fixed text cross the wire, never `str(exc)` (SPEC.md, section 6).
+
+Causes: an operating system's error, a file that cannot be parsed or an option that a library refuses is kept as
+`__cause__` (`raise ... from exc`), so that a traceback shows it. `from None` leaves it out on the way of a row
+(`noise/`, the transports, replies, the provider's engine), and wherever the cause may quote texts, tensor values, a
+secret, a peer or a file that names tenants (tests/security/test_causes.py).
 """
 
 from __future__ import annotations
@@ -192,6 +197,16 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
     WireCode.MALFORMED: (MalformedFrame, "the provider could not read what it received"),
     WireCode.INTERNAL: (RemoteFault, "the provider failed while computing: its log names this request"),
 }
+
+
+def os_cause(exc: BaseException) -> OSError | None:
+    """The cause that may be shown where one `except` catches the operating system's errors and a parser's.
+
+    Returns:
+        `exc` where it is the operating system's, whose text names a path and a reason; None, for `raise ... from None`,
+        where it is a parser's, whose text may quote the file.
+    """
+    return exc if isinstance(exc, OSError) else None
 
 
 def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseError:

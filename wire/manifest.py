@@ -155,8 +155,8 @@ def parse_manifest(data: bytes) -> Manifest:
         raise MalformedFrame(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}")
     try:
         content = from_json(data)
-    except ValueError:
-        raise MalformedFrame("the provider's manifest is not JSON") from None
+    except ValueError as exc:
+        raise MalformedFrame("the provider's manifest is not JSON") from exc
     protocol = content.get("protocol") if isinstance(content, dict) else None
     if type(protocol) is not int:
         raise VersionMismatch("the provider's manifest names no protocol version")
@@ -165,7 +165,7 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as exc:
-        raise MalformedFrame(f"the provider's manifest is not valid {_first_error(exc)}") from None
+        raise MalformedFrame(f"the provider's manifest is not valid {_first_error(exc)}") from None  # quotes the peer
 
 
 def _first_error(exc: ValidationError) -> str:

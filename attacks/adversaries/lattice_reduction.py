@@ -132,10 +132,8 @@ def load_fpylll() -> Any:
     """
     try:
         return importlib.import_module("fpylll")
-    except ImportError:
-        raise ConfigurationError(
-            "lattice reduction needs fpylll: pip install fpylll==0.6.4 cysignals==1.12.5"
-        ) from None
+    except ImportError as exc:
+        raise ConfigurationError("lattice reduction needs fpylll: pip install fpylll==0.6.4 cysignals==1.12.5") from exc
 
 
 def secret_scale(sigma: float) -> int:

@@ -181,8 +181,8 @@ def _attack_and_report(
     _say(f"controls of {len(chosen)} adversaries")
     try:
         checks: list[ControlResult] = results_of_controls.recv()
-    except EOFError:
-        raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from None
+    except EOFError as exc:
+        raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from exc
     alarms = [
         *verdict.weakened(results),
         *(said for case in cases for said in verdict.drawn(case.label, case.draws)),

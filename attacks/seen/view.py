@@ -96,8 +96,8 @@ class Message:
         try:
             with safe_open(self.file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError):
-            raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from None
+        except (OSError, SafetensorError) as exc:
+            raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from exc
         if (
             tensor.dtype != dtype
             or tensor.dim() != len(shape)
@@ -168,12 +168,12 @@ def open_view(folder: Path) -> View:
     try:
         manifest = parse_manifest((folder / MANIFEST_NAME).read_bytes())
         lines = (folder / INDEX_NAME).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except FileNotFoundError as exc:
         raise ConfigurationError(
             f"{folder} is not a recording: expected the folder that was given to `provider serve --record`"
-        ) from None
-    except (OSError, UnicodeDecodeError, VeilbaseError):
-        raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from None
+        ) from exc
+    except (OSError, UnicodeDecodeError, VeilbaseError) as exc:
+        raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from exc
     read = [_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1)]
     messages = [message for message, _ in read]
     if any(message.seq != place for place, message in enumerate(messages)):
@@ -191,8 +191,8 @@ def _is_ended(folder: Path, num_messages: int) -> bool:
         end = _End.model_validate_json((folder / END_NAME).read_bytes())
     except FileNotFoundError:
         return False
-    except (OSError, ValueError):
-        raise ConfigurationError(f"{folder / END_NAME} cannot be read: the recording was changed") from None
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(f"{folder / END_NAME} cannot be read: the recording was changed") from exc
     if end.messages != num_messages:
         raise ConfigurationError(
             f"{folder / INDEX_NAME} has {num_messages} lines of {end.messages}: the recording was cut off or changed"
@@ -204,10 +204,10 @@ def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[
     """And whether it was answered."""
     try:
         fields = _Line.model_validate(json.loads(line))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as exc:
         raise ConfigurationError(
             f"line {number} of {folder / INDEX_NAME} cannot be read: the recording was cut off or changed"
-        ) from None
+        ) from exc
     if not 0 <= fields.layer < len(manifest.groups):
         raise ConfigurationError(f"line {number} of {folder / INDEX_NAME} names a layer that its model does not have")
     file = None

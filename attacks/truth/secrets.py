@@ -132,7 +132,7 @@ def _adapt(base: Any, adapter: Path, copied: bool = False) -> Any:
             adapted = PeftModel.from_pretrained(base if copied else copy.deepcopy(base), str(adapter))
     except (ValueError, RuntimeError, OSError, KeyError, TypeError, SafetensorError, UserWarning) as exc:
         said = (str(exc).splitlines() or [type(exc).__name__])[0][:200]
-        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None
+        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None  # PEFT's frames hold it
     return adapted.to(torch.float64).eval()
 
 

@@ -55,8 +55,8 @@ def record(
     ):
         try:
             victim.communicate(Site(url=url, runs=runs).model_dump_json(), timeout=_VICTIM_S)
-        except subprocess.TimeoutExpired:
-            raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from None
+        except subprocess.TimeoutExpired as exc:
+            raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from exc
         if victim.returncode:
             raise ConfigurationError(f"the victim failed: {_last_line(log)}")
 

@@ -122,7 +122,7 @@ class StateDir:
             with self.lock():
                 self.ca = self._open_authority(create, current_time(now))
         except OSError as exc:
-            raise self.damaged(f"expected a directory that this user can write, got {exc.strerror}") from None
+            raise self.damaged(f"expected a directory that this user can write, got {exc.strerror}") from exc
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -260,7 +260,7 @@ def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
         x509.ExtensionNotFound,
         x509.UnsupportedGeneralNameType,
     ):
-        raise refusal from None
+        raise refusal from None  # the cause's text may hold bytes of the peer's certificate
     if usages != [ExtendedKeyUsageOID.CLIENT_AUTH] or not isinstance(name, x509.UniformResourceIdentifier):
         raise refusal
     named = name.value.removeprefix(_URIS[role])
@@ -315,11 +315,11 @@ def _server_name(host: str) -> x509.GeneralName:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         return x509.IPAddress(ipaddress.ip_address(bare))
-    except ValueError:
+    except ValueError as exc:
         if _DNS_NAME.fullmatch(bare) is None:
             raise InvalidHost(
                 f"expected an IP address or a DNS name in ASCII for --host and --names, got {host[:80]!r}"
-            ) from None
+            ) from exc
         return x509.DNSName(bare)
 
 

@@ -169,11 +169,10 @@ def tenants(state: StateDir) -> list[TenantRecord]:
     """
     try:
         return _parse(state.tenants_path.read_bytes())
-    except (OSError, ValueError):
-        # pydantic's own words quote the file: they stay out of the message.
+    except (OSError, ValueError) as exc:
         raise state.damaged(
             "expected a readable registry in tenants.json, found it missing or malformed: restore it from a backup"
-        ) from None
+        ) from exc
 
 
 def _now() -> datetime:
@@ -244,7 +243,7 @@ class RevocationList:
             self._current()
         except OSError as exc:
             self._note(f"cannot be read ({os.strerror(exc.errno or 0)})", self._consequence(exc))
-            raise RegistryUnreadable from None
+            raise RegistryUnreadable from None  # an answer to a peer; the log has the cause
 
     def _known(self) -> dict[int, TenantRecord] | None:
         """The newest records that count, or None where nobody is to be admitted."""
@@ -255,7 +254,7 @@ class RevocationList:
             what = f"cannot be read ({os.strerror(exc.errno or 0)})"
             if is_over:
                 self._note(f"still {what}", f"every request is refused until it can: {_PASSING[exc.errno or 0]}")
-                raise RegistryUnreadable from None
+                raise RegistryUnreadable from None  # asked for every request; the log has the cause
             self._note(what, self._consequence(exc))
             return self._snapshot[1]
 
@@ -332,7 +331,7 @@ def _parse(data: bytes) -> list[TenantRecord]:
     try:
         records = _REGISTRY.validate_json(data)
     except ValidationError:
-        raise ValueError("malformed registry") from None
+        raise ValueError("malformed registry") from None  # pydantic's text quotes the file, which names tenants
     if len({record.serial for record in records}) != len(records):
         raise ValueError("a serial number occurs twice")
     return records
@@ -347,7 +346,7 @@ def _save(state: StateDir, records: Sequence[TenantRecord]) -> None:
         temporary.replace(state.tenants_path)
         sync_directory(state.path)
     except OSError as exc:
-        raise state.damaged(f"expected to write tenants.json, got {exc.strerror}") from None
+        raise state.damaged(f"expected to write tenants.json, got {exc.strerror}") from exc
 
 
 def _write_identity(out_dir: Path, files: dict[str, bytes], commit: Callable[[], None]) -> None:
@@ -367,7 +366,7 @@ def _write_identity(out_dir: Path, files: dict[str, bytes], commit: Callable[[],
         if isinstance(exc, FileExistsError) and out_dir.is_dir():
             raise IdentityNotWritten(
                 f"found an identity in {str(out_dir)!r}: choose another --out, or remove the old files"
-            ) from None
+            ) from exc
         if isinstance(exc, OSError):
-            raise IdentityNotWritten(f"expected to write to {str(out_dir)!r}, got {exc.strerror}") from None
+            raise IdentityNotWritten(f"expected to write to {str(out_dir)!r}, got {exc.strerror}") from exc
         raise

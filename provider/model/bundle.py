@@ -113,7 +113,7 @@ def build_bundle(
     except (OSError, SafetensorError) as exc:
         why = getattr(exc, "strerror", None) or "the disk is full, or a limit on file sizes was met"
         place = parent or tempfile.gettempdir()
-        raise ConfigurationError(f"cannot write the client bundle under {place}: {why}") from None
+        raise ConfigurationError(f"cannot write the client bundle under {place}: {why}") from exc
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)

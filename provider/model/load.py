@@ -108,8 +108,8 @@ def load(source: ModelSource) -> LoadedModel:
             model = AutoModelForCausalLM.from_pretrained(source.location, **options)
         except ConfigurationError:
             raise
-        except Exception as exc:  # noqa: BLE001 - a damaged file raises anything, struct.error included
-            raise _not_loaded(source, exc) from None
+        except Exception as exc:  # a damaged file raises anything, struct.error included
+            raise _not_loaded(source, exc) from exc
         tokenizer = _load_tokenizer(source)
     _make_public(model, source.model_id)
     return LoadedModel(source.model_id, model.eval().requires_grad_(False), tokenizer)

@@ -56,14 +56,14 @@ class ProviderCore:
         try:
             return products.compute(self.served, call, rows)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
-            raise _fault_as_error(call, exc) from None
+            raise _fault_as_error(call, exc) from None  # the cause's text may hold values of a tenant's rows
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """`compute` of each, by one product of a call that was checked; each reply has memory of its own."""
         try:
             return products.products(self.served.groups[call.group], call, parts)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
-            raise _fault_as_error(call, exc) from None
+            raise _fault_as_error(call, exc) from None  # as in `compute`
 
     def row_product(self, call: Call) -> RowProduct | None:
         """What makes the product of one row for a call that was checked, in any thread; None: `compute` does."""

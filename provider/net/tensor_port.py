@@ -59,10 +59,10 @@ class TensorPort:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # as gRPC: "::" is IPv4 as well
             self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-        except OSError:
+        except OSError as exc:
             raise ConfigurationError(
                 f"cannot listen on {host}, port {port}, for tensors: is it in use, or not an address of this machine?"
-            ) from None
+            ) from exc
         self.port: int = self._listener.getsockname()[1]
         self._places = threading.BoundedSemaphore(min(most, MAX_CONNECTIONS))
         self._lock = threading.Lock()

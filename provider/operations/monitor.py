@@ -54,8 +54,8 @@ class Monitor:
         """
         try:
             server = _TcpServer(("127.0.0.1", port), _handler(self._metrics))
-        except OSError:
-            raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for metrics: is it in use?") from None
+        except OSError as exc:
+            raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for metrics: is it in use?") from exc
         self._start(server)
         return int(server.server_address[1])
 
@@ -144,8 +144,8 @@ def read_metrics(folder: Path) -> str:
             client.connect(str(folder / SOCKET_NAME))
             client.sendall(f"GET {METRICS_PATH} HTTP/1.0\r\n\r\n".encode())
             parts = list(iter(lambda: client.recv(1 << 16), b""))
-    except OSError:
-        raise ConfigurationError(f"no provider is running with the state directory {str(folder)!r}") from None
+    except OSError as exc:
+        raise ConfigurationError(f"no provider is running with the state directory {str(folder)!r}") from exc
     return b"".join(parts).partition(b"\r\n\r\n")[2].decode()
 
 

@@ -53,10 +53,10 @@ class Recorder:
             self._index = (folder / "index.jsonl").open("x", encoding="utf-8")
             with (folder / "manifest.json").open("wb") as file:
                 file.write(manifest.to_bytes())
-        except FileExistsError:
-            raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from None
+        except FileExistsError as exc:
+            raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from exc
         except OSError as exc:
-            raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from None
+            raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from exc
         self._lock = threading.Lock()
         self._seq = self._written_bytes = 0
         self._failed = self._is_full = False

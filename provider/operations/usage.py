@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from provider.identity.authority import TENANT_NAME_PATTERN, create_file, sync_directory
 from provider.schedule.request_class import RequestClass
-from wire.errors import ConfigurationError, WireCode
+from wire.errors import ConfigurationError, WireCode, os_cause
 
 SAVE_S = 60.0
 FILE_NAME = "usage.json"
@@ -195,10 +195,10 @@ def read_usage(path: Path) -> dict[str, Usage]:
         return _UsageFile.model_validate_json(path.read_bytes()).tenants
     except FileNotFoundError:
         return {}
-    except (ValidationError, OSError):
+    except (ValidationError, OSError) as exc:  # pydantic's text quotes the file, which names tenants
         raise ConfigurationError(
             f"{str(path)!r} cannot be read as usage: restore it, or move it away to begin at zero"
-        ) from None
+        ) from os_cause(exc)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class Dispatcher:
                 raise  # all ranks have done what they owed each other
             except Exception as exc:  # noqa: BLE001 - `RankLost`, or no memory: who knows where the other ranks are
                 self._lose(f"during a product ({type(exc).__name__})")
-                raise RemoteFault("a process of this provider is gone, or too late") from None
+                raise RemoteFault("a process of this provider is gone, or too late") from None  # may hold rows
 
     def _check(self, call: Call, rows: Rows) -> int:
         """Everything that `provider.engine.products.compute` refuses; returns the numbers per row of the reply."""

@@ -52,7 +52,7 @@ class Ranks:
             dist.init_process_group("gloo", timeout=_START_TIMEOUT)
             group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as exc:
-            raise ConfigurationError(f"the ranks cannot meet: {str(exc).splitlines()[0][:200]}") from None
+            raise ConfigurationError(f"the ranks cannot meet: {str(exc).splitlines()[0][:200]}") from exc
         self.group: dist.ProcessGroup = group
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -67,8 +67,8 @@ class Ranks:
         try:
             with together():
                 dist.all_gather(found, own)
-        except RankLost:
-            raise ConfigurationError("another rank ended before it had its weights: its log says why") from None
+        except RankLost as exc:
+            raise ConfigurationError("another rank ended before it had its weights: its log says why") from exc
         if any(not torch.equal(one, own) for one in found):
             raise ConfigurationError(
                 "the ranks do not hold the same weights: give all the same model, settings and versions"

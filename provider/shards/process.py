@@ -76,7 +76,7 @@ class ShardProcess:
             self._requests = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
             self._replies = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
         except OSError as exc:
-            raise ConfigurationError(f"no memory for shard {name} to share: {exc.strerror}") from None
+            raise ConfigurationError(f"no memory for shard {name} to share: {exc.strerror}") from exc
         self._restarts: deque[float] = deque(maxlen=_MAX_RESTARTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_faults = 0
@@ -103,7 +103,7 @@ class ShardProcess:
                 raise ReplicaLost(began=False)
             try:
                 reply = self._product(call, rows)
-            except RemoteFault:
+            except RemoteFault:  # `from None`, here and below: a cause's text may hold values of rows
                 self._num_faults += 1
                 if self._num_faults < _MAX_FAULTS:
                     raise
@@ -181,9 +181,7 @@ class ShardProcess:
                 undoing.callback(_kill, process)
                 self._pidfd = os.pidfd_open(process.pid)
             except (OSError, zmq.ZMQError) as exc:
-                raise ConfigurationError(
-                    f"shard {self.name} cannot be started: {exc.strerror or 'no socket'}"
-                ) from None
+                raise ConfigurationError(f"shard {self.name} cannot be started: {exc.strerror or 'no socket'}") from exc
             self._socket, self._process, self._folder = socket, process, folder
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)

@@ -53,7 +53,7 @@ def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
             os.unlink(name)
     except (OSError, SafetensorError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)[:200]  # of this machine alone
-        raise ConfigurationError(f"a shard's weights cannot be written to disk: {reason}") from None
+        raise ConfigurationError(f"a shard's weights cannot be written to disk: {reason}") from exc
 
 
 def read_weights(descriptor: int) -> dict[int, ServedGroup]:
@@ -73,7 +73,7 @@ def read_weights(descriptor: int) -> dict[int, ServedGroup]:
                     raise ConfigurationError(f"the weights of group {info.id} are not those that were written")
             return groups
     except (OSError, SafetensorError, ValueError, KeyError) as exc:
-        raise ConfigurationError(f"a shard's weights cannot be read: {type(exc).__name__}") from None
+        raise ConfigurationError(f"a shard's weights cannot be read: {type(exc).__name__}") from exc
 
 
 def _tensor(file: Any, names: set[str], info: GroupInfo, part: str) -> torch.Tensor | None:

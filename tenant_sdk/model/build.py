@@ -28,7 +28,7 @@ from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.trust.config_rules import read_config
-from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
+from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, os_cause
 from wire.loading import loading
 from wire.manifest import GroupInfo, LayerInfo, Manifest
 
@@ -75,8 +75,8 @@ def _swap(model: nn.Module, name: str, layer: LayerInfo) -> None:
     try:
         parent = model.get_submodule(parent_name)
         local: Any = parent.get_submodule(child)
-    except AttributeError:
-        raise MalformedFrame(f"the manifest names a layer that this architecture does not have: {name}") from None
+    except AttributeError as exc:
+        raise MalformedFrame(f"the manifest names a layer that this architecture does not have: {name}") from exc
     is_conv = isinstance(local, Conv1D)
     if not is_conv and not isinstance(local, nn.Linear):
         raise MalformedFrame(f"the manifest names a layer that is neither Linear nor Conv1D: {name}")
@@ -126,7 +126,7 @@ def load_remote_model(
             )  # fmt: skip
         except VeilbaseError:
             raise
-        except SafetensorError:
+        except SafetensorError:  # `from None` here and below: it may quote the provider's text
             raise MalformedFrame("the bundle's model.safetensors cannot be read") from None
         except Exception as exc:  # noqa: BLE001 - a peer's config may make transformers raise anything
             raise ConfigurationError(
@@ -185,8 +185,8 @@ def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """
     try:
         alphas: dict[str, torch.Tensor] = load_file(folder / "scales.safetensors")
-    except (SafetensorError, OSError):
-        raise MalformedFrame("the bundle's scales.safetensors is missing or cannot be read") from None
+    except (SafetensorError, OSError) as exc:
+        raise MalformedFrame("the bundle's scales.safetensors is missing or cannot be read") from os_cause(exc)
     for group in manifest.groups:
         for layer in group.layers:
             alpha = alphas.get(layer.name)

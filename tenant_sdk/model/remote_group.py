@@ -68,7 +68,7 @@ class RemoteExecutor:
     def _check_honest(self) -> None:
         """The verifier alone remembers the failure."""
         if self._verifier is not None and self._verifier.failed:
-            raise VerificationFailed(FAILED) from None
+            raise VerificationFailed(FAILED) from None  # what broke may hold rows
 
     def planned_calls(self) -> PlannedCalls:
         """A model's own."""

@@ -88,7 +88,7 @@ class Checkpoints:
             make_private_folder(self.folder)
             write_private(self.folder / "run.json", json.dumps({"fingerprint": run}))
         except OSError as exc:
-            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from None
+            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from exc
         return latest
 
     def _owner(self) -> str | None:

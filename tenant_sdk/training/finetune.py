@@ -203,7 +203,7 @@ def _train(trainer: Trainer, start: Path | None) -> None:
     """Runs it to its end; a value that is not finite ends a verified run at once, and the error says what may help."""
     try:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
-    except NotFinite as exc:
+    except NotFinite as exc:  # `from None`: the original's frames hold activations or gradients
         raise NotFinite(f"{exc}; try a lower learning_rate, and resume=False (--no-resume) to start over") from None
 
 
@@ -252,8 +252,8 @@ def _checkpoint_activations(model: Any) -> None:
     """
     try:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    except ValueError:
-        raise ConfigurationError(f"{type(model).__name__} does not support gradient_checkpointing") from None
+    except ValueError as exc:
+        raise ConfigurationError(f"{type(model).__name__} does not support gradient_checkpointing") from exc
     model.disable_input_require_grads()
 
 
@@ -382,7 +382,7 @@ def _adapter_errors() -> Iterator[None]:
         raise
     except (ValueError, TypeError) as exc:
         text = str(exc).split("\n")[0][:200]
-        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from None
+        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from exc
 
 
 @contextmanager
@@ -395,6 +395,7 @@ def _saving_errors() -> Iterator[None]:
         reason = _full_disk(exc)
         if reason is None:
             raise
+        # `from None`, here and below: frames of a training step hold texts, adapter and gradients.
         raise VeilbaseError(
             f"the adapter or a checkpoint could not be written ({reason}): make room and run the same command again; "
             "it goes on from the last complete checkpoint"

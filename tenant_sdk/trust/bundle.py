@@ -83,7 +83,7 @@ def _disk_errors(parent: Path) -> Iterator[None]:
         raise ConfigurationError(
             f"cannot keep the provider's bundle in {parent}: {why}; free some space, or name another folder with "
             "cache= or VEILBASE_CACHE"
-        ) from None
+        ) from exc
 
 
 def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
@@ -150,7 +150,7 @@ def _remove_unsafe_settings(folder: Path) -> None:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 if not isinstance(content, dict):
                     raise TypeError
-            except (ValueError, TypeError, RecursionError):
+            except (ValueError, TypeError, RecursionError):  # `from None`: the original holds the provider's text
                 raise MalformedFrame(f"the bundle file {name} is not a JSON object") from None
             path.write_text(json.dumps(without_unsafe(content)), encoding="utf-8")
 

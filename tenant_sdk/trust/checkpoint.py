@@ -111,8 +111,8 @@ class TrustedCheckpoint:
         """
         try:
             weight = self._weights().read(f"{name}.weight")
-        except KeyError:
-            raise VerificationFailed(f"the trusted checkpoint has no layer {name}") from None
+        except KeyError as exc:
+            raise VerificationFailed(f"the trusted checkpoint has no layer {name}") from exc
         weight = weight.detach().to(torch.float32)
         return weight.t() if kind == "linear" and weight.dim() == 2 else weight
 
@@ -168,10 +168,10 @@ class TrustedCheckpoint:
                     self._loaded = self._load()
                 except VeilbaseError:
                     raise
-                except Exception as exc:  # noqa: BLE001 - a damaged file or config makes transformers raise anything
+                except Exception as exc:  # a damaged file or config makes transformers raise anything
                     raise ConfigurationError(
                         f"cannot read the trusted checkpoint {self.name!r} ({type(exc).__name__})"
-                    ) from None
+                    ) from exc
         return self._loaded
 
     def _load(self) -> _Weights:
@@ -264,7 +264,7 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
     except (OSError, ValueError) as exc:
         raise ConfigurationError(
             f"the {what} {name[:200]!r} is neither cached here nor to be had from the hub ({type(exc).__name__})"
-        ) from None
+        ) from exc
     return Path(str(found))
 
 
@@ -287,8 +287,8 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / Path(name).name for name in sorted(names)]
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ConfigurationError(f"{index.name} of the trusted checkpoint cannot be read") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise ConfigurationError(f"{index.name} of the trusted checkpoint cannot be read") from exc
 
 
 def _stream(folder: Path) -> _Weights | None:
@@ -358,8 +358,8 @@ def _read(file: Path, key: str) -> torch.Tensor:
     try:
         with safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(key)
-    except (SafetensorError, OSError):
-        raise ConfigurationError(f"the trusted checkpoint's {file.name} can no longer be read") from None
+    except (SafetensorError, OSError) as exc:
+        raise ConfigurationError(f"the trusted checkpoint's {file.name} can no longer be read") from exc
     return tensor
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from tenant_sdk.trust.bundle import without_unsafe
-from wire.errors import MalformedFrame, VerificationFailed
+from wire.errors import MalformedFrame, VerificationFailed, os_cause
 from wire.manifest import BUNDLE_FILE_NAMES, GroupInfo, LayerInfo, Manifest
 from wire.ring.quantise import digest, max_norms, quantise
 
@@ -112,15 +112,15 @@ def check_manifest_config(bundle: Path, manifest: Manifest) -> None:
     try:
         ours = _read_json(bundle / "config.json", "config")
         _check_json(_without_infinities(ours), _without_infinities(dict(manifest.config)), "config")
-    except (VerificationFailed, OSError):
-        raise MalformedFrame("the config in the provider's manifest is not the one in its bundle") from None
+    except (VerificationFailed, OSError) as exc:  # the first may name a key of the provider's config
+        raise MalformedFrame("the config in the provider's manifest is not the one in its bundle") from os_cause(exc)
 
 
 def _read_json(path: Path, part: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise differs(part) from None
+        raise differs(part) from None  # the original holds the file's text, which may be the provider's
     if not isinstance(content, dict):
         raise differs(part)
     return content
@@ -170,8 +170,8 @@ def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest
             for name in expected:
                 if name not in offered or not same_bits(read(name), opened.get_tensor(name)):
                     raise differs(f"the tensor {name}")
-    except (SafetensorError, OSError):
-        raise differs("the bundle's model.safetensors") from None
+    except (SafetensorError, OSError) as exc:
+        raise differs("the bundle's model.safetensors") from os_cause(exc)
     if offered - set(expected):
         raise differs("the bundle's list of tensors")
 
@@ -194,8 +194,8 @@ def check_scale_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tenso
     """α by layer name, for exactly the layers of the manifest; values are checked by `check_group`."""
     try:
         scales: dict[str, torch.Tensor] = load_file(bundle / "scales.safetensors")
-    except (SafetensorError, OSError):
-        raise differs("the bundle's scales.safetensors") from None
+    except (SafetensorError, OSError) as exc:
+        raise differs("the bundle's scales.safetensors") from os_cause(exc)
     if scales.keys() != {layer.name for group in manifest.groups for layer in group.layers}:
         raise differs("the bundle's list of scales")
     return scales

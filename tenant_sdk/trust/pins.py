@@ -162,7 +162,7 @@ class Pins:
             raise ConfigurationError(
                 f"{self._path}, which holds what the provider's bundle was at first use, cannot be written: "
                 f"{exc.strerror or 'error'}; make it writable, or name a checkpoint that you trust (verify=, --verify)"
-            ) from None
+            ) from exc
 
 
 def _is_digest(value: Any) -> bool:

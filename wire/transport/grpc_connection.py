@@ -105,8 +105,8 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or DEFAULT_PORT
-    except ValueError:  # a port that is no number, an open bracket
-        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from None
+    except ValueError as exc:  # a port that is no number, an open bracket
+        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from exc
     if parts.scheme not in ("grpc", "grpcs") or not host:
         raise ConfigurationError(f"expected grpcs://host:port, got {url!r}")
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -258,7 +258,7 @@ class GrpcConnection:
                     raise MalformedFrame(f"expected at most {max_bytes} bytes, got more")
                 yield chunk
         except grpc.RpcError as exc:
-            raise translate_status(exc) from None
+            raise translate_status(exc) from None  # its text is the peer's
         finally:
             call.cancel()
 

@@ -54,7 +54,7 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
         mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
     except OSError as exc:
         command = " ".join(["provider enroll NAME", *([kind] if kind else []), f"--out {folder}"])
-        raise ConfigurationError(f"{folder} is not an identity ({exc.strerror}): make one with `{command}`") from None
+        raise ConfigurationError(f"{folder} is not an identity ({exc.strerror}): make one with `{command}`") from exc
     if mode & 0o077:
         raise ConfigurationError(f"{folder / 'key.pem'} can be read by other users: chmod 600 it")
     expires_at = _check_files(folder, identity).not_valid_after_utc
@@ -68,11 +68,11 @@ def _check_files(folder: Path, identity: TlsIdentity) -> x509.Certificate:
     for name, pem in (("ca.pem", identity.ca_pem), ("cert.pem", identity.cert_pem)):
         try:
             certificate = x509.load_pem_x509_certificate(pem)
-        except ValueError:
-            raise ConfigurationError(f"{folder / name} is not a certificate: enrol again") from None
+        except ValueError as exc:
+            raise ConfigurationError(f"{folder / name} is not a certificate: enrol again") from exc
     try:
         key = serialization.load_pem_private_key(identity.key_pem, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # `from None`: the original is about a secret
         raise ConfigurationError(f"{folder / 'key.pem'} is not a private key: enrol again") from None
     if key.public_key() != certificate.public_key():
         raise ConfigurationError(f"{folder / 'key.pem'} does not belong to cert.pem beside it: enrol again")
