@@ -29,15 +29,11 @@ from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import deadline_s
 from wire.ring import coding
 
-<<<<<<< HEAD
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "wire" / "SPEC.md"]
 """Pages about the code as it is: the change log tells of files as they were called."""
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks", "benchmarks", "examples", "tests")
-=======
-ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
-PAGES = [*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
->>>>>>> w-habits
 APPS = {"provider": provider_app, "tenant": tenant_app}
 
 
