@@ -87,8 +87,8 @@ PARAMETERS: dict[str, LatticeParameters] = {
 """The first table of docs/parameters.md: the sets that are not refused."""
 
 REFUSED = _estimated("1024", 512, 2, NOMINAL_SIGMA, 106)
-"""A refused set: it is below SECURITY_TARGET_BITS (docs/parameters.md, second table). benchmarks/estimate.py estimates
-it too."""
+"""A set that is refused, since it is below SECURITY_TARGET_BITS (the second table of docs/parameters.md).
+benchmarks/estimate.py estimates it as well."""
 
 
 def choose(name_or_parameters: str | LatticeParameters, allow_toy: bool = False) -> LatticeParameters:

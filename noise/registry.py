@@ -1,4 +1,4 @@
-"""From a mask's name and options to a scheme, and the refusals of DESIGN.md section 3 in one sentence each."""
+"""Makes a scheme from a mask's name and options, and refuses pairs that do not exist in one sentence each."""
 
 from __future__ import annotations
 
@@ -82,18 +82,18 @@ def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> st
 
 
 def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], setting: Setting) -> MaskScheme:
-    """Makes the scheme a client asked for.
+    """Makes the scheme that a client asked for.
 
     Args:
         mask: one of MASKS.
-        arithmetic: `ring`, `float`, or None for what suits the mask and the provider's weights.
-        options: keyword arguments of the scheme.
-        setting: of the session.
+        arithmetic: `ring`, `float`, or None for the one that suits the mask and the provider's weights.
+        options: the keyword arguments of the scheme.
+        setting: what the session offers.
 
     Raises:
-        ConfigurationError: an unknown mask or option, a value that the option cannot have, or a pair of mask and
-            arithmetic that does not exist.
-        WeakParameters: lattice parameters below the table.
+        ConfigurationError: the mask or an option is unknown, an option cannot have its value, or the pair of mask and
+            arithmetic does not exist.
+        WeakParameters: the lattice parameters are weaker than the table.
     """
     chosen = choose_arithmetic(mask, arithmetic, setting)
     makers: dict[str, Callable[..., MaskScheme]] = {

@@ -37,11 +37,12 @@ equally fast (5.6 GB/s)."""
 
 @dataclass(frozen=True)
 class SeededRows:
-    """A range of the rows that a seed stands for; hidden from repr and refused by pickle, since a seed may be secret.
+    """A range of the rows that a seed stands for. repr hides the seed and pickle is refused, since a seed may be
+    secret.
 
     Attributes:
         seed: 32 bytes.
-        first_row, num_rows: the range; both at least 0, its end at most 2^40.
+        first_row, num_rows: the range; both are at least 0, and its end is at most 2^40.
     """
 
     seed: bytes = field(repr=False)
