@@ -34,14 +34,14 @@ class Setting:
 
     Attributes:
         weights: the provider's weights, `int8` or `native`.
-        offered: arithmetics in the manifest.
-        open_ledger: this identity's ledger; called only by masks that count secrets.
+        offered: the arithmetics in the manifest.
+        open_ledger: opens this identity's ledger; only masks that count secrets call it.
         hints_folder: where lattice hints are kept.
-        num_providers: URLs of the client.
-        limits: the smallest of the providers'.
+        num_providers: how many URLs the client has.
+        limits: the smallest of the providers' limits.
         verified: whether replies are checked before a scheme sees them.
-        weight_of: the tenant's own quantised weights, or None.
-        features: of all groups' requests and replies, forward: numbers in a token's masks and effects.
+        weight_of: gives the tenant's own quantised weights; or None.
+        features: how many numbers a token's masks and effects have, over all groups' requests and replies, forward.
     """
 
     weights: str
@@ -56,10 +56,10 @@ class Setting:
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
-    """The arithmetic of a mask, or the sentence that refuses the pair.
+    """Returns the arithmetic of a mask, or refuses the pair in one sentence.
 
     Raises:
-        ConfigurationError: an unknown name, a pair that does not exist, or a wrong number of providers.
+        ConfigurationError: a name is unknown, the pair does not exist, or the number of providers is wrong.
     """
     if mask not in MASKS:
         raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")

@@ -83,6 +83,6 @@ def _take_over(old: Path, new: Path) -> None:
             os.chown(new, had.st_uid, had.st_gid)
         except OSError:
             return
-    shutil.copystat(old, new)  # mode and extended attributes, which hold access control lists
+    shutil.copystat(old, new)  # This copies the mode and the extended attributes, which hold access control lists.
     new.chmod(stat.S_IMODE(had.st_mode) | (stat.S_IRWXU if new.is_dir() else stat.S_IRUSR | stat.S_IWUSR))
     os.utime(new)

@@ -1,6 +1,6 @@
 /*
  * Products in Z_q[X]/(X^N + 1), q = 2^32, of 32-bit polynomials with ternary ones, by floating-point transforms on x86-64
- * with AVX2 and FMA. noise/polynomial/kernels.py is the only caller and checks every shape and pointer; 
+ * with AVX2 and FMA. noise/polynomial/kernels.py is the only caller and checks every shape and pointer;
  * noise/polynomial/negacyclic.py says why the result is exact.
  *
  * A polynomial a is folded into N/2 complex numbers a_j + i*a_{j+N/2}, that is into C[X]/(X^{N/2} - i), and reduced step
