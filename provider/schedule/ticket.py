@@ -48,7 +48,7 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Whether the request is done with it; pieces of one request run in order."""
+        """Tells whether the request is done after this piece; pieces of one request run in order."""
         return self.first_row + self.num_rows == self.ticket.num_rows
 
 
@@ -61,5 +61,5 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Over all pieces."""
+        """Returns the number of rows over all pieces."""
         return sum(piece.num_rows for piece in self.pieces)
