@@ -118,7 +118,7 @@ class Admission:
 
     @property
     def num_limits(self) -> int:
-        """How many different limits there can be."""
+        """Returns how many different limits there can be."""
         return len(self._limits) + 1
 
     def of(self, tenant: str) -> TenantAdmission:
