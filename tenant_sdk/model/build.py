@@ -97,20 +97,20 @@ def load_remote_model(
     """Builds the model and attaches its base layers to the provider.
 
     Args:
-            folder: the bundle's folder.
-            manifest: the manifest of the provider that gave the bundle.
-            executor: sends the model's calls to the provider.
-            dtype: the dtype of the tenant's own tensors and of activations.
-            device: the tenant's device.
-            verified: whether the bundle was compared with a trusted checkpoint; if it was not, the config is reduced to
-                what its class declares.
+        folder: the bundle's folder.
+        manifest: the manifest of the provider that gave the bundle.
+        executor: sends the model's calls to the provider.
+        dtype: the dtype of the tenant's own tensors and of activations.
+        device: the tenant's device.
+        verified: whether the bundle was compared with a trusted checkpoint; if it was not, the config is reduced to
+            what its class declares.
 
     Returns:
         A model in eval mode, all parameters frozen.
 
     Raises:
-            MalformedFrame: manifest, config and bundle do not fit together.
-            ConfigurationError: the installed transformers does not know the architecture.
+        MalformedFrame: manifest, config and bundle do not fit together.
+        ConfigurationError: the installed transformers does not know the architecture.
     """
     layers = {layer.name: layer for group in manifest.groups for layer in group.layers}
     with loading():
@@ -160,10 +160,10 @@ def context_length(folder: Path) -> int:
     """Returns the most tokens that the model has positions for; a very large number where its config names none.
 
     Args:
-            folder: the bundle's folder, whose config was checked or pinned; the manifest's copy is not read.
+        folder: the bundle's folder, whose config was checked or pinned; the manifest's copy is not read.
 
     Raises:
-            MalformedFrame: the number in the config cannot be a context length.
+        MalformedFrame: the number in the config cannot be a context length.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     lengths = []
@@ -228,9 +228,8 @@ def generation_settings(text: TenantText | None, config: Any) -> GenerationConfi
     """Returns the settings that stop an answer; of an unverified provider's settings nothing else is used.
 
     Args:
-            text: the session's tokenizer; None where the bundle has none, and then the stop tokens are those of the
-                config.
-            config: the model's config.
+        text: the session's tokenizer; None where the bundle has none, and then the stop tokens are those of the config.
+        config: the model's config.
     """
     if text is None:
         ends = getattr(config, "eos_token_id", None)

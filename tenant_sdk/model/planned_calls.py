@@ -136,8 +136,8 @@ def check_run(model: Any) -> None:
     """Ends a run of a stock tool over `TenantClient.load_model`: call it before you use the run's result.
 
     Raises:
-            NotFinite: a value in a call was not finite, or one in a trainable parameter is not: the training result is
-                worthless.
+        NotFinite: a value in a call was not finite, or one in a trainable parameter is not: the training result is
+            worthless.
     """
     course = planned_calls(model).course
     course.check(trainable(model))

@@ -72,7 +72,7 @@ class RemoteExecutor:
             raise VerificationFailed(FAILED) from None
 
     def planned_calls(self) -> PlannedCalls:
-        """Returns a new model's own courses."""
+        """Makes the courses of one model, each time anew."""
         return PlannedCalls(may_stop=self._verifier is not None)
 
     def run(
@@ -87,10 +87,10 @@ class RemoteExecutor:
             planned: the courses of the model that the call belongs to.
 
         Returns:
-                float32, shape (num_rows, reply columns), same device; the bias is in it where the provider adds it.
+            float32, shape (num_rows, reply columns), same device; the bias is in it where the provider adds it.
 
         Raises:
-                VeilbaseError: exactly one error, from the side that can act on it.
+            VeilbaseError: exactly one error, from the side that can act on it.
         """
         request_cols = group.widths(direction)[0]
         if rows.shape[1] != request_cols:
@@ -165,8 +165,7 @@ class RemoteExecutor:
         """Ends the session unless a reply is what the trusted weights give.
 
         Raises:
-                VerificationFailed: the reply is wrong; connections and secrets are gone, and nothing restarts by
-                    itself.
+            VerificationFailed: the reply is wrong; connections and secrets are gone, and nothing restarts by itself.
         """
         if self._verifier is None:
             return
@@ -334,8 +333,8 @@ class RemoteGroup:
             x: shape (..., in_features), any float dtype and device.
 
         Returns:
-                shape (..., out_features of the member), in the dtype of a local layer's output; with or without the
-                provider's bias, see `provider_adds_bias`.
+            shape (..., out_features of the member), in the dtype of a local layer's output; with or without the
+            provider's bias, see `provider_adds_bias`.
         """
         context = (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x))
         if len(self.member_features) == 1:
