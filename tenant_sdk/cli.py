@@ -101,7 +101,7 @@ def finetune(
 
     from tenant_sdk.training.dataset import load_rows
 
-    if not (data.is_fifo() or data.is_char_device()):  # a file that can be read only once is not read here: it waits for the provider's check
+    if not (data.is_fifo() or data.is_char_device()):  # a pipe can be read only once, which comes later
         load_rows(data)
     with _until_ctrl_c(), not_connected as client:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
