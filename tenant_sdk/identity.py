@@ -1,4 +1,4 @@
-"""What else is in a tenant's identity: the provider's URL and the tenant's name."""
+"""Entries of a tenant's identity folder beside the keys: the provider's URL and the tenant's name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wire.transport.identity import TlsIdentity
 
 
 def read_endpoint(folder: str | Path) -> str:
-    """The URL that the operator wrote next to the certificate."""
+    """Returns the URL that the operator wrote next to the certificate."""
     try:
         return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as exc:
@@ -21,7 +21,7 @@ def read_endpoint(folder: str | Path) -> str:
 
 
 def issuer_of(identity: TlsIdentity) -> bytes:
-    """SHA-256 of the public key of the provider's certificate authority: the same for all identities of a provider.
+    """Returns SHA-256 of the public key of the provider's certificate authority, which all its identities share.
 
     Raises:
         ConfigurationError: ca.pem holds no certificate.
@@ -35,10 +35,10 @@ def issuer_of(identity: TlsIdentity) -> bytes:
 
 
 def tenant_name(identity: TlsIdentity) -> str:
-    """The name in the certificate's alternative name, `veilbase://tenant/NAME` (SPEC.md, section 1).
+    """Returns the name in the certificate's alternative name, `veilbase://tenant/NAME` (wire/SPEC.md, section 1).
 
     Raises:
-        ConfigurationError: a certificate without it.
+        ConfigurationError: the certificate has no such name.
     """
     try:
         certificate = x509.load_pem_x509_certificate(identity.cert_pem)
