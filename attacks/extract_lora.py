@@ -9,7 +9,7 @@ from attacks.report import command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; see attacks/report/command_line.py for the exit status."""
+    """Runs the command line; see attacks/report/command_line.py for the exit status."""
     does = "Plays the provider and tries to steal the adapter."
     return command_line.main("attacks.extract_lora", does, None, arguments)
 

@@ -1,4 +1,5 @@
-"""`python -m attacks.recover_prompts`: the same victim and the same report, for adversaries that read prompts."""
+"""`python -m attacks.recover_prompts`: the victim and the report of attacks.extract_lora, for adversaries that read
+prompts."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from collections.abc import Sequence
 from attacks.report import command_line
 
 ADVERSARIES = "layer-0 lookup,deep-state inversion,gradient-view,known-mask,lattice-reduction,no-error"
-"""Those that name tokens, and those that open a mask for them."""
+"""Adversaries that name tokens, and those that open a mask for them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; see attacks/report/command_line.py for the exit status."""
+    """Runs the command line; see attacks/report/command_line.py for the exit status."""
     does = "Plays the provider and tries to read prompts."
     return command_line.main("attacks.recover_prompts", does, ADVERSARIES, arguments)
 

@@ -1,1 +1,1 @@
-"""Side-by-side runs against peers; `python -m benchmarks` prints the tables of docs/benchmarks.md."""
+"""Runs against peers, side by side; `python -m benchmarks` prints the tables of docs/benchmarks.md."""

@@ -1,6 +1,7 @@
-"""Every benchmark, one after the other: `make bench`.
+"""Runs every benchmark, one after the other: `make bench`.
 
-Those that need more than `make setup` (a right, or a peer's wheel) say so and are left out where it is missing.
+A benchmark that needs more than `make setup` (a permission, or a peer's wheel) says so and is left out where it is
+missing.
 """
 
 from benchmarks import (
@@ -19,7 +20,7 @@ from benchmarks import (
 )
 
 NOT_POSSIBLE = 2
-"""Exit code of a benchmark that lacks a right (network), a peer (encrypted_matmul) or a GPU; it has said which."""
+"""Exit code of a benchmark that lacks a permission (network), a peer (encrypted_matmul) or a GPU; it has said which."""
 
 MODULES = (
     finetune_step, decode, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network, encrypted_matmul,

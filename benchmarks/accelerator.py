@@ -1,10 +1,11 @@
-"""The exact ring product on an accelerator against a bf16 product of the same shape, in turn, on the same device.
+"""Measures the exact ring product on an accelerator against a bf16 product of the same shape, taking turns on one
+device.
 
-A provider's whole work in ring arithmetic is rows · W̃ mod 2^32 (wire/ring/product.py); what it would do for tenants
-without a mask is a bf16 product. Both directions are measured: W̃ᵀ as it lies, and W̃, whose copy is made once and not
-counted (wire/ring/product_cuda.py). Numbers are on the device already; times go from one synchronisation to the next.
-A sample of rows is compared with int64. Without a CUDA device nothing is measured: `--device cpu --size 256` runs the
-same code and says nothing about speed.
+A provider's whole work in ring arithmetic is rows · W̃ mod 2^32 (wire/ring/product.py); for tenants without a mask it
+would compute a bf16 product. Both directions are measured: with W̃ᵀ as it is stored, and with W̃, whose copy is made
+once and not counted (wire/ring/product_cuda.py). Numbers are on the device already; each time is from one
+synchronisation to the next. A sample of rows is compared with int64. Without a CUDA device nothing is measured:
+`--device cpu --size 256` runs the same code and says nothing about speed.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ if TYPE_CHECKING:
 
 SIZE = 4096
 BAR = 2.5
-"""Times a bf16 product: twice is what four int8 limbs cost at twice bf16's rate, the rest is splitting and joining."""
+"""The ring product's time that is aimed for, as a multiple of the bf16 product's: four int8 limbs at twice bf16's rate
+cost twice as much, and the rest is for splitting and joining."""
 SAMPLE = 16
-"""Rows that are compared, the first and last among them."""
+"""The number of rows that are compared, the first and last among them."""
 PEER = "bf16 product"
 NOT_POSSIBLE = 2
-"""As in benchmarks/__main__.py, which imports this module."""
+"""The exit code of benchmarks/__main__.py, which imports this module."""
 
 
 class Products:
     """Random numbers of one size on one device, and every product of them that is measured."""
 
     def __init__(self, size: int, device: str) -> None:
-        """Args: size: of all three dimensions."""
+        """Args: size: the size of all three dimensions; device: the device of all numbers."""
         import torch
 
         generator = torch.Generator().manual_seed(0)
@@ -45,7 +47,7 @@ class Products:
         self._wide = [torch.randn(size, size, generator=generator).to(self._device, torch.bfloat16) for _ in range(2)]
 
     def _ring(self, is_transposed: bool) -> torch.Tensor:
-        """As a provider multiplies; on the CPU by what wire/ring/product_cuda.py would do, so that its code is run."""
+        """Multiplies as a provider does; on the CPU as wire/ring/product_cuda.py would, so that its code is run."""
         from wire.ring import coding, product_cuda
 
         rows, weight = self._there
@@ -53,7 +55,7 @@ class Products:
         return multiply(rows, weight.t() if is_transposed else weight)
 
     def runs(self) -> dict[str, Callable[[], Any]]:
-        """By name; each ends when the device is done."""
+        """Returns the products to measure, by name; each ends when the device is done."""
         first, second = self._wide
         return {
             PEER: lambda: self._finish(first @ second),
@@ -73,7 +75,7 @@ class Products:
             torch.cuda.synchronize(self._device)
 
     def wrong_numbers(self) -> int:
-        """In a sample of rows of both directions, against int64 on the CPU."""
+        """Returns how many numbers are wrong in a sample of rows of both directions, against int64 on the CPU."""
         import torch
 
         at = torch.linspace(0, self._rows.shape[0] - 1, min(SAMPLE, self._rows.shape[0])).long()
@@ -85,14 +87,15 @@ class Products:
         return wrong
 
     def is_by_limbs(self) -> bool:
-        """Whether the device passed the self-test of wire/ring/product_cuda.py; else the plain form was measured."""
+        """Whether the device passed the self-test of wire/ring/product_cuda.py; if not, the plain form was measured."""
         from wire.ring import product_cuda
 
         return product_cuda.is_exact(self._there[0].device)
 
 
 def run(size: int = SIZE, device: str = "cuda", repeats: int = 20) -> dict[str, Any]:
-    """Median seconds of each run, its ratio to the bf16 product of the same round, and how many numbers were wrong."""
+    """Returns median seconds of each product, its ratio to the bf16 product of the same round, and the count of wrong
+    numbers."""
     products = Products(size, device)
     products.synchronise()
     wrong = products.wrong_numbers()

@@ -1,7 +1,7 @@
 """What batching and scheduling do for many tenants: the papers' tables on this machine, and one tenant's flood.
 
 The provider has one core to itself. The load is replayed from the other: tenants that send rows as their models would,
-layer after layer, and think in between, but have no model (`benchmarks/replayer.py`). Latency is what the provider
+layer after layer, and pause in between, but have no model (`benchmarks/replayer.py`). Latency is what the provider
 itself measures, from a request's arrival to its reply (`veilbase_latency_seconds`); policies take turns, round after
 round, and medians are shown. `python -m benchmarks.batching [SCENARIO ...]`.
 """
@@ -26,19 +26,20 @@ from benchmarks.replayer import BLOCKS, Load, recorded_rows
 SECONDS, ROUNDS = 6.0, 3
 PROVIDER_CORE = 0
 TIGHT_MS = "0.2"
-"""A latency target below what a product takes: decode waits for nothing that can be helped."""
+"""A latency target in milliseconds that is shorter than a product: decode then waits for nothing that can be
+avoided."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one run, or medians over several.
+    """Measurements of one run, or medians over several.
 
     Attributes:
-        rows_per_s: answered, by tenant.
-        latency_ms, p99_ms: inside the provider, by class; p99 from a histogram's buckets.
-        batch: requests of a product, in the mean; small requests computed alone where they are read count as one.
-        waits_ms: before a request's first product, in the mean, by layer group.
-        cores: of the provider's core and of the load's, the share that was used.
+        rows_per_s: answered rows a second, by tenant.
+        latency_ms, p99_ms: latency inside the provider, by class; p99 from a histogram's buckets.
+        batch: mean number of requests in a product; small requests computed alone where they are read count as one.
+        waits_ms: mean wait before a request's first product, by layer group.
+        cores: the share of the provider's core, and of the load's, that was used.
         busy: share of the time that the provider's products took, by tenant.
     """
 
@@ -60,7 +61,7 @@ class Found:
 
 
 def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> Found:
-    """Starts a provider and its load, and looks at both for so long."""
+    """Starts a provider and its load, and measures both for `seconds`."""
     from provider.operations.status import look
 
     with tempfile.TemporaryDirectory() as name:
@@ -105,7 +106,7 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
 
 @contextlib.contextmanager
 def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
-    """A process for each tenant, as it would be: threads of one process would wait for each other's locks."""
+    """Starts a process for each tenant, as in reality: threads of one process would wait for each other's locks."""
     arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", *arguments],
@@ -119,7 +120,7 @@ def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[st
 
 
 def _ask(processes: Sequence[subprocess.Popen[str]], seconds: float) -> dict[str, int]:
-    """Rows by tenant, over so many seconds from now."""
+    """Returns rows by tenant, over the next `seconds`."""
     counted: dict[str, int] = {}
     for process in processes:
         if process.stdin is not None:
@@ -141,7 +142,7 @@ def _buckets(before: object, after: object, kind: str) -> list[tuple[float, floa
 
 
 def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
-    """By straight lines inside buckets, as Prometheus does it."""
+    """Interpolates linearly inside buckets, as Prometheus does."""
     wanted, lower, below = share * buckets[-1][1], 0.0, 0.0
     for bound, count in buckets:
         if count >= wanted:
@@ -153,7 +154,7 @@ def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
 
 
 def medians(runs: Sequence[Found]) -> Found:
-    """Of each number."""
+    """Returns the median of each number."""
 
     def middle(dicts: list[dict[str, float]]) -> dict[str, float]:
         return {name: statistics.median(one.get(name, 0.0) for one in dicts) for name in sorted(set().union(*dicts))}
@@ -170,7 +171,7 @@ def medians(runs: Sequence[Found]) -> Found:
 
 
 def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]], seconds: float = SECONDS) -> dict[str, Found]:
-    """Medians of `ROUNDS` runs of each case, taking turns."""
+    """Returns medians of `ROUNDS` runs of each case; cases take turns."""
     runs: dict[str, list[Found]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, (loads, options) in cases.items():
@@ -182,7 +183,7 @@ def compare(cases: dict[str, tuple[Sequence[Load], tuple[str, ...]]], seconds: f
 
 
 def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> dict[str, Found]:
-    """Batches of 2 to 256, and different thinking times: what ranks and targets are to a provider."""
+    """Runs clients with batches of 2 to 256 and different pauses: ranks and targets look like this to a provider."""
     thoughts = (0.2, 3.0, 0.5, 1.7, 0.9, 2.2, 0.3, 1.1)
     loads = [Load(f"t{2 ** (n + 1)}", 2 ** (n + 1), think_ms=slower * think) for n, think in enumerate(thoughts)]
     return compare(
@@ -196,19 +197,19 @@ def _eight_clients(slower: float, *options: str, seconds: float = SECONDS) -> di
 
 
 def table5() -> dict[str, Found]:
-    """Symbiosis, table 5: eight inference clients with batches of 2 to 256, different thinking times."""
+    """Symbiosis, table 5: eight inference clients with batches of 2 to 256 and different pauses."""
     return _eight_clients(1.0)
 
 
 def table5large() -> dict[str, Found]:
-    """The same with a block of Llama-2-7B's shape, since the paper's models are as large."""
+    """The same with a block of Llama-2-7B's shape, since the paper's models are that large."""
     with tempfile.TemporaryDirectory() as folder:
         _make_block(Path(folder))
         return _eight_clients(19.0, "--model", folder, seconds=20.0)
 
 
 def _make_block(folder: Path) -> None:
-    """One block of Llama-2-7B's shape with random weights, as a checkpoint."""
+    """Makes a checkpoint with one block of Llama-2-7B's shape and random weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -221,7 +222,7 @@ def _make_block(folder: Path) -> None:
 
 def table4() -> dict[str, Found]:
     """Symbiosis, table 4: a small request beside a large one."""
-    # at one layer, where they meet under any policy
+    # both are at one layer, where they meet under any policy
     small, large = Load("small", 1, one_layer=True), Load("large", 512, think_ms=1.0, one_layer=True)
     lockstep = ("--batching", "lockstep", "--max-wait-ms", "60000")
     return compare(
@@ -235,7 +236,7 @@ def table4() -> dict[str, Found]:
 
 
 def flood() -> dict[str, Found]:
-    """One tenant decodes; another sends all that it can."""
+    """One tenant decodes while another sends as much as it can."""
     decode = Load("decode", 1, think_ms=1.0)
     target = ("--slo-ms", TIGHT_MS)
     return compare(
@@ -261,7 +262,7 @@ def figures22and23() -> dict[str, Found]:
 
 
 def flexllm() -> dict[str, Found]:
-    """FlexLLM: what fine-tuning keeps beside inference that has a target of 10 ms a request."""
+    """FlexLLM: how much throughput fine-tuning keeps beside inference that has a target of 10 ms a request."""
     inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
     in_spells = [replace(load, spell_s=0.5) for load in inference]
     tuning = [Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]
@@ -293,7 +294,7 @@ def flexllm() -> dict[str, Found]:
 
 
 def plot_waits(found: dict[str, Found], file: Path) -> None:
-    """Symbiosis, figure 7: the mean wait before each layer's product, by policy."""
+    """Draws Symbiosis, figure 7: the mean wait before each layer's product, by policy."""
     from benchmarks.common import pyplot
 
     plots = pyplot()
@@ -315,7 +316,7 @@ SCENARIOS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints a table for each scenario; draws table 5's waits where asked."""
+    """Prints a table for each scenario; draws table 5's waits if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.batching")
     parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], default=[])
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="table 5's waits by layer: figure 7")

@@ -25,10 +25,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def provider(
     folder: Path, *options: str, tenants: tuple[str, ...] = ("bench",), core: int | None = None
 ) -> Iterator[tuple[str, int]]:
-    """`provider serve --tls` in its own process with enrolled tenants; yields its URL and process id.
+    """Starts `provider serve --tls` in its own process with enrolled tenants; yields its URL and process id.
 
     Args:
-        core: the only one it may use; None leaves it all.
+        folder: holds the provider's state and its tenants' identities.
+        options: options of `provider serve`.
+        tenants: the names to enrol.
+        core: the only core that the provider may use; None allows all.
     """
     state = folder / "state"
     command = [sys.executable, "-m", "provider", "serve", "--tls", "--port", "0", "--state", str(state), *options]
@@ -36,7 +39,7 @@ def provider(
         before = os.sched_getaffinity(0)
         try:
             if core is not None:
-                os.sched_setaffinity(0, {core})  # what is started now inherits it, with all its threads
+                os.sched_setaffinity(0, {core})  # a process that is started now inherits this, with all its threads
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         finally:
             os.sched_setaffinity(0, before)
@@ -58,7 +61,7 @@ def provider(
 
 
 def local_model() -> Any:
-    """SmolLM2-135M as transformers loads it, float32, frozen."""
+    """Returns SmolLM2-135M as transformers loads it, float32, frozen."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -75,10 +78,11 @@ def local_model() -> Any:
 
 
 class ModelPasses:
-    """One pass through all groups, forward, or back through them; one request at a time, as a tenant sends them."""
+    """ModelPasses forward or backward through all groups, one request at a time, as a tenant sends them."""
 
     def __init__(self, connection: GrpcConnection, num_rows: int) -> None:
-        """Args: num_rows: of every request; the same random numbers each time."""
+        """Args: connection: to the provider; num_rows: rows of every request, with the same random numbers each
+        time."""
         import torch
 
         self._connection, self._groups = connection, connection.manifest().groups
@@ -86,11 +90,11 @@ class ModelPasses:
         self._rows = {w: torch.randint(-(2**31), 2**31, (num_rows, w), dtype=torch.int32) for w in widths}
 
     def forward(self) -> None:
-        """Every group, in order."""
+        """Asks every group, in order."""
         self._send(self._groups, "FORWARD")
 
     def backward(self) -> None:
-        """Every group, the last one first."""
+        """Asks every group, the last one first."""
         self._send(self._groups[::-1], "BACKWARD")
 
     def _send(self, groups: Sequence[GroupInfo], direction: str) -> None:
@@ -116,15 +120,15 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the worker."""
+        """The worker's process id."""
         return self._process.pid
 
     def run(self) -> None:
-        """One unit of work."""
+        """Does one unit of work."""
         self._tell("run")
 
     def prepare(self) -> None:
-        """What the worker does before the clock starts."""
+        """Does what the worker has to do before the clock starts."""
         self._tell("prepare")
 
     def _tell(self, word: str) -> None:
@@ -140,7 +144,7 @@ class Worker:
             raise SystemExit(f"a worker ended early, at {word!r}")
 
     def __enter__(self) -> Worker:
-        """Ready to run."""
+        """Returns the worker, which is ready to run."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,7 +155,7 @@ class Worker:
 
 
 def serve_worker(work: Callable[[], Any], prepare: Callable[[], Any] | None = None) -> None:
-    """A worker's loop: one unit of work, or what comes before it, for each line on standard input."""
+    """Runs a worker's loop: one unit of work, or its preparation, for each line on standard input."""
     print("ready", flush=True)
     for line in sys.stdin:
         if line.strip() == "run":
@@ -167,7 +171,8 @@ def interleaved(
     warmup: int = 1,
     before: dict[str, Callable[[], Any]] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn so that a machine that drifts slows all of them; `before` is not timed."""
+    """Returns seconds of each run; runs take turns so that a machine that drifts slows all of them; `before` is not
+    timed."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(warmup + repeats):
         for name, run in runs.items():
@@ -181,7 +186,7 @@ def interleaved(
 
 
 def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
-    """Median over the pairs of run / peer."""
+    """Returns the median over the pairs of run / peer."""
     return {
         name: statistics.median(a / b for a, b in zip(values, seconds[peer], strict=True))
         for name, values in seconds.items()
@@ -189,7 +194,7 @@ def ratios(seconds: dict[str, list[float]], peer: str) -> dict[str, float]:
 
 
 def pss_mb(pid: int) -> float:
-    """A process' memory in MB, with its share of pages that others map too."""
+    """Returns a process' memory in MB, with its share of pages that other processes map too."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1000
@@ -197,10 +202,10 @@ def pss_mb(pid: int) -> float:
 
 
 def pyplot() -> Any:
-    """matplotlib's pyplot for SVG files that are the same every time.
+    """Returns matplotlib's pyplot, set up so that SVG files are identical every time.
 
     Raises:
-        SystemExit: it is not installed.
+        SystemExit: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -214,13 +219,13 @@ def pyplot() -> Any:
 
 
 def processor_s(pid: int) -> float:
-    """Processor time that a process and its threads have used, in seconds."""
+    """Returns the processor time that a process and its threads have used, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rss_mb(pid: int) -> float:
-    """Resident memory of a process in MB."""
+    """Returns the resident memory of a process in MB."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1000

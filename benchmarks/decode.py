@@ -1,6 +1,6 @@
-"""Greedy decode of one sequence over mTLS loopback, without a mask and with masks ready, against local fp32.
+"""Measures greedy decode of one sequence over mTLS loopback, without a mask and with masks ready, against local fp32.
 
-Under `lattice` the masks of a run are made before the clock starts, and nothing is made in the background, so that no
+Under `lattice` the masks of a run are made before the clock starts, and none are made in the background, so that no
 side computes in another's time.
 """
 
@@ -20,7 +20,8 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 24
 
 
 def decode_of(model: Any) -> Callable[[], Any]:
-    """Answers a fixed prompt with exactly NEW_TOKENS tokens; the prompt's own pass is part of it, as in Petals."""
+    """Returns a run that answers a fixed prompt with exactly NEW_TOKENS tokens; like in Petals, the prompt's pass is
+    included."""
     import torch
 
     ids = torch.randint(100, 40_000, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(0))
@@ -34,7 +35,7 @@ def decode_of(model: Any) -> Callable[[], Any]:
 
 
 def remote(url: str, folder: str, mask: str) -> None:
-    """A worker's life: one tenant."""
+    """Runs one tenant as a worker."""
     from tenant_sdk import TenantClient
 
     options = {"background": False} if mask == "lattice" else {}
@@ -48,7 +49,7 @@ def remote(url: str, folder: str, mask: str) -> None:
 
 
 def run(repeats: int = 9) -> dict[str, Any]:
-    """Medians in seconds and ratios to local fp32."""
+    """Returns medians in seconds and ratios to local fp32."""
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -1,11 +1,12 @@
-"""One linear layer under the lattice mask against the same layer under homomorphic encryption, per token.
+"""Measures one linear layer under the lattice mask against the same layer under homomorphic encryption, per token.
 
-The peer is the encrypted matrix product of Concrete ML (the wheel `concrete-ml-extensions`, on the CPU, its default
-parameters): encrypt, multiply, decrypt. Ours is everything a call does: secrets, errors, masks and effects, the durable
-reservation, encoding, the provider's product in this process, and unmasking; no transport on either side. Both take
-the same numbers of rows and features, with every core, in turn. Done once and not counted: the peer's keys, our hint
-(both are printed). Eight blocks of masks, 512 tokens each, are made at a time, and the time of making all of them and
-of using all of them is counted; "first call" makes a whole block for its 16 tokens.
+The peer is the encrypted matrix product of Concrete ML (the wheel `concrete-ml-extensions`, on the CPU, with its
+default parameters): encrypt, multiply, decrypt. Our side includes everything that a call does: secrets, errors, masks
+and effects, the durable reservation, encoding, the provider's product in this process, and unmasking; neither side
+includes transport. Both take the same numbers of rows and features, use every core, and take turns. Work that is done
+once is not counted, but printed: the peer's keys, our hint. Eight blocks of masks, 512 tokens each, are made at a time,
+and the time of making all of them and of using all of them is counted; "first call" makes a whole block for its 16
+tokens.
 
 The wheel is no dependency of ours: `--peer-python` names the interpreter that has it.
 """
@@ -24,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 576
-"""In and out: what `make_model` gives its one output projection."""
+"""The layer's inputs and outputs: the width of `make_model`'s one output projection."""
 TOKENS = 16
 BLOCKS = 8
-"""Made at once and sharing the transforms, as the pool's worker makes them (noise/lattice.py)."""
+"""Blocks that are made together and share the transforms, as in the pool's worker (noise/lattice.py)."""
 DEFAULT_PEER = Path(tempfile.gettempdir()) / "concrete-peer" / "bin" / "python"
 HOW_TO = "python3 -m venv {0} && {0}/bin/pip install concrete-ml-extensions==0.2.0 numpy"
 
 
 class Ours:
-    """One 576 → 576 layer of a provider in this process, and a tenant's mask; masks are made when they are used."""
+    """A 576 → 576 layer of a provider in this process, and a tenant's mask; masks are made when they are used."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -69,11 +70,12 @@ class Ours:
         self.block_tokens = self._mask.parameters.ring_degree
 
     def call(self) -> Any:
-        """One call of TOKENS tokens."""
+        """Makes one call of TOKENS tokens."""
         return self._executor.run(self._group, self._direction, self._rows)
 
     def first_call_s(self) -> float:
-        """Seconds of a call that finds no mask: a whole block is made for it. The block is used up afterwards."""
+        """Returns seconds of a call that finds no mask ready: a whole block is made for it, and is used up after the
+        measurement."""
         began = time.perf_counter()
         self.call()
         seconds = time.perf_counter() - began
@@ -82,7 +84,7 @@ class Ours:
         return seconds
 
     def blocks_s(self) -> float:
-        """Seconds of making BLOCKS blocks and of all calls that use them up."""
+        """Returns seconds of making BLOCKS blocks and of all calls that use them up."""
         began = time.perf_counter()
         self._mask.prepare(self._group, self._direction, BLOCKS * self.block_tokens)
         for _ in range(BLOCKS * self.block_tokens // TOKENS):
@@ -90,7 +92,8 @@ class Ours:
         return time.perf_counter() - began
 
     def relative_error(self) -> float:
-        """Of a block's worth of calls against the float product with the same int8 weight; uses whole blocks."""
+        """Returns the error over a block's worth of calls against the float product with the same int8 weight; uses
+        whole blocks."""
         right = self._rows @ self._weight
         found = [self.call() for _ in range(self.block_tokens // TOKENS)]
         return max(float((each - right).abs().max() / right.abs().max()) for each in found)
@@ -112,7 +115,7 @@ class Peer:
         self.keys_s = self._answer()["keys_s"]
 
     def call(self) -> dict[str, float]:
-        """One product of TOKENS tokens."""
+        """Makes one product of TOKENS tokens."""
         if self._process.stdin is not None:
             self._process.stdin.write("run\n")
             self._process.stdin.flush()
@@ -132,7 +135,7 @@ class Peer:
 
 
 def missing(python: Path) -> str | None:
-    """How to make the peer's environment, where it cannot be used."""
+    """Returns how to make the peer's environment if it cannot be used; otherwise None."""
     try:
         probe = subprocess.run([str(python), "-c", "import concrete_ml_extensions, numpy"], capture_output=True)
     except OSError:
@@ -144,14 +147,14 @@ def missing(python: Path) -> str | None:
 
 
 def run(python: Path = DEFAULT_PEER, rounds: int = 1, repeats: int = 9) -> dict[str, float]:
-    """Medians in seconds per token, and their ratios, of rounds in which both take turns."""
+    """Returns medians in seconds per token, and their ratios, of rounds in which both take turns."""
     seconds: dict[str, list[float]] = {"ours": [], "first": [], "peer": []}
     with ExitStack() as stack:
         ours = Ours(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.callback(ours.close)
         peer = Peer(python)
         stack.callback(peer.close)
-        error = ours.relative_error()  # also the warm-up
+        error = ours.relative_error()  # this is also the warm-up
         for _ in range(rounds):
             firsts = [ours.first_call_s() for _ in range(repeats)]
             seconds["first"].append(statistics.median(firsts) / TOKENS)

@@ -1,9 +1,9 @@
-"""The bits of noise/params.py once more, by lattice-estimator at one commit: `make estimate ESTIMATOR=DIR`.
+"""Computes the bits of noise/params.py again, by lattice-estimator at one commit: `make estimate ESTIMATOR=DIR`.
 
-DIR is a checkout of https://github.com/malb/lattice-estimator. What is compared: the least of three attacks' costs in
-the MATZOV model with each row's `bits`, which may differ by one. What is printed beside it and compared with nothing:
-the cost of uSVP in the core-SVP model. The estimator needs Sage, which comes as wheels (about 4 GB) and has an
-environment of its own; nothing of either is imported where the rest of this repository runs.
+DIR is a checkout of https://github.com/malb/lattice-estimator. The least of three attacks' costs in the MATZOV model is
+compared with each row's `bits`, which may differ by one. The cost of uSVP in the core-SVP model is printed beside it
+and compared with nothing. The estimator needs Sage, which comes as wheels (about 4 GB) and has an environment of its
+own; nothing of either is imported where the rest of this repository runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from noise.params import MODULUS_BITS, PARAMETERS, REFUSED, LatticeParameters
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "27a581bb8e9d49f5e9e2db315bd48ac769d5f5f5"
-"""Of lattice-estimator: versions differ by a few bits, so a number without its commit cannot be checked."""
+"""The commit of lattice-estimator: versions differ by a few bits, so a number without its commit cannot be checked."""
 SAGE = "passagemath-standard==10.8.13"
 ATTACKS = {"uSVP": "primal_usvp", "BDD": "primal_bdd", "dual-hybrid": "dual_hybrid"}
 TOLERANCE_BITS = 1.0
@@ -35,10 +35,10 @@ class Refused(Exception):
 
 
 def checked_checkout(given: str) -> Path:
-    """The estimator's folder, if it is the root of a checkout at COMMIT without changes.
+    """Returns the estimator's folder if it is the root of a checkout at COMMIT without changes.
 
     Raises:
-        Refused: anything else.
+        Refused: it is anything else.
     """
     if not given:
         raise Refused(f"name a checkout of lattice-estimator at {COMMIT[:7]}: make estimate ESTIMATOR=DIR")
@@ -55,19 +55,19 @@ def checked_checkout(given: str) -> Path:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What git says, or nothing where it fails."""
+    """Returns git's output, or nothing where it fails."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise Refused("git is needed, to see which commit the estimator is at") from None
+    except FileNotFoundError as exc:
+        raise Refused("git is needed, to see which commit the estimator is at") from exc
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def sage_python(folder: Path) -> Path:
-    """The Python of an environment with Sage, which is made where there is no such folder.
+    """Returns the Python of an environment with Sage; the environment is made where there is no such folder.
 
     Raises:
-        Refused: the folder is there and has no Sage, or the wheels cannot be installed.
+        Refused: the folder exists and has no Sage, or the wheels cannot be installed.
     """
     python = folder / "bin" / "python"
     if not folder.exists():
@@ -86,12 +86,12 @@ def sage_python(folder: Path) -> Path:
 
 
 def costs(estimator: Any, row: LatticeParameters, samples: Any) -> dict[str, float]:
-    """Bits of each attack on a row, and of uSVP in the core-SVP model, as `core-SVP`.
+    """Returns the bits of each attack on a row, and those of uSVP in the core-SVP model as `core-SVP`.
 
     Args:
-        estimator: the module of this name.
-        row: what is attacked.
-        samples: how many the attacker has.
+        estimator: the module `estimator`.
+        row: the parameters that are attacked.
+        samples: how many samples the attacker has.
     """
     lwe = estimator.LWE
     problem = lwe.Parameters(
@@ -107,7 +107,7 @@ def costs(estimator: Any, row: LatticeParameters, samples: Any) -> dict[str, flo
 
 
 def difference(row: LatticeParameters, found: Mapping[str, float]) -> str | None:
-    """What is to be said of a row whose bits are not those of the estimator."""
+    """Returns the message about a row whose bits are not those of the estimator; None if they are."""
     least = min(found[shown] for shown in ATTACKS)
     if abs(least - row.bits) <= TOLERANCE_BITS:
         return None
@@ -118,7 +118,7 @@ def estimate(folder: Path) -> None:
     """Estimates and prints every row; runs in Sage's environment.
 
     Raises:
-        Refused: some row differs.
+        Refused: the bits of some row differ.
     """
     sys.path.insert(0, str(folder))
     import estimator
@@ -140,7 +140,7 @@ def estimate(folder: Path) -> None:
 
 
 def _in_sage(python: Path, folder: Path) -> int:
-    """The exit status of `estimate` in Sage's environment; the checkout stays as it is, without compiled files."""
+    """Returns the exit status of `estimate` in Sage's environment; no compiled files are written into the checkout."""
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [python, "-m", "benchmarks.estimate", "--in-sage", str(folder)]

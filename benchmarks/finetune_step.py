@@ -1,10 +1,11 @@
-"""A fine-tuning step of 2 × 256 tokens: through a provider over mTLS loopback against local transformers + PEFT.
+"""Measures a fine-tuning step of 2 × 256 tokens: through a provider over mTLS loopback, and by local transformers +
+PEFT.
 
 Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run. Each side
 runs in a process of its own with its own settings (the peer with torch's defaults), and they take turns. `lattice`
-makes its masks inside the step, in the calling thread, so that nothing is made in another run's time. The pool makes
-masks for several steps at a time, so there a turn is `CYCLE` steps, of which the mean counts; where masks are "ready",
-they are made before the clock starts.
+makes its masks inside the step, in the calling thread, so that none are made in another run's time. The pool makes
+masks for several steps at a time, so there a turn is `CYCLE` steps, whose mean counts; where masks are "ready", they
+are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from benchmarks.common import Worker, interleaved, local_model, provider, ratios
 
 SHAPE = (2, 256)
 CYCLE = 3
-"""Steps whose masks the default pool of 2 GiB makes together: one in hand, two that fit (1.04 GB each)."""
+"""Steps whose masks the default pool of 2 GiB makes together: one in use and two that fit (1.04 GB each)."""
 WARM_STEPS = 2
-"""After the second the pool knows what a step takes."""
+"""Steps before the measurement: after the second the pool knows how many masks a step takes."""
 VARIANTS = {
     # name: weights, mask, whether masks are made before the clock starts, whether replies are verified
     "native float, off": ("native", "off", "", ""),
@@ -38,7 +39,7 @@ VARIANTS = {
 
 
 def step_of(model: Any) -> Callable[[], float]:
-    """One LoRA step: forward, backward, AdamW."""
+    """Returns a LoRA step: forward, backward, AdamW."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -60,7 +61,7 @@ def step_of(model: Any) -> Callable[[], float]:
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """A worker's life: one tenant."""
+    """Runs one tenant as a worker."""
     from tenant_sdk import TenantClient
 
     options = {"background": False} if mask == "lattice" else {}
@@ -77,11 +78,11 @@ def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> 
 
 
 def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = True) -> dict[str, Any]:
-    """Medians in seconds and ratios: to the local fp32 step, of ready to off, of verified to not.
+    """Returns medians in seconds and ratios: to the local fp32 step, of ready to off, of verified to unverified.
 
     Args:
-        names: of `VARIANTS`.
-        bf16: whether the local step is made in bfloat16 too; a processor without it takes minutes.
+        names: names of `VARIANTS`.
+        bf16: whether the local step is also made in bfloat16, which takes minutes on a processor without it.
     """
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local", "float32"))}

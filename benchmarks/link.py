@@ -2,11 +2,11 @@
 
 Each host is a network namespace, joined to the other by a pair of TUN devices and a process that carries packets
 across: a packet leaves when those before it have left at the link's rate, and arrives half a round trip later, in
-order. None is lost. It stands in for `tc qdisc ... netem`, which many kernels lack. Packets hold up to 64 KiB, as
+order. None is lost. It replaces `tc qdisc ... netem`, which many kernels lack. Packets hold up to 64 KiB, as
 segmentation offload makes them; TCP, its windows and its acknowledgements are the kernel's own, end to end. The
-carrying process uses a core of the same machine: what it costs is part of every figure taken across the link.
+carrying process uses a core of the same machine: its cost is part of every figure measured across the link.
 
-Namespaces and devices have no names outside this process and its children: when the last of them ends, they are gone.
+Namespaces and devices have no names outside this process and its children: they disappear when the last of these ends.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from contextlib import ExitStack
 from typing import Any
 
 ADDRESSES = ("198.18.0.1", "198.18.0.2")
-"""From the block that RFC 2544 sets aside for benchmarks of networks."""
+"""Addresses of the two hosts, from the block that RFC 2544 sets aside for benchmarks of networks."""
 RATE_BITS = 1_000_000_000
 _MTU = 65_000
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-"""From linux/if_tun.h: bare IP packets, one a read."""
+"""Values from linux/if_tun.h: bare IP packets, one for each read."""
 _PACKETS_AT_ONCE = 64
 
 
 class NoNamespaces(Exception):
-    """This user or kernel cannot make them."""
+    """This user or kernel cannot make network namespaces."""
 
 
 class Hosts:
-    """Two hosts, 0 and 1, at ADDRESSES, and the link between them, without delay at first."""
+    """Two hosts, 0 and 1, at ADDRESSES, and the link between them, which has no delay at first."""
 
     def __init__(self) -> None:
-        """Raises NoNamespaces."""
+        """Raises NoNamespaces where this user or kernel cannot make them."""
         self._stack = ExitStack()
         try:
             self._namespaces = [self._new_namespace() for _ in ADDRESSES]
             devices = [self._new_device(number) for number in range(len(ADDRESSES))]
         except (OSError, subprocess.CalledProcessError) as exc:
             self.close()
-            raise NoNamespaces(f"network namespaces joined by TUN devices cannot be made here ({exc})") from None
+            raise NoNamespaces(f"network namespaces joined by TUN devices cannot be made here ({exc})") from exc
         self._carrier = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.link", *map(str, devices)],
             stdin=subprocess.PIPE, pass_fds=devices, text=True,
@@ -86,7 +86,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """This thread, and every process that it starts, is on host `number`."""
+        """Moves this thread, and every process that it starts, to host `number` inside the block."""
         home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
             _checked(_libc().setns(self._namespaces[number], _CLONE_NEWNET))
@@ -98,13 +98,13 @@ class Hosts:
             os.close(home)
 
     def set_round_trip(self, milliseconds: float) -> None:
-        """Packets sent from now on take half of it each way."""
+        """Sets the round trip: packets sent from now on take half of it each way."""
         if self._carrier.stdin is not None:
             self._carrier.stdin.write(f"{milliseconds}\n")
             self._carrier.stdin.flush()
 
     def measured_round_trip_ms(self, port: int, count: int = 9) -> float:
-        """Median time of host 1's TCP handshake with a port of host 0."""
+        """Returns the median time of host 1's TCP handshake with a port of host 0."""
         times = []
         with self.inside(1):
             for _ in range(count):
@@ -119,15 +119,15 @@ class Hosts:
         self._carrier.wait(timeout=10)
 
     def close(self) -> None:
-        """Ends the carrier and lets go of devices and namespaces."""
+        """Ends the carrier and releases devices and namespaces."""
         self._stack.close()
 
     def __enter__(self) -> Hosts:
-        """Ready."""
+        """Returns the hosts, which are ready."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
+        """Closes the hosts."""
         self.close()
 
 
@@ -142,7 +142,7 @@ def _checked(result: int) -> None:
 
 
 class _Lane:
-    """One direction: packets on their way, and when the sender's end is free again."""
+    """One direction: packets on their way, and the time at which the sender's end is free again."""
 
     def __init__(self, source: int, sink: int) -> None:
         self._source, self._sink = source, sink
@@ -151,7 +151,7 @@ class _Lane:
 
     @property
     def due(self) -> float:
-        """When the next packet arrives."""
+        """The time at which the next packet arrives."""
         return self._packets[0][0] if self._packets else float("inf")
 
     def take(self, delay_s: float) -> None:
@@ -165,13 +165,13 @@ class _Lane:
             self._packets.append((self._free_at + delay_s, packet))
 
     def deliver(self) -> None:
-        """Hands over what has arrived."""
+        """Delivers the packets that have arrived."""
         while self._packets and self._packets[0][0] <= time.monotonic():
             os.write(self._sink, self._packets.popleft()[1])
 
 
 def carry(one: int, other: int) -> None:
-    """The carrier's life, until its standard input ends; a line there is a new round trip in milliseconds."""
+    """Runs the carrier until its standard input ends; a line there sets a new round trip in milliseconds."""
     lanes, delay_s = {one: _Lane(one, other), other: _Lane(other, one)}, 0.0
     orders = sys.stdin.fileno()
     while True:

@@ -1,10 +1,10 @@
-"""Making lattice masks and effects against computing the same base layers locally, per token.
+"""Measures making lattice masks and effects against computing the same base layers locally, per token.
 
-`python -m benchmarks.masks`. Secrets, errors, masks and effects of every base layer of SmolLM2-135M, blocks of 512
-tokens, default parameters; the peer is the float32 forward of the same layers on 512 tokens in the same run, taken in
-turn. Weights and hints are random (no cost here depends on them); hints of four layers are cycled, 130 MB forward, so
-that no cache holds them. The transform of A is kept, those of hints are not. Durable writes, packed hints and
-verification are not part of this.
+`python -m benchmarks.masks` makes secrets, errors, masks and effects of every base layer of SmolLM2-135M, in blocks of
+512 tokens with default parameters. The peer is the float32 forward of the same layers on 512 tokens in the same run;
+both take turns. Weights and hints are random (no cost here depends on them); hints of four layers are cycled, 130 MB
+forward, so that no cache holds them. The transform of A is kept, those of hints are not. Durable writes, packed hints
+and verification are not included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.common import interleaved, ratios
 
 GROUPS = {"qkv": (576, 960), "o": (576, 576), "gate_up": (576, 3072), "down": (1536, 576)}
-"""(in, out) of SmolLM2-135M's layer groups: hidden size 576, 9 heads of 64, 3 for keys and values, 1,536 inside."""
+"""(in, out) of SmolLM2-135M's layer groups: hidden size 576, 9 heads of 64, 3 heads for keys and values, 1,536 inside
+the MLP."""
 
 NUM_LAYERS = 30
 TOKENS = 512
@@ -27,7 +28,7 @@ BY_THE_POOL = {"forward": 4, "forward and backward": 3}
 
 
 class Making:
-    """Masks and effects of all groups of all layers, `num_blocks` blocks sharing the transforms."""
+    """Masks and effects of all groups of all layers; `num_blocks` blocks share the transforms."""
 
     def __init__(self, parameters: Any, num_layers: int) -> None:
         import torch
@@ -49,11 +50,11 @@ class Making:
         ]
 
     def forward(self, num_blocks: int) -> None:
-        """A mask of the inputs and an effect on the outputs."""
+        """Makes a mask of the inputs and an effect on the outputs."""
         self._all(num_blocks, backward=False)
 
     def both(self, num_blocks: int) -> None:
-        """Forward, and a mask of the outputs' gradient with its effect on the inputs'."""
+        """Makes these, and a mask of the outputs' gradient with its effect on the inputs' gradient."""
         self._all(num_blocks, backward=False)
         self._all(num_blocks, backward=True)
 
@@ -78,7 +79,8 @@ class Making:
 
 
 def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
-    """The base layers' products in float32, each layer with weights of its own; members of a group fused."""
+    """Returns the base layers' products in float32; each layer has weights of its own, and members of a group are
+    fused."""
     import torch
 
     layers = [{name: torch.randn(features, out) for name, (features, out) in GROUPS.items()} for _ in range(num_layers)]
@@ -94,7 +96,8 @@ def local_forward(num_layers: int, tokens: int) -> Callable[[], None]:
 
 
 def run(repeats: int = 5, num_layers: int = NUM_LAYERS, name: str = "default") -> dict[str, Any]:
-    """Per token: microseconds of each run and its ratio to the local forward; nanoseconds per token and feature."""
+    """Returns, per token, microseconds of each run and its ratio to the local forward; and nanoseconds per token and
+    feature."""
     from noise.params import choose
 
     parameters = choose(name)

@@ -1,9 +1,9 @@
-"""Provider memory over steps and over fine-tuning tenants: it should not grow with either.
+"""Measures provider memory over steps and over fine-tuning tenants: it should not grow with either.
 
 Light tenants send what a fine-tuning step of 512 tokens sends, in its order (forward through all groups, backward
-through all, one request at a time), without a model: minutes where real ones would take hours. Only the first blocks
-are served, since it is the number of calls that counts. `python -m benchmarks.memory finetune` runs real tenants on
-the whole model, for few steps.
+through all, one request at a time), but have no model: this takes minutes where real tenants would take hours. Only the
+first blocks are served, since the number of calls is what matters. `python -m benchmarks.memory finetune` runs real
+tenants on the whole model, for few steps.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ REAL_TENANTS = ("a", "b", "c")
 
 @dataclass(frozen=True)
 class Found:
-    """Resident MB of the provider while so many tenants fine-tuned, after each step."""
+    """Resident MB of the provider after each step, with a certain number of fine-tuning tenants."""
 
     tenants: int
     after_step: list[float]
 
     @property
     def settled(self) -> float:
-        """Median of the second half."""
+        """Median of the second half of the steps, in MB."""
         return statistics.median(self._second_half())
 
     @property
     def slope(self) -> float:
-        """MB a step, over the second half: least squares."""
+        """Growth in MB a step over the second half, by least squares."""
         half = self._second_half()
         return statistics.linear_regression(range(len(half)), half).slope if len(half) > 1 else float("nan")
 
@@ -50,7 +50,7 @@ class Found:
 
 
 def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
-    """One tenant's step; ring rows, any numbers."""
+    """Returns one tenant's step, which sends arbitrary ring rows."""
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 
@@ -64,7 +64,7 @@ def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
 
 
 def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
-    """MB when ready, and what was found with each number of tenants; they step at the same time."""
+    """Returns MB when ready, and the measurements for each number of tenants; tenants step at the same time."""
     names = tuple(f"tenant{number}" for number in range(max(NUM_TENANTS)))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -84,7 +84,7 @@ def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
 
 
 def finetune_tenant(url: str, folder: str, name: str) -> None:
-    """A worker's life: one real tenant."""
+    """Runs one real tenant as a worker."""
     from tenant_sdk import TenantClient
 
     with TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
@@ -92,7 +92,7 @@ def finetune_tenant(url: str, folder: str, name: str) -> None:
 
 
 def run_finetune(steps: int = 6) -> tuple[float, list[Found]]:
-    """As `run`, with real tenants on the whole model, one after the other."""
+    """Does the same with real tenants on the whole model, one after the other."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         url, pid = stack.enter_context(provider(Path(folder), tenants=REAL_TENANTS))

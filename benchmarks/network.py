@@ -1,9 +1,10 @@
-"""Masked against unmasked over a network, masks made in advance: decode and a fine-tuning step (Symbiosis, figure 21).
+"""Measures masked against unmasked over a network, with masks made in advance: decode and a fine-tuning step
+(Symbiosis, figure 21).
 
 Provider and tenant are two hosts joined by a link of 1 Gbit/s each way with a round trip of 1 and of 20 ms
-(benchmarks/link.py; a delay here is always the whole round trip, and the table shows the one that was measured). Both
-sides share this machine's cores. `lattice` has its hints fetched and its masks and effects ready before the clock
-starts; `off` sends the same 32-bit rows bare. They take turns. Needs the right to make network namespaces (root).
+(benchmarks/link.py; a delay here is always the whole round trip, and the table shows the measured one). Both sides
+share this machine's cores. `lattice` has its hints fetched and its masks and effects ready before the clock starts;
+`off` sends the same 32-bit rows without a mask. They take turns. It needs permission to make network namespaces (root).
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ WORK = {"decode": f"decode of {NEW_TOKENS} tokens", "step": f"fine-tuning step {
 
 
 def decode_of(client: Any) -> Callable[[], Any]:
-    """Answers a fixed prompt with exactly NEW_TOKENS tokens, one call a layer group and token."""
+    """Returns a run that answers a fixed prompt with exactly NEW_TOKENS tokens, with one call for each layer group and
+    token."""
     import torch
 
     model = client.load_model()
@@ -40,7 +42,7 @@ def decode_of(client: Any) -> Callable[[], Any]:
 
 
 def step_of(client: Any) -> Callable[[], Any]:
-    """Forward and backward through a LoRA adapter on every linear layer, and its update."""
+    """Returns a step: forward and backward through a LoRA adapter on every linear layer, and its update."""
     import torch
     from peft import get_peft_model
 
@@ -61,7 +63,7 @@ def step_of(client: Any) -> Callable[[], Any]:
 
 
 def tenant(url: str, folder: str, mask: str, work: str) -> None:
-    """A worker's life."""
+    """Runs one tenant as a worker."""
     from tenant_sdk import TenantClient
 
     backward = work == "step"
@@ -78,12 +80,13 @@ def tenant(url: str, folder: str, mask: str, work: str) -> None:
 def run(
     round_trips_ms: tuple[float, ...] = ROUND_TRIPS_MS, rounds: int = 3, options: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """One entry a delay and kind of work: the measured round trip, seconds of both masks, and the paired ratio.
+    """Returns an entry for each delay and kind of work: measured round trip, seconds of both masks, and the paired
+    ratio.
 
     Args:
-        round_trips_ms: delays of the link.
-        rounds: measured ones; one before them warms up.
-        options: of `provider serve`.
+        round_trips_ms: the link's delays.
+        rounds: the number of measured rounds; one more before them warms up.
+        options: options of `provider serve`.
 
     Raises:
         NoNamespaces: this user or kernel cannot make two hosts.
@@ -95,7 +98,7 @@ def run(
         with hosts.inside(0):
             url, _ = stack.enter_context(provider(Path(folder), "--host", ADDRESSES[0], *options))
         workers = {}
-        with hosts.inside(1):  # hints come before there is a delay
+        with hosts.inside(1):  # hints are fetched before there is a delay
             for work in WORK:
                 for mask in (UNMASKED, MASKED):
                     workers[work, mask] = stack.enter_context(Worker(__name__, "tenant", url, folder, mask, work))

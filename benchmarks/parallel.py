@@ -1,8 +1,8 @@
-"""One process, shards, replicas, tensor parallel and FSDP2: rows a second through all layers, memory of each process.
+"""Compares one process, shards, replicas, tensor parallel and FSDP2: rows a second through all layers, and memory.
 
-All providers are up at once and are asked in turn, over gRPC on loopback, in ring arithmetic. Each process has one
-thread; one process alone is shown with one and with two. Memory is PSS: pages that processes share count once. Ranks
-talk by gloo over loopback: a real network is slower.
+All providers run at once and are asked in turn, over gRPC on loopback, in ring arithmetic. Each process has one thread;
+one process alone is shown with one and with two. Memory is PSS of each process: pages that processes share count once.
+Ranks communicate by gloo over loopback: a real network is slower.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PEER = "one process, 2 threads"
 
 @dataclass
 class Served:
-    """A provider that is up; seconds of each pass by number of rows and direction."""
+    """A provider that is running; seconds of each pass by number of rows and direction."""
 
     url: str
     pids: list[int]
@@ -44,7 +44,7 @@ class Served:
 
 @contextlib.contextmanager
 def serve_without_tls(folder: Path, launcher: tuple[str, ...], options: tuple[str, ...]) -> Iterator[Served]:
-    """One provider of SmolLM2-135M without TLS."""
+    """Starts one provider of SmolLM2-135M without TLS."""
     command = [sys.executable, *launcher, "-m", "provider", "serve", "--port", "0", *options]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -64,7 +64,7 @@ def _children(pid: int) -> list[int]:
 
 
 def run(repeats: int) -> dict[str, Served]:
-    """Every way, measured in turn."""
+    """Measures every way, taking turns."""
     from wire.transport.grpc_connection import GrpcConnection
 
     with contextlib.ExitStack() as stack:

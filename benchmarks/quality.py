@@ -1,7 +1,8 @@
-"""What the lattice mask costs in quality: SmolLM2-135M masked against the same int8 model unmasked.
+"""Measures what the lattice mask costs in quality: SmolLM2-135M masked against the same int8 model unmasked.
 
-Loss and KL over 2,048 tokens of real text (pages of this repository), and LoRA gradients of one batch, layer
-by layer. Bars: loss within 2e-4, KL at most 2e-5, cosine of gradients at least 0.99999, norms within 5e-4.
+It compares loss and KL over 2,048 tokens of real text (pages of this repository), and LoRA gradients of one batch,
+layer by layer. The limits are: loss within 2e-4, KL at most 2e-5, cosine of gradients at least 0.99999, norms within
+5e-4.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ TEXT = ("README.md", "docs/architecture.md", "docs/threat-model.md", "docs/proto
 
 
 def token_rows(tokenizer: Any) -> Any:
-    """int64, shape (TOKENS / CONTEXT, CONTEXT)."""
+    """Returns token ids, int64, shape (TOKENS / CONTEXT, CONTEXT)."""
     import torch
 
     root = Path(__file__).resolve().parents[1]
@@ -29,7 +30,7 @@ def token_rows(tokenizer: Any) -> Any:
 
 
 def measure(mask: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities, loss, and gradients of a LoRA adapter with fixed weights, under one mask."""
+    """Computes log-probabilities, loss, and gradients of a LoRA adapter with fixed weights, under one mask."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -46,7 +47,7 @@ def measure(mask: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(0)
         peft_model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
         for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:  # zero at the start: give both factors a gradient
+            if "lora_B" in name:  # zero at the start: this gives both factors a gradient
                 torch.nn.init.normal_(parameter, std=0.02)
         batch = ids[:1, :256]
         peft_model(input_ids=batch, labels=batch).loss.backward()
@@ -55,7 +56,7 @@ def measure(mask: str, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    """Figures of `other` against `one`."""
+    """Returns the figures of `other` against `one`."""
     import torch
 
     targets = one["targets"].unsqueeze(-1)
@@ -77,7 +78,7 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 
 
 def run(options: dict[str, Any]) -> dict[str, float]:
-    """Both models, one after the other."""
+    """Measures both models, one after the other."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         unmasked = measure("off", Path(folder), {})

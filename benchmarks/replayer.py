@@ -1,7 +1,7 @@
 """Tenants without a model, for `benchmarks.batching`: they send rows that a real tenant sent, layer after layer.
 
-The rows are of one step of fine-tuning with lattice masks, which is recorded first; for layers of other widths (Llama's
-block) they are uniform int32, as masked rows are.
+The rows come from one step of fine-tuning with lattice masks, which is recorded first; for layers of other widths
+(Llama's block) they are uniform int32, as masked rows are.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pathlib import Path
 from benchmarks.common import provider
 
 BLOCKS = "model.layers.[0-5].*"
-"""Six of thirty blocks: a pass is 24 requests."""
+"""Pattern of the blocks that are served: six of thirty, so that a pass is 24 requests."""
 LOAD_CORE = 1
 
 
 @dataclass(frozen=True)
 class Load:
-    """One tenant.
+    """The load of one tenant.
 
     Attributes:
         tenant: its name.
-        rows: of each request.
-        is_training: forward and backward; else forward only.
-        think_ms: from a reply to the next request.
+        rows: rows of each request.
+        is_training: whether passes are forward and backward; otherwise forward only.
+        think_ms: pause from a reply to the next request.
         in_flight: passes at a time.
-        one_layer: always the first layer.
-        spell_s: sends for so long, and then pauses for as long; 0: always sends.
+        one_layer: whether it always asks the first layer.
+        spell_s: seconds for which it sends, and then pauses equally long; 0: it always sends.
     """
 
     tenant: str
@@ -55,7 +55,8 @@ class Load:
 
 @functools.cache
 def recorded_rows() -> Path:
-    """A file with what a real tenant sends in one step, by width; made at the first call, and gone at the end."""
+    """Returns a file with what a real tenant sends in one step, by width; made at the first call, and removed at
+    exit."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -77,7 +78,7 @@ def recorded_rows() -> Path:
 
 
 def take_step(url: str, folder: Path) -> None:
-    """The recorded tenant's life."""
+    """Runs the tenant that is recorded."""
     from benchmarks.finetune_step import step_of
     from tenant_sdk import TenantClient
 
@@ -89,7 +90,7 @@ def take_step(url: str, folder: Path) -> None:
 
 
 def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> None:
-    """For every line on standard input, that many seconds of load; answers with rows by tenant as JSON."""
+    """Runs the load for as many seconds as each line on standard input says; answers with rows by tenant as JSON."""
     import torch
     from safetensors.torch import load_file
 

@@ -1,4 +1,5 @@
-"""What a scheduling decision costs, with 1,000 requests queued: processor time a request, from `add` to `finished`."""
+"""Measures the cost of a scheduling decision with 1,000 requests queued: processor time a request, from `add` to
+`finished`."""
 
 from __future__ import annotations
 
@@ -21,10 +22,11 @@ _PIECES, _PIECE = 15, 200
 
 
 class LoadedQueue:
-    """A scheduler with 1,000 requests of all classes, to 50 layer groups, each batch replaced by as many new ones.
+    """A scheduler with 1,000 requests of all classes, to 50 layer groups; finished requests are replaced by as many new
+    ones.
 
     Attributes:
-        spent_s: of this thread's processor time, in the scheduler alone.
+        spent_s: this thread's processor time in the scheduler alone.
     """
 
     def __init__(self, policy: Policy, num_tenants: int) -> None:
@@ -41,7 +43,8 @@ class LoadedQueue:
         self._add([self._ticket(1 + number % 64, calls[number % GROUPS]) for number in range(REQUESTS)])
 
     def turn(self) -> int:
-        """A decision, its batch computed and finished, and new requests in place of those that it ended: how many."""
+        """Makes a decision, finishes its batch, adds new requests in place of those that ended, and returns how many
+        these were."""
         began_s = time.thread_time()
         batch = self._queue.next_batch(self._now_s)
         if batch is not None:
@@ -49,7 +52,7 @@ class LoadedQueue:
             self._queue.finished(batch, self._now_s)
         self.spent_s += time.thread_time() - began_s
         self._now_s += 1e-3
-        if batch is None:  # large work keeps out of the way of who is expected
+        if batch is None:  # large work gives way to an expected tenant
             return 0
         ended = [piece.ticket for piece in batch.pieces if piece.is_last]
         self._add([self._ticket(one.num_rows, one.call) for one in ended])
@@ -66,7 +69,7 @@ class LoadedQueue:
 
 
 def decision_s(policy: Policy, num_tenants: int) -> float:
-    """Processor seconds a request, the median of pieces of one run."""
+    """Returns processor seconds a request, the median over pieces of one run."""
     queue, each_s = LoadedQueue(policy, num_tenants), []
     for _ in range(_PIECES):
         requests, queue.spent_s = 0, 0.0

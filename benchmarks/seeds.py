@@ -1,9 +1,10 @@
-"""Does a fine-tune under the lattice mask end where the unmasked one ends? Compared with what another seed changes.
+"""Does a fine-tune under the lattice mask end where the unmasked one ends? It is compared with the effect of another
+seed.
 
-SmolLM2-135M int8, LoRA of rank 16 on all linear layers, this repository's own example data; for each seed one run with
-`lattice` and one with `off` in ring arithmetic, which differ in nothing but the mask: the seed decides the adapter's
-start and the order of the rows. A final loss is the mean of the last five steps. The claim holds if a mask changes it
-by less than a seed does.
+It trains SmolLM2-135M int8 with LoRA of rank 16 on all linear layers, on this repository's own example data. For each
+seed there is one run with `lattice` and one with `off` in ring arithmetic, which differ in nothing but the mask: the
+seed decides the adapter's initial values and the order of the rows. A final loss is the mean of the last five steps.
+The claim holds if a mask changes it by less than a seed does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MASKS = ("off", "lattice")
 
 
 def losses(mask: str, seed: int, steps: int, batch_size: int, folder: Path) -> list[float]:
-    """Each step's loss of one run; `folder` keeps the hints of all."""
+    """Returns each step's loss of one run; `folder` keeps the hints for all runs."""
     from tenant_sdk import TenantClient
 
     with (
@@ -38,7 +39,7 @@ def losses(mask: str, seed: int, steps: int, batch_size: int, folder: Path) -> l
 def run(
     seeds: tuple[int, ...] = SEEDS, steps: int = STEPS, batch_size: int = BATCH_SIZE
 ) -> dict[str, list[list[float]]]:
-    """Losses by mask, seed and step; the masks take turns."""
+    """Returns losses by mask, seed and step; the masks take turns."""
     found: dict[str, list[list[float]]] = {mask: [] for mask in MASKS}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

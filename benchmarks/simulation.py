@@ -1,8 +1,8 @@
-"""The provider's scheduler under load, on a clock of its own: no thread, no sleep, no product.
+"""Simulates the provider's scheduler under load on a clock of its own: without threads, sleeps or products.
 
-Tenants send one request after the other, as their models would, and think in between; a product takes what a line says
-(seconds and seconds a row, by layer). The scheduler is the provider's own and is told the time; it begins without a
-profile and learns from what it sees. Same numbers on every machine.
+Tenants send one request after the other, as their models would, and pause in between; a product takes as long as a
+linear model says (seconds and seconds a row, by layer). The scheduler is the provider's own and is told the time; it
+begins without a profile and learns from what it sees. The numbers are the same on every machine.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Replayer:
 
     Attributes:
         tenant: its name.
-        calls: what it asks for, in this order, again and again: a call and its rows.
-        request_class: of all of it.
-        think_s: from a reply to the next request.
-        in_flight: requests that it has out at a time.
-        begins_s: when it starts.
-        sends: whether it sends at a moment; one that does not looks again every `_LOOK_S`.
+        calls: the requests that it sends, in this order, repeatedly: a call and its rows.
+        request_class: the class of all its requests.
+        think_s: pause from a reply to the next request.
+        in_flight: requests that it has sent and not got back at a time.
+        begins_s: the time at which it starts.
+        sends: whether it sends at a given time; a tenant that does not asks again every `_LOOK_S`.
     """
 
     tenant: str
@@ -49,14 +49,14 @@ class Replayer:
 
 @dataclass
 class Outcome:
-    """What happened.
+    """The results of a simulation.
 
     Attributes:
-        seconds: simulated, after the warm-up.
-        rows: answered, by tenant.
-        latencies_s: inside the provider, from arrival to reply, by tenant.
-        batch_requests: of each product.
-        busy_s: of the executor, by tenant; products that were shared are split by rows.
+        seconds: simulated seconds, after the warm-up.
+        rows: answered rows, by tenant.
+        latencies_s: seconds inside the provider, from arrival to reply, by tenant.
+        batch_requests: requests of each product.
+        busy_s: seconds that the executor worked, by tenant; products that were shared are split by rows.
     """
 
     seconds: float
@@ -66,15 +66,15 @@ class Outcome:
     busy_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def rows_per_s(self, *tenants: str) -> float:
-        """Of these tenants, or of all."""
+        """Returns rows a second of these tenants, or of all."""
         return sum(self.rows[name] for name in tenants or tuple(self.rows)) / self.seconds
 
     def mean_latency_s(self, *tenants: str) -> float:
-        """Over requests of these tenants, or of all."""
+        """Returns the mean latency over requests of these tenants, or of all."""
         return statistics.fmean(one for name in tenants or tuple(self.latencies_s) for one in self.latencies_s[name])
 
     def quantile_s(self, share: float, *tenants: str) -> float:
-        """The latency that this share of requests stays within."""
+        """Returns the latency within which this share of requests stays."""
         ordered = sorted(one for name in tenants or tuple(self.latencies_s) for one in self.latencies_s[name])
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -83,12 +83,12 @@ _LOOK_S = 0.01
 
 
 def forward_pass(groups: Sequence[int], rows: int) -> list[tuple[Call, int]]:
-    """A pass through the layers, a call a group."""
+    """Returns a pass through the layers, one call for each group."""
     return [(Call(group, Direction.FORWARD, Arithmetic.RING), rows) for group in groups]
 
 
 def training_step(groups: Sequence[int], rows: int) -> list[tuple[Call, int]]:
-    """Forward, then backward."""
+    """Returns a pass forward, then backward."""
     back = [(Call(group, Direction.BACKWARD, Arithmetic.RING), rows) for group in reversed(groups)]
     return [*forward_pass(groups, rows), *back]
 
@@ -143,7 +143,7 @@ class _Run:
             if due_s is None and len(self._scheduler):
                 raise RuntimeError("the scheduler would wait for ever with requests in its queue")
             if due_s is not None:
-                self._at(max(due_s, now_s), lambda later_s: None)  # only so that it is asked again
+                self._at(max(due_s, now_s), lambda later_s: None)  # only so that the scheduler is asked again
             return
         self._running = batch
         took_s = self._cost(batch.call, batch.num_rows)
@@ -179,8 +179,10 @@ def simulate(
     """Runs the load.
 
     Args:
+        policy: the scheduler's policy.
+        replayers: the tenants.
         cost: seconds that one product takes.
-        seconds: simulated, after `warm_up_s`, which is not counted.
+        seconds: simulated seconds after `warm_up_s`, which is not counted.
         weight_of: a tenant's share.
     """
     return _Run(policy, replayers, cost, weight_of).go(warm_up_s, seconds)

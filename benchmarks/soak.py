@@ -1,8 +1,8 @@
-"""Twenty tenants for as long as is asked, mixed work, sudden deaths: nothing lost, nothing wrong, nothing left behind.
+"""Runs twenty tenants with mixed work and sudden deaths: no request may be lost, no reply wrong, nothing left behind.
 
 Processes with five tenants each send slices of known rows, of all classes, and compare every reply bit by bit with what
-the weights give. Now and then a tenant drops its connection with requests on the way, and now and then a whole process
-is killed. `python -m benchmarks.soak [SECONDS]`; exit status 1 where anything was wrong.
+the weights give. Now and then a tenant drops its connection with requests on the way, or a whole process is killed.
+`python -m benchmarks.soak [SECONDS]` returns exit status 1 where anything was wrong.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SETTLE_S = 10.0
 
 @dataclass
 class Soak:
-    """What was seen.
+    """The results of a run.
 
     Attributes:
-        answered, refused, wrong: replies that were right, requests refused for quota, replies that were not.
+        answered, refused, wrong: replies that were right, requests refused for quota, replies that were wrong.
         lost: requests without any outcome.
-        deaths: processes killed.
-        rss_mb, threads, files: of the provider, over time.
+        deaths: the number of processes killed.
+        rss_mb, threads, files: those of the provider, over time.
         left: streams and waiting requests after the end.
     """
 
@@ -64,13 +64,13 @@ class Soak:
 
     @property
     def growth_mb(self) -> float:
-        """Median of the last quarter less that of the second."""
+        """Median memory of the last quarter minus that of the second quarter."""
         quarter = max(1, len(self.rss_mb) // 4)
         return statistics.median(self.rss_mb[-quarter:]) - statistics.median(self.rss_mb[quarter : 2 * quarter])
 
     @property
     def is_good(self) -> bool:
-        """Nothing lost, wrong or left; memory, threads and files do not grow."""
+        """Whether nothing was lost, wrong or left, and memory, threads and files did not grow."""
         quarter = max(1, len(self.threads) // 4)
         steady = max(self.threads[-quarter:]) <= max(self.threads[: 2 * quarter]) + 8
         steady &= max(self.files[-quarter:]) <= max(self.files[: 2 * quarter]) + 16
@@ -81,7 +81,7 @@ class Soak:
 
 
 class _Counts:
-    """What came of requests, by several threads."""
+    """Counts of requests' outcomes, shared by several threads."""
 
     def __init__(self) -> None:
         self._lock, self._counts = threading.Lock(), dict.fromkeys(("answered", "refused", "wrong", "lost"), 0)
@@ -91,13 +91,13 @@ class _Counts:
             self._counts[what] += 1
 
     def say(self, num_lost: int) -> None:
-        """A line of JSON; `num_lost` threads are stuck or dead, with a request each."""
+        """Prints a line of JSON; `num_lost` threads are stuck or dead, with a request each."""
         with self._lock:
             print(json.dumps({**self._counts, "lost": self._counts["lost"] + num_lost}), flush=True)
 
 
 def _request(rng: random.Random, known: Mapping[str, torch.Tensor], group: int) -> tuple[Call, Rows, torch.Tensor]:
-    """A call, its rows and the right reply: a slice of the known rows or of the known hint."""
+    """Returns a call, its rows and the right reply: a slice of the known rows or of the known hint."""
     direction = rng.choice(list(Direction))
     size = rng.choice((1, 1, 1, 4, 16, 100, 512))
     first = rng.randrange(ROWS - size + 1)
@@ -116,7 +116,7 @@ def _work(
     counts: _Counts,
     stop: threading.Event,
 ) -> None:
-    """One tenant, until it is told to stop; now and then it drops its connection with requests on the way."""
+    """Runs one tenant until it is told to stop; now and then it drops its connection with requests on the way."""
     connection = connect()
     num_groups = len(connection.manifest().groups)
     while not stop.is_set():
@@ -138,7 +138,7 @@ def _work(
 
 
 def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
-    """Works until its input ends; prints counts twice a second."""
+    """Runs these tenants until standard input ends; prints counts twice a second."""
     torch.set_num_threads(1)
     known = load_file(folder / "known.safetensors")
     stop, counts = threading.Event(), _Counts()
@@ -163,10 +163,10 @@ def tenants(url: str, folder: Path, names: list[str], seed: int) -> None:
 
 
 class Tenants:
-    """A process of `tenants`; its last words are kept."""
+    """A process of `tenants`; its last line of counts is kept."""
 
     def __init__(self, url: str, folder: Path, names: list[str], seed: int) -> None:
-        """Args: as of `tenants`."""
+        """Args: those of `tenants`."""
         self.names = names
         self.said: dict[str, int] = {}
         self.process = subprocess.Popen(
@@ -182,13 +182,13 @@ class Tenants:
                 self.said = json.loads(line)
 
     def kill(self) -> None:
-        """Without warning."""
+        """Kills the process without warning."""
         self.process.kill()
         self.process.wait()
         self._reader.join(10)
 
     def end(self) -> None:
-        """In order; one that does not end has lost something."""
+        """Ends the process in order; one that does not end has lost requests."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -203,7 +203,7 @@ class Tenants:
 
 
 def known_replies(folder: Path, model: str, blocks: str) -> None:
-    """Rows and what the weights make of them, for every group and direction."""
+    """Makes rows and the products of the weights with them, for every group and direction."""
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model
@@ -223,7 +223,7 @@ def known_replies(folder: Path, model: str, blocks: str) -> None:
 
 
 def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVERY_S) -> Soak:
-    """Runs it against a provider of its own."""
+    """Runs the tenants against a provider of its own."""
     from provider.operations.status import look
 
     found, rng = Soak(), random.Random(1)
@@ -265,7 +265,7 @@ def soak(seconds: float, model: str, blocks: str, kill_every_s: float = KILL_EVE
 
 
 def main() -> int:
-    """Prints what was found."""
+    """Runs and prints the results."""
     found = soak(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0, "smollm2-135m", BLOCKS)
     print(
         f"answered {found.answered}, refused {found.refused}, wrong {found.wrong}, lost {found.lost}, "

@@ -1,11 +1,13 @@
-"""What a mask costs the tenant against computing the layer itself: one d → d linear layer, per token, d from 576 up.
+"""Measures what a mask costs the tenant against computing the layer itself: one d → d linear layer, per token, d from
+576 up.
 
-Ours: the secrets, errors, mask and effect of a forward pass at the default parameters, with hints as they lie on disk
-(24 bits, memory-mapped, their tiles checked before the clock starts); A's transforms are kept, as one A serves all
-layers. Encoding, unmasking and transport are not part of it. Peers: the same layer on this machine in float32, bfloat16
-and int8 (rows quantised one by one, `torch._int_mm`, scales put back), blocks of 512 tokens. Hints and weights are
-random: no time here depends on their values. Wide weights are cut to `--columns` outputs, and their time is scaled up
-to all of them; the table says where. All runs of one width take turns; a ratio is the median over pairs.
+Our side makes the secrets, errors, mask and effect of a forward pass at the default parameters, with hints as they are
+stored on disk (24 bits, memory-mapped, their tiles checked before the clock starts); A's transforms are kept, as one A
+serves all layers. Encoding, unmasking and transport are not included. The peers are the same layer on this machine in
+float32, bfloat16 and int8 (rows quantised one by one, `torch._int_mm`, scales put back), in blocks of 512 tokens. Hints
+and weights are random: no time here depends on their values. Wide weights are cut to `--columns` outputs, and their
+time is scaled up to all of them; the table says where. All runs of one width take turns; a ratio is the median over
+pairs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ TOKENS = 512
 COLUMNS = 4096
 """Outputs of a local layer that are computed: 268 MB of float32 weights at 16,384 inputs."""
 BLOCKS = 8
-"""Of masks that share the transforms, as a pool makes them; `1 block` is what a caller that finds none waits for."""
+"""Blocks of masks that share the transforms, as in a pool; `1 block` is what a caller that finds no mask ready waits
+for."""
 OURS, ONE_BLOCK, PEERS = "masks", "masks, 1 block", ("fp32", "bf16", "int8")
 
 
@@ -35,7 +38,7 @@ class Making:
     """Masks and effects of one layer."""
 
     def __init__(self, size: int, folder: Path, parameters: Any) -> None:
-        """Args: folder: for the hint."""
+        """Args: size: d; folder: holds the hint; parameters: those of the mask."""
         import torch
 
         from noise.hints.store import HintKey, HintStore
@@ -48,7 +51,7 @@ class Making:
         self._public = transform(torch.randint(-(2**31), 2**31 - 1, (rows, size), dtype=torch.int32), parameters)
 
         class Reply:
-            """Random rows of a hint, there at once."""
+            """Random rows of a hint, available at once."""
 
             def __init__(self, count: int) -> None:
                 self.count = count
@@ -63,11 +66,11 @@ class Making:
 
     @property
     def hint_bytes(self) -> int:
-        """On disk, one direction."""
+        """Bytes of the hint on disk, for one direction."""
         return self._store.total_bytes([(self._parameters.dimension, self._size)])
 
     def make(self, num_blocks: int) -> None:
-        """A mask of the inputs and an effect on the outputs, `num_blocks` of 512 rows each."""
+        """Makes a mask of the inputs and an effect on the outputs, `num_blocks` blocks of 512 rows each."""
         from noise import sampling
         from noise.polynomial import negacyclic
 
@@ -79,7 +82,7 @@ class Making:
 
 
 def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
-    """The products of TOKENS rows with the first `columns` outputs, by name of the arithmetic."""
+    """Returns the products of TOKENS rows with the first `columns` outputs, by name of the arithmetic."""
     import torch
 
     rows, weight = torch.randn(TOKENS, size), torch.randn(size, columns)
@@ -89,7 +92,8 @@ def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
     rows_bf16, weight_bf16 = rows.to(torch.bfloat16), weight.to(torch.bfloat16)
 
     def int8() -> torch.Tensor:
-        # where the weight is cut, as much of the rows is quantised, so that the whole time may be scaled up
+        # where the weight is cut, only as large a part of the rows is quantised, so that the whole time may be scaled
+        # up
         part = rows[:, :columns]
         scale = part.abs().amax(dim=1, keepdim=True) / 127
         quantised = (part / scale).round_().to(torch.int8)
@@ -109,7 +113,7 @@ def local_layer(size: int, columns: int) -> dict[str, Callable[[], Any]]:
 
 @dataclass(frozen=True)
 class Found:
-    """One width: microseconds per token and ratios of making masks to each peer; bytes."""
+    """The results for one width: microseconds per token, ratios of making masks to each peer, and bytes."""
 
     size: int
     columns: int
@@ -119,17 +123,17 @@ class Found:
 
     @property
     def weight_bytes(self) -> int:
-        """The whole layer in int8."""
+        """Bytes of the whole layer in int8."""
         return self.size**2
 
     @property
     def ready_bytes(self) -> int:
-        """A mask row and an effect row, forward: int32."""
+        """Bytes of a mask row and an effect row, forward, as int32."""
         return 4 * (self.size + self.size)
 
 
 def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -> Found:
-    """One width."""
+    """Measures one width."""
     from noise.params import choose
 
     columns, parameters = min(size, most_columns), choose("default")
@@ -151,12 +155,13 @@ def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -
 
 
 def run(sizes: tuple[int, ...] = SIZES, repeats: int = 5, most_columns: int = COLUMNS) -> list[Found]:
-    """All widths, narrow ones first."""
+    """Measures all widths, narrow ones first."""
     return [run_size(size, repeats, most_columns) for size in sizes]
 
 
 def crossing(sizes: list[int], ratio: list[float]) -> str:
-    """From which width on a ratio stays at or below 1, interpolated on logarithmic axes between the last above it."""
+    """Returns the width from which on a ratio stays at or below 1, interpolated on logarithmic axes after the last one
+    above 1."""
     above = [index for index, value in enumerate(ratio) if value > 1]
     if not above:
         return f"at every width from {sizes[0]:,}"
@@ -169,7 +174,7 @@ def crossing(sizes: list[int], ratio: list[float]) -> str:
 
 
 def summary(found: list[Found]) -> str:
-    """Where it pays, in one sentence."""
+    """Says in one sentence where masks pay."""
     sizes = [each.size for each in found]
     time = ", ".join(f"in {peer} {crossing(sizes, [each.ratio[peer] for each in found])}" for peer in PEERS)
     one, both = (crossing(sizes, [count * each.hint_bytes / each.weight_bytes for each in found]) for count in (1, 2))
@@ -224,7 +229,7 @@ def plot(found: list[Found], file: Path) -> None:
 
 
 def main() -> None:
-    """Prints the tables; draws where asked."""
+    """Prints the tables; draws the plot if asked to."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tenant_cost")

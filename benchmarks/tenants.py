@@ -1,11 +1,12 @@
-"""Many fine-tuning tenants on one provider against as many transformers + PEFT processes: tokens a second, memory.
+"""Measures many fine-tuning tenants on one provider against as many transformers + PEFT processes: tokens a second,
+memory.
 
-Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on SmolLM2-135M; all at the
-same time on this machine, the provider included. Both sides take turns, round after round, up to four tenants. Memory
-is PSS: pages that processes share count once. `python -m benchmarks.tenants [throughput | saving]`.
+Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on SmolLM2-135M; all run at
+the same time on this machine, the provider included. Both sides take turns, round after round, up to four tenants.
+Memory is PSS: pages that processes share count once. `python -m benchmarks.tenants [throughput | saving]`.
 
-`saving` is the papers' other comparison: a provider that keeps each layer's input from the forward pass to the
-backward pass, as training code does (here and nowhere else), against this one, which keeps nothing.
+`saving` makes the papers' other comparison: a provider that keeps each layer's input from the forward pass to the
+backward pass, as training code does (here and nowhere else), against the real one, which keeps nothing.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ from benchmarks.finetune_step import SHAPE, step_of
 NUM_TENANTS = (1, 2, 4, 8)
 ROUNDS = 3
 _MOST_IN_TURNS = 4
-"""With more, both sides at once would take more than 24 GiB: one is measured after the other."""
+"""The most tenants for which both sides run at once: with more they would take more than 24 GiB, and are measured one
+after the other."""
 BUDGET_MB = 8192
-"""Of memory, for the question how many adapters can be trained in it at once."""
+"""Memory in MB for the question how many adapters can be trained in it at once."""
 SAVING_ROWS, SAVING_TENANTS = 512, (1, 2, 4, 6)
-"""All are one tenant to a provider without TLS, which has eight calls at a time."""
+"""(rows, numbers of tenants). All count as one tenant at a provider without TLS, which serves eight calls at a time."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Medians with so many tenants.
+    """Medians for one number of tenants.
 
     Attributes:
-        tokens_per_s: of all together, by side.
-        memory_mb: of all processes of a side, the provider among them.
-        provider_mb: the provider's own.
+        tokens_per_s: tokens a second of all together, by side.
+        memory_mb: memory of all processes of a side, the provider among them.
+        provider_mb: the provider's own memory.
     """
 
     tokens_per_s: dict[str, float]
@@ -51,7 +53,7 @@ class Found:
 
 
 def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> float:
-    """Seconds until all have taken a step."""
+    """Returns seconds until all have taken a step."""
     began = time.perf_counter()
     for done in [threads.submit(worker.run) for worker in workers]:
         done.result()
@@ -59,7 +61,7 @@ def step_together(workers: Sequence[Worker], threads: ThreadPoolExecutor) -> flo
 
 
 def throughput(numbers: Sequence[int] = NUM_TENANTS, rounds: int = ROUNDS) -> dict[int, Found]:
-    """By number of tenants; prints a line for each."""
+    """Returns results by number of tenants; prints a line for each."""
     found = {}
     with ExitStack() as stack:
         sides = _Sides(stack, ("provider", "local"), max(numbers))
@@ -100,14 +102,14 @@ class _Sides:
             self._url, self._pid = stack.enter_context(provider(Path(self._folder), tenants=self._names))
 
     def grow(self, number: int) -> None:
-        """Until each side has so many."""
+        """Starts processes until each side has this number."""
         for side, workers in self._workers.items():
             for name in self._names[len(workers) : number]:
                 arguments = ("tenant", self._url, self._folder, name) if side == "provider" else ("local",)
                 workers.append(self._stack.enter_context(Worker(__name__, *arguments)))
 
     def look(self, rounds: int) -> Found:
-        """Medians over so many rounds, after one that warms up who has just come."""
+        """Returns medians over these rounds, after one that warms up the new processes."""
         seconds: dict[str, list[float]] = {side: [] for side in self._workers}
         for repeat in range(rounds + 1):
             for side, workers in self._workers.items():
@@ -134,7 +136,7 @@ def _line(number: int, one: Found) -> str:
 
 
 def tenant(url: str, folder: str, name: str) -> None:
-    """A worker's life: one real tenant."""
+    """Runs one real tenant as a worker."""
     import torch
 
     from tenant_sdk import TenantClient
@@ -145,7 +147,7 @@ def tenant(url: str, folder: str, name: str) -> None:
 
 
 def local() -> None:
-    """A worker's life: one transformers + PEFT process."""
+    """Runs one transformers + PEFT process as a worker."""
     import torch
 
     torch.set_num_threads(1)
@@ -156,7 +158,8 @@ def local() -> None:
 
 
 def serve_saving(kind: str) -> None:
-    """A worker's life: a provider on loopback, which keeps each forward request until its gradient, or nothing."""
+    """Runs, as a worker, a provider on loopback that keeps each forward request until its gradient, or keeps
+    nothing."""
     from provider.engine.job import Job
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel
@@ -169,7 +172,7 @@ def serve_saving(kind: str) -> None:
     saved: dict[tuple[Any, int], Any] = {}
 
     class SavingJob(Job):
-        """Tells tenants apart by the thread that reads their stream: here they are all `local`."""
+        """Tells tenants apart by the thread that reads their stream: here all are named `local`."""
 
         def __init__(self, call: Any, rows: Any, *others: Any) -> None:
             key = (threading.get_ident(), call.group)

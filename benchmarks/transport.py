@@ -1,8 +1,8 @@
-"""The stream against a raw-bytes gRPC echo over the same mutual TLS: time per small call, goodput of large ones.
+"""Compares the stream with a raw-bytes gRPC echo over the same mutual TLS: time of small calls, goodput of large ones.
 
 The echo is the least that grpc's public Python API can do: one thread that sends back each message. For goodput the
-provider's product is replaced by the identity, so that only transport is compared; on both, IN_FLIGHT tensors are on
-their way at a time, and one at a time as well, where the fixed cost of a call shows.
+provider's product is replaced by the identity, so that only transport is compared. On both sides IN_FLIGHT tensors are
+on their way at a time, and also one at a time, where the fixed cost of a call shows.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SIZES_MIB = (1, 2, 4, 8)
 FEATURES = 576
 IN_FLIGHT = 4
 KINDS = ("real", "real, by gRPC", "identity", "identity, by gRPC")
-"""What a provider computes, and what carries the stream: the tensor port where nothing else is said."""
+"""(what the provider computes, what carries the stream): the tensor port unless the name says otherwise."""
 ECHO_METHOD = "/veilbase.benchmark/Echo"
 
 
 def serve_echo(state: str) -> None:
-    """A bare gRPC server with the provider's own options and certificates."""
+    """Runs a bare gRPC server with the provider's own options and certificates."""
     import grpc
 
     from provider.identity.authority import StateDir, issue_server_certificate
@@ -57,7 +57,7 @@ def serve_echo(state: str) -> None:
 
 
 def serve_provider(state: str, folder: str, kind: str) -> None:
-    """A provider of one real layer group, 576 to 576; see `KINDS`."""
+    """Runs a provider of one real layer group, 576 to 576; see `KINDS`."""
     import torch
 
     from provider.identity.authority import StateDir
@@ -67,14 +67,14 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
     from provider.net.server import Server
 
     class IdentityModel(ServedModel):
-        """Answers with what came."""
+        """A provider that answers with the rows that it received."""
 
         def compute(self, call: Any, rows: torch.Tensor) -> torch.Tensor:
-            """No arithmetic."""
+            """Returns the rows without any arithmetic."""
             return rows
 
         def compute_together(self, call: Any, parts: Any) -> list[torch.Tensor]:
-            """Nor here."""
+            """Returns the rows of each part."""
             return list(parts)
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
@@ -86,7 +86,7 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """One random Llama layer of SmolLM2's width."""
+    """Saves a Llama model with one random layer of SmolLM2's width."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -97,7 +97,7 @@ def make_model(folder: Path) -> None:
 
 
 class _Child:
-    """A server process, ended by closing its input."""
+    """A server process, which ends when its input is closed."""
 
     def __init__(self, *arguments: str) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.transport", *arguments]
@@ -111,7 +111,7 @@ class _Child:
 
 
 def median_us(call: Callable[[], Any], count: int) -> float:
-    """Median microseconds of one call."""
+    """Returns the median microseconds of one call."""
     times = []
     for _ in range(count):
         began = time.perf_counter()
@@ -121,7 +121,7 @@ def median_us(call: Callable[[], Any], count: int) -> float:
 
 
 class _Echo:
-    """A client of `serve_echo`: one stream."""
+    """A client of `serve_echo` with one stream."""
 
     def __init__(self, url: str, identity: TlsIdentity) -> None:
         from wire.transport.grpc_connection import open_channel
@@ -131,17 +131,17 @@ class _Echo:
         self._stream = self._channel.stream_stream(ECHO_METHOD)(iter(self._outgoing.get, None))
 
     def small(self) -> None:
-        """As many bytes as one row there and back."""
+        """Sends and receives as many bytes as one row has."""
         self._outgoing.put(b"x" * (HEADER_BYTES + 4 * FEATURES))
         next(self._stream)
 
     def send(self, size_mib: int) -> None:
-        """In the chunks of a tensor."""
+        """Sends this many MiB in chunks, like a tensor."""
         for _ in range(size_mib):
             self._outgoing.put(b"x" * (HEADER_BYTES + CHUNK_BYTES))
 
     def receive(self, size_mib: int) -> None:
-        """What `send` sent."""
+        """Receives what `send` sent."""
         for _ in range(size_mib):
             next(self._stream)
 
@@ -151,7 +151,7 @@ class _Echo:
 
 
 def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: int, in_flight: int) -> float:
-    """Mean seconds of a tensor there and back, with so many on their way."""
+    """Returns mean seconds of a tensor there and back, with `in_flight` of them on their way."""
     began, waiting = time.perf_counter(), [send() for _ in range(in_flight)]
     for left in range(count, 0, -1):
         receive(waiting.pop(0))
@@ -161,7 +161,7 @@ def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: in
 
 
 def run(repeats: int = 7) -> dict[str, Any]:
-    """Microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
+    """Returns microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
     from provider.identity.authority import StateDir
     from provider.identity.registry import enroll
     from wire.transport.grpc_connection import GrpcConnection

@@ -1,8 +1,8 @@
 """The main job, end to end: a provider in its own process, a tenant in another, mutual TLS between them.
 
-Run by `make demo`. The tenant teaches SmolLM2-135M an invented company's private facts through a provider that holds
-the base model and sees masked rows only, and asks both the base model and the adapted one. Every reply is checked
-against the tenant's own copy of the model's file. Everything lies in .demo/ and can be deleted.
+It is run by `make demo`. The tenant teaches SmolLM2-135M an invented company's private facts through a provider that
+holds the base model and sees only masked rows, and asks both the base model and the adapted one. Every reply is checked
+against the tenant's own copy of the model's file. All files are in .demo/, which can be deleted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_provider() -> tuple[subprocess.Popen[str], str]:
 
 
 def what_the_provider_saw() -> None:
-    """A few numbers of the first rows that were recorded, and what they would have been without a mask."""
+    """Prints a few numbers of the first rows that were recorded, and what they would have been without a mask."""
     from safetensors.torch import load_file
 
     entries = [json.loads(line) for line in (WORK / "recording" / "index.jsonl").read_text().splitlines()]
@@ -64,7 +64,7 @@ def _print_rows(rows: list[list[int]]) -> None:
 
 
 def keep_unmasked(client: Any, question: str) -> None:
-    """Writes down what mask='off' would send first, for `what_the_provider_saw`. Only a demo does such a thing."""
+    """Writes down what mask='off' would send first, for `what_the_provider_saw`. Only a demo does this."""
     import torch
 
     from tenant_sdk.adapters import adapted_model
@@ -79,7 +79,7 @@ def keep_unmasked(client: Any, question: str) -> None:
 
 
 def print_privacy(client: Any) -> None:
-    """The first lines of `client.explain()`; `tenant explain` prints them all."""
+    """Prints the first lines of `client.explain()`; `tenant explain` prints all of them."""
     with contextlib.redirect_stdout(io.StringIO()):
         lines = client.explain().splitlines()
     print("\nPrivacy in force (`tenant explain` says more):")
@@ -90,7 +90,7 @@ def print_privacy(client: Any) -> None:
 
 
 def tenant(url: str) -> None:
-    """The second process: fine-tunes, then asks the held-out questions."""
+    """Runs the second process: fine-tunes, then asks the held-out questions."""
     from tenant_sdk import TenantClient  # before torch: it sets how OpenMP waits
 
     # isort: split
@@ -101,7 +101,7 @@ def tenant(url: str) -> None:
     from tenant_sdk.training.finetune import mean_loss
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
-    heldout = heldout[1::2]  # half of them, for time; README says how all eight fare
+    heldout = heldout[1::2]  # half of them, to save time; the README says how all eight fare
     questions = [row["messages"][0]["content"] for row in heldout]
     with TenantClient(url, identity=WORK / "acme", mask="lattice", verify=MODEL) as client:
         manifest = client.connect()

@@ -3,9 +3,9 @@
     python examples/finetune.py                                            # a provider inside this process
     python examples/finetune.py --url grpcs://127.0.0.1:8443 --identity acme --verify smollm2-135m  # elsewhere
 
-The second form needs a provider that serves and an identity: see examples/two_terminals.md. --verify names your own
-copy of the model, against which every reply is checked. The default mask, lattice, keeps 1.2 GB of hints for
-SmolLM2-135M in ~/.cache/veilbase; see docs/masks.md.
+The second form needs a running provider and an identity: see examples/two_terminals.md. --verify names your own copy of
+the model, against which every reply is checked. The default mask, lattice, keeps 1.2 GB of hints for SmolLM2-135M in
+~/.cache/veilbase; see docs/masks.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
 
 def main() -> None:
-    """Trains, then answers one question."""
+    """Trains an adapter, then asks it one question."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="inproc:smollm2-135m")
     parser.add_argument("--identity", help="folder made by `provider enroll`")

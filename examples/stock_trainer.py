@@ -3,9 +3,10 @@
     python examples/stock_trainer.py                                            # a provider inside this process
     python examples/stock_trainer.py --url grpcs://127.0.0.1:8443 --identity acme --verify smollm2-135m  # elsewhere
 
-`TenantClient.finetune` adds checks of the data set, resume after a broken run and a whole-or-nothing adapter folder.
-Without --verify a value that is NaN or infinite does not stop the Trainer: the model warns once, sends and gives zeros
-from then on, so that its calls do not show where that was, and `check_run` is the error at the end.
+`TenantClient.finetune` adds checks of the data set, resuming after a broken run, and an adapter folder that is written
+as a whole or not at all. Without --verify a value that is NaN or infinite does not stop the Trainer: from then on the
+model, which warns once, sends and returns zeros, so that its calls do not show where that happened, and `check_run`
+raises the error at the end.
 The default mask, lattice, keeps 1.2 GB of hints for SmolLM2-135M in ~/.cache/veilbase; see docs/masks.md.
 """
 
@@ -30,7 +31,7 @@ DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
 
 def encode(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, list[int]]:
-    """Token ids of a conversation, with labels on the last answer only."""
+    """Returns the token ids of a conversation, with labels on the last answer only."""
     prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
     whole = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     return {"input_ids": whole, "labels": [-100] * len(prompt) + whole[len(prompt) :]}
@@ -74,10 +75,10 @@ def main() -> None:
             train_dataset=rows,
             data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
         )
-        client.fetch_hints(backward=True)  # here with a progress bar; else each layer fetches when it is first used
+        client.fetch_hints(backward=True)  # shows a progress bar; otherwise each layer fetches when it is first used
         trainer.train()
         check_run(model)
-        # False: PEFT would look the base model up on a hub to see whether its vocabulary was changed
+        # False: otherwise PEFT would look the base model up on a hub to see whether its vocabulary was changed
         model.save_pretrained(args.output, save_embedding_layers=False)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print(f"adapter {args.output}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")

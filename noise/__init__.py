@@ -1,1 +1,2 @@
-"""Mask schemes: what is sent instead of an activation, and how the reply is put right. Imports wire only."""
+"""Mask schemes: what is sent instead of an activation, and how the reply is unmasked. This package imports wire
+only."""

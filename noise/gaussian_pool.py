@@ -1,11 +1,11 @@
-"""The published scheme: one of K Gaussian vectors per layer, its effect computed by the provider. NOT private.
+"""The published scheme: one of K Gaussian vectors per layer, its effect computed by the provider. It is NOT private.
 
-Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy: the tenant adds noise n to a layer's input,
-the provider returns (x + n)W + b, and the tenant takes off n_effect = nW, which the provider computed once per vector
+Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy: the tenant adds noise n to a layer's input, the
+provider returns (x + n)W + b, and the tenant subtracts n_effect = nW, which the provider computed once per vector
 through its bias-free path. Another vector is picked at each iteration, and the pool is drawn afresh from time to time.
 
-It is here in full for comparison. It does not hide anything from a provider that keeps a log: the provider saw every n.
-What this module adds to the paper: the noise of a call is scaled by the root mean square of the call's rows (a secret
+It is here in full for comparison. It hides nothing from a provider that keeps a log: the provider saw every n. This
+module adds one thing to the paper: the noise of a call is scaled by the root mean square of the call's rows (a secret
 number; effects are linear), because gradients are many orders of magnitude smaller than activations and fixed noise
 would drown them in float32.
 """
@@ -39,7 +39,8 @@ class _Pool:
 
 
 class GaussianPool:
-    """K vectors per group and direction, on float arithmetic; see the module's text for what it is not."""
+    """Masks rows with K vectors per group and direction, on float arithmetic. The module's docstring says what it does
+    not do."""
 
     name = "gaussian-pool"
     arithmetic = Arithmetic.FLOAT
@@ -49,11 +50,11 @@ class GaussianPool:
 
         Args:
             pool_size: K, the vectors per group and direction.
-            sigma: standard deviation of the noise in units of the rows' root mean square.
-            renew_every: calls of one group and direction after which its pool is drawn afresh.
+            sigma: the standard deviation of the noise in units of the rows' root mean square.
+            renew_every: the calls of one group and direction after which its pool is drawn afresh.
 
         Raises:
-            ConfigurationError: a number that makes no sense.
+            ConfigurationError: a number makes no sense.
         """
         if pool_size < 1 or renew_every < 1 or not sigma > 0:
             raise ConfigurationError("gaussian-pool needs pool_size >= 1, renew_every >= 1 and sigma > 0")
@@ -69,7 +70,7 @@ class GaussianPool:
         self._effect_path: EffectPath | None = None
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Keeps the way to the provider's bias-free path."""
+        """Keeps the provider's bias-free path."""
         self._effect_path = effect_path
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
@@ -78,7 +79,7 @@ class GaussianPool:
         noise, effect = self._pick(group, direction, rows.device)
         strength = self._sigma * root_mean_square(rows)
         noisy = rows + strength * noise
-        check_finite(noisy)  # the sum of two finite numbers may be infinite
+        check_finite(noisy)  # The sum of two finite numbers may be infinite.
         call = Call(group.id, direction, Arithmetic.FLOAT)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -94,7 +95,7 @@ class GaussianPool:
                 pool = self._pools[key] = self._draw(group, direction, device)
             pool.last = other_index(self._pool_size, pool.last)
             pool.uses += 1
-            # a model may have moved since they were drawn
+            # The model may have moved since they were drawn.
             return pool.noise[pool.last].to(device), pool.effect[pool.last].to(device)
 
     def _draw(self, group: GroupSpec, direction: Direction, device: torch.device) -> _Pool:
@@ -107,10 +108,10 @@ class GaussianPool:
         return _Pool(noise.to(device), effect.to(device))
 
     def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
-        """See `MaskScheme.mask_row`: there is none here."""
+        """Returns None always, since this mask has no shorter way for one row; see `MaskScheme.mask_row`."""
 
     def describe(self) -> Mapping[str, str]:
-        """What holds: nothing."""
+        """Says that nothing is protected."""
         return {
             "scheme": f"gaussian-pool (K={self._pool_size}, sigma={self._sigma}, renewed every {self._renew_every})",
             "assumption": "none holds: the provider has seen every noise vector",
@@ -123,7 +124,7 @@ class GaussianPool:
 
 
 def root_mean_square(rows: torch.Tensor) -> float:
-    """√(mean of squares), without overflow or underflow; 1.0 for rows that are all zero."""
+    """Computes √(mean of squares), without overflow or underflow; returns 1.0 for rows that are all zero."""
     if rows.numel() == 0:
         return 1.0
     norm = float(torch.linalg.vector_norm(rows, dtype=torch.float64))

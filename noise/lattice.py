@@ -2,11 +2,12 @@
 
 Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32 with a secret and an error drawn from the operating system's
 CSPRNG for this group, direction and block alone; every row is used once; scales leave room for the error and for the
-hint's rounding, so that no unmasked result wraps. Confidential under decision Module-LWE with the stated parameters.
-Does not guarantee: that replies are right (verification does), or anything about row counts and timing.
+hint's rounding, so that no unmasked result wraps. The rows are confidential under decision Module-LWE with the stated
+parameters. It does not guarantee that replies are right (verification does), or anything about row counts and timing.
 
-Source: DESIGN.md, section 4. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot, Park and
-Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a service.
+Source: docs/decisions/0006-lattice.md. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot,
+Park and Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a
+service.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from wire.limits import Limits
 from wire.ring.seeded_rows import SeededRows
 
 BLOCKS_RESERVED_AT_ONCE = 64
-"""One fsync serves so many blocks; what a process leaves unused stays counted."""
+"""Blocks that one record in the ledger, and so one fsync, reserves; those that a process leaves unused stay counted."""
 MOST_BLOCKS_AT_ONCE = 8
-"""Blocks that share the transforms of A and H; more gained nothing (docs/benchmarks_history.md)."""
+"""Most blocks that share the transforms of A and H; more gained nothing (docs/benchmarks_history.md)."""
 
 MOST_PIECES = 8
-"""Of a block: each is a whole block's work."""
+"""Most pieces of a block, since making each costs the work of a whole block."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Epoch:
-    """One seed of A, while it lasts."""
+    """One seed of A and what belongs to it, until a new seed is drawn."""
 
     seed: Seed
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -54,7 +55,7 @@ class _Epoch:
 
 @dataclass(eq=False)
 class _Cut:
-    """A block that is made in pieces: its secret, kept until every row is in a piece."""
+    """A block that is made in pieces. Its secret is kept until every row is in a piece."""
 
     epoch: _Epoch = field(repr=False)
     secrets_hat: torch.Tensor = field(repr=False)
@@ -62,7 +63,7 @@ class _Cut:
 
 
 class Lattice:
-    """Module-LWE masks on ring arithmetic."""
+    """Masks rows in ring arithmetic with Module-LWE samples."""
 
     name = "lattice"
     arithmetic = Arithmetic.RING
@@ -81,19 +82,19 @@ class Lattice:
         """Prepares; the first hint is fetched when it is first needed.
 
         Args:
-            parameters: from `noise.params.choose`.
-            ledger: of this tenant's identity.
-            hints: where hints are kept.
+            parameters: a set from `noise.params.choose`.
+            ledger: the ledger of this tenant's identity.
+            hints: the store that keeps hints.
             verified: whether the effect path checks what comes through it.
-            pool_bytes: masks and effects made ahead.
+            pool_bytes: the most bytes of masks and effects made ahead.
             background: whether a thread makes them.
-            limits: the provider's; None for those of wire/limits.py.
+            limits: the provider's limits; None for the defaults of wire/limits.py.
             features: see `MaskPool`.
         """
         self.parameters = parameters
         self._ledger, self._hints, self._verified = ledger, hints, verified
         self._limits = limits or Limits()
-        # worst cases of the error and secret that may be drawn: no scale depends on the block that is taken
+        # These are the worst cases of error and secret, so that no scale depends on the block that is taken.
         self._error_bound = sampling.error_bound(parameters)
         self._slack = float(hints.rounding_bound() * parameters.dimension)
         self._codecs = RowCodecs(self._error_bound, self._slack)
@@ -103,12 +104,12 @@ class Lattice:
         self._effect_path: EffectPath | None = None
         self._cuts: dict[Key, _Cut] = {}
         degree = parameters.ring_degree
-        # a hint that is not stored would be fetched again for every piece
+        # A hint that is not stored would be fetched again for every piece.
         least_rows = degree // MOST_PIECES if self.keeps_hints else None
         self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear)
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Keeps the way to the provider's bias-free path, which gives hints."""
+        """Keeps the provider's bias-free path, from which hints come."""
         self._effect_path = effect_path
 
     # ---- one call ---------------------------------------------------------------------------------------------------
@@ -117,10 +118,12 @@ class Lattice:
         """Adds fresh mask rows; see `MaskScheme.mask`."""
         request_cols, _ = group.widths(direction)
         error_norm = self._error_bound * math.sqrt(request_cols)
-        encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)  # raises before a row is burnt
+        # It raises before a row is burnt.
+        encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
-        # in place: these rows of the pool are burnt, and nobody else will read them; fresh pages are not free
+        # This adds in place, since fresh pages are not free: these rows of the pool are burnt, and nothing else will
+        # read them.
         masked = mask.add_(encoded.to("cpu"))
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -129,13 +132,13 @@ class Lattice:
         return Masked((Message(Call(group.id, direction, Arithmetic.RING), masked),), unmask)
 
     def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
-        """One row by a shorter way; see `MaskScheme.mask_row`."""
+        """Masks one row in less time; see `MaskScheme.mask_row`."""
         call, codec = self._codecs.of(group, direction)
         if codec is None:
             return None
         message = bytearray(HEADER_BYTES + ITEM_BYTES * row.shape[1])
         numbers = memoryview(message)[HEADER_BYTES:]
-        beta = codec.encode(row, numbers)  # raises before a row is burnt
+        beta = codec.encode(row, numbers)  # It raises before a row is burnt.
         mask, effect = self.pool.take(group, direction, 1)
         codec.add(mask, numbers)
         return MaskedRow(call, message, lambda reply: codec.decode(reply, beta, effect))
@@ -160,7 +163,7 @@ class Lattice:
         return blocks
 
     def _make_blocks(self, group: GroupSpec, direction: Direction, num_blocks: int) -> list[Block]:
-        """Blocks that share one pass over A and H. Secrets and errors live in this call only."""
+        """Makes blocks that share one pass over A and H. Secrets and errors live in this call only."""
         epoch, slots = self._open_blocks(num_blocks)
         hint = self._hint(epoch, group, direction)
         request_cols, _ = group.widths(direction)
@@ -172,9 +175,10 @@ class Lattice:
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 
     def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
-        """At most so many rows of one block, in pieces. Every row of it is computed, and the others are dropped.
+        """Makes at most so many rows of one block, in pieces. Every row of it is computed, and the others are dropped.
 
-        A block is one secret, however often it is computed; each of its rows is in one piece, with an error of its own.
+        A block has one secret, however often it is computed; each of its rows is in one piece, with an error of its
+        own.
         """
         cut = self._cut(group, direction)
         hint = self._hint(cut.epoch, group, direction)
@@ -183,32 +187,32 @@ class Lattice:
         kept = slice(rows.start, rows.stop)
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
-        with torch.inference_mode(False):  # see `polynomial.combine`: masks are added to in place
+        with torch.inference_mode(False):  # See `negacyclic.combine`: masks are added to in place.
             masks = negacyclic.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
             masks += sampling.error(self._rng, masks.shape, self.parameters)
             effects = negacyclic.product(hint, cut.secrets_hat, self.parameters)[0, kept]
             piece = self.pool.piece_rows
-            # copies, so that a piece's memory is free when its own rows are used
+            # These are copies, so that a piece's memory is free when its own rows are used.
             pairs = zip(masks.split(piece), effects.split(piece), strict=True)
             return [Block(mask.clone(), effect.clone(), Slots(len(mask))) for mask, effect in pairs]
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
-        """The block that pieces of a group and direction come from; one thread at a time asks for them."""
+        """Returns the block that pieces of a group and direction come from; one thread at a time asks for it."""
         cut = self._cuts.get((group.id, direction))
-        if cut is None or cut.epoch is not self._current():  # rows under an old seed are abandoned
+        if cut is None or cut.epoch is not self._current():  # Rows under an old seed are abandoned.
             epoch, (slots,) = self._open_blocks(1)
             shape = (1, self.parameters.rank, self.parameters.ring_degree)
             cut = _Cut(epoch, negacyclic.secret_transform(sampling.ternary(self._rng, shape)), slots)
             self._cuts[group.id, direction] = cut
             try:
                 self.pool.check_open()
-            except MaskError:  # it was closed meanwhile, when its secrets were dropped
+            except MaskError:  # The pool was closed meanwhile, and its secrets were dropped then.
                 self._cuts.clear()
                 raise
         return cut
 
     def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:
-        """Blocks on record under one seed; a new seed is drawn when the old one has served its budget."""
+        """Opens blocks that are on record under one seed; draws a new seed when the old one has served its budget."""
         while True:
             epoch = self._current()
             try:
@@ -233,7 +237,8 @@ class Lattice:
         try:
             return self._ledger.reserve(epoch.seed.seed_id, max(at_least, at_once), "lattice blocks")
         except SeedExhausted:
-            return self._ledger.reserve(epoch.seed.seed_id, at_least, "lattice blocks")  # the last few
+            # These are the last few of the budget.
+            return self._ledger.reserve(epoch.seed.seed_id, at_least, "lattice blocks")
 
     def _current(self) -> _Epoch:
         with self._lock:
@@ -251,7 +256,7 @@ class Lattice:
             self._hints.forget(old.seed.seed)
 
     def _matrix(self, epoch: _Epoch, features: int) -> negacyclic.Transforms:
-        """Transforms of A's first columns, kept: every layer reads the same ones."""
+        """Returns the transforms of A's first columns, which are kept: every layer reads the same ones."""
         with epoch.lock:
             have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:
@@ -270,18 +275,19 @@ class Lattice:
             HintKey(group.digest, epoch.seed.seed, group.id, direction),
             (self.parameters.dimension, reply_cols),
             lambda first, count: path(call, SeededRows(epoch.seed.seed, first, count), reply_cols),
-            # the path itself has checked every row when it hands one over; the store only has to remember that
+            # The path has checked every row when it hands one over; the store only has to remember that.
             verify=(lambda first, rows: None) if self._verified else None,
             rows_per_fetch=max(1, min(self._limits.max_rows, most_rows)),
         )
 
     @property
     def keeps_hints(self) -> bool:
-        """Whether hints are stored, so that fetching them ahead is worth it."""
+        """Tells whether hints are stored, so that fetching them ahead is worth it."""
         return self._hints.folder is not None
 
     def has_hints(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> bool:
-        """Whether all of these hints are stored (one look at the disk each; checked when they are read)."""
+        """Tells whether all of these hints are stored. It looks at the disk once each; hints are checked when they are
+        read."""
         seed, rows = self._current().seed.seed, self.parameters.dimension
         return all(
             self._hints.has(HintKey(group.digest, seed, group.id, direction), (rows, group.widths(direction)[1]))
@@ -293,13 +299,13 @@ class Lattice:
         self._hint(self._current(), group, direction)
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes mask rows before they are needed, as far as the pool's budget goes."""
+        """Makes mask rows before they are needed, as far as the pool's budget allows."""
         self.pool.prepare(group, direction, num_rows)
 
-    # ---- words ------------------------------------------------------------------------------------------------------
+    # ---- description ------------------------------------------------------------------------------------------------
 
     def describe(self) -> Mapping[str, str]:
-        """Scheme, assumption, parameters, secrets used and storage."""
+        """Describes scheme, assumption, parameters, secrets used and storage."""
         chosen = self.parameters
         rounded = 32 - self._hints.dropped_bits
         described = {

@@ -1,4 +1,4 @@
-"""No mask: for comparison, and for a provider that is trusted. Hides nothing and says so."""
+"""No mask, for comparison and for a provider that is trusted. It hides nothing and says so."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Off:
         self._codecs = RowCodecs()
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Needs no effects."""
+        """Does nothing, since there are no effects."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Wraps the rows; see `MaskScheme.mask`."""
         call = Call(group.id, direction, self.arithmetic)
         if self.arithmetic is Arithmetic.FLOAT:
             check_finite(rows)
-            return Masked((Message(call, rows),), lambda replies: replies[0].clone())  # a reply may be read-only
+            return Masked((Message(call, rows),), lambda replies: replies[0].clone())  # A reply may be read-only.
         encoded, scales = encode_rows(group, direction, rows)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Off:
         return Masked((Message(call, encoded),), unmask)
 
     def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
-        """One row by a shorter way; see `MaskScheme.mask_row`."""
+        """Codes one row in less time; see `MaskScheme.mask_row`."""
         call, codec = self._codecs.of(group, direction)
         if codec is None or self.arithmetic is not Arithmetic.RING:
             return None
@@ -47,15 +47,15 @@ class Off:
         return MaskedRow(call, message, lambda reply: codec.decode(reply, beta))
 
     def describe(self) -> Mapping[str, str]:
-        """One warning."""
+        """Warns that nothing is hidden."""
         return {"scheme": "off", "assumption": "the provider is trusted: it sees every activation and gradient"}
 
     def close(self) -> None:
-        """Nothing to drop."""
+        """Does nothing, since there is nothing to drop."""
 
 
 def check_finite(rows: torch.Tensor) -> None:
-    """Raises NotFinite when a value is NaN or infinite: an error here, before anything is sent."""
-    # |largest| and |smallest| in one pass; NaN spreads through both
+    """Raises NotFinite when a value is NaN or infinite, before anything is sent."""
+    # This finds the largest and the smallest value in one pass; NaN spreads through both.
     if rows.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(rows))).all()):
         raise NotFinite("a row holds NaN or infinity: nothing was sent")

@@ -1,9 +1,9 @@
 """The options of each mask, and the sentence that refuses one before anything is opened for it.
 
-Guarantees: an option that the mask does not have is named, and so is one with a value that cannot be, with what was
-expected and what came; a value that is long, or neither a number nor a word, is shown by its size or its type alone.
-A scheme that is made afterwards can trust the types and ranges below, so that whatever it raises is not about them.
-The names are those of the makers in noise/registry.py; tests compare the two.
+Guarantees: an option that the mask does not have is named, and so is one whose value cannot be, with what was expected
+and what came; a value that is long, or neither a number nor a word, is shown by its size or its type alone. A scheme
+that is made afterwards can rely on the types and ranges below, so that whatever it raises is not about them. The names
+are those of the makers in noise/registry.py; tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from noise.params import LatticeParameters
 from wire.errors import ConfigurationError
 
 _MOST_CHARACTERS = 40
-"""A longer word is shown by its length: whole files have been passed where a name was meant."""
+"""Most characters of a word that are shown; a longer one is shown by its length, since whole files have been passed
+where a name was meant."""
 _MOST_BITS = 64
-"""A number of more bits is shown by its length."""
+"""Most bits of a number that is shown; a longer one is shown by its length."""
 _HINT_BITS = (32, 24, 22, 20)
-"""What noise/hints/file.py can store."""
+"""Bits a number that noise/hints/file.py can store."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """What one option may be.
+    """The values that one option may have.
 
     Attributes:
         expected: the values in words, as they follow "is".
-        fits: whether a value is one of them; takes anything and raises nothing.
+        fits: tells whether a value is one of them; it takes any value and raises nothing.
     """
 
     expected: str
@@ -47,7 +48,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_parameters(value: Any) -> bool:
-    """A name, which `choose` looks up, or a set whose numbers are numbers, which it compares with the table."""
+    """Accepts a name, which `choose` looks up, or a set whose numbers are numbers, which `choose` compares with the
+    table."""
     if not isinstance(value, LatticeParameters):
         return isinstance(value, str)
     counts = (value.ring_degree, value.rank, value.bits)
@@ -77,18 +79,19 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
     },
     "off": {},
 }
-"""Mask → option → what it may be."""
+"""Mask → option → the values that it may have."""
 
 
 def check_options(mask: str, options: object) -> dict[str, Any]:
-    """The options as keyword arguments of a mask's maker.
+    """Returns the options as keyword arguments of a mask's maker.
 
     Args:
         mask: a key of OPTIONS.
         options: what a user gave.
 
     Raises:
-        ConfigurationError: no mapping, an option that the mask does not have, or a value that it cannot have.
+        ConfigurationError: the options are no mapping, the mask does not have one of them, or one cannot have its
+            value.
     """
     if not isinstance(options, Mapping):
         raise ConfigurationError(f"mask_options is a mapping of option names to values, got {_shown(options)}")
@@ -103,7 +106,7 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """A value in a message: never many characters, and nothing of what only a container or tensor holds."""
+    """Shows a value in a message: never many characters, and nothing of what only a container or tensor holds."""
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, float):

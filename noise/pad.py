@@ -1,8 +1,8 @@
 """One-time pads whose effect the tenant computes itself, ahead of use, from its own copy of the public weights.
 
 Guarantees: the provider sees x̃ + n mod 2^32 with n from AES-256-CTR under a key of its own for every block, each row
-used once; nothing is asked of the provider in advance, and nothing is lost to noise. Assumption: AES-256-CTR is a
-pseudorandom generator. For tenants that hold the weights and have no accelerator. Source: DESIGN.md, section 4.
+used once; the provider is asked for nothing in advance, and nothing is lost to noise. Assumption: AES-256-CTR is a
+pseudorandom generator. The mask is for tenants that hold the weights and have no accelerator (docs/masks.md, "pad").
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from wire.ring.seeded_rows import SeededRows
 BLOCK_ROWS = 256
 """Rows under one key: large enough for an efficient product, small enough for a short answer."""
 LEAST_ROWS = 16
-"""On a model so wide that the pool does not hold two blocks for every layer."""
+"""Fewest rows that are made at a time, on a model so wide that the pool does not hold two blocks for every layer."""
 WeightOf = Callable[[int], torch.Tensor]
 """Group number → W̃, int8, shape (in_features, out_features)."""
 
 
 class Pad:
-    """One-time pads on ring arithmetic."""
+    """Masks rows with one-time pads in ring arithmetic."""
 
     name = "pad"
     arithmetic = Arithmetic.RING
@@ -42,24 +42,25 @@ class Pad:
         on_close: Callable[[], None] = lambda: None,
         features: int = 0,
     ) -> None:
-        """Args.
+        """Prepares; no pad is made yet.
 
-        weight_of: the tenant's own quantised weights.
-        fresh_seed: 32 bytes from the operating system, counted by the ledger, never the same twice.
-        pool_bytes: pads and effects made ahead.
-        background: whether a thread makes them.
-        on_close: closes the ledger.
-        features: see `MaskPool`.
+        Args:
+            weight_of: gives the tenant's own quantised weights.
+            fresh_seed: gives 32 bytes from the operating system, counted by the ledger, never the same twice.
+            pool_bytes: the most bytes of pads and effects made ahead.
+            background: whether a thread makes them.
+            on_close: closes the ledger.
+            features: see `MaskPool`.
         """
         self._weight_of, self._fresh_seed, self._on_close = weight_of, fresh_seed, on_close
         self.pool = MaskPool(self._make, BLOCK_ROWS, pool_bytes, background, LEAST_ROWS, features)
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Needs no effects of the provider's."""
+        """Does nothing, since this mask needs no effects from the provider."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Adds fresh pad rows; see `MaskScheme.mask`."""
-        encoded, scales = encode_rows(group, direction, rows)  # raises before a row is burnt
+        encoded, scales = encode_rows(group, direction, rows)  # It raises before a row is burnt.
         pad, effect = self.pool.take(group, direction, rows.shape[0])
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -84,14 +85,14 @@ class Pad:
         return blocks
 
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
-        """Makes rows before they are needed, as far as the pool's budget goes."""
+        """Makes rows before they are needed, as far as the pool's budget allows."""
         self.pool.prepare(group, direction, num_rows)
 
     def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
-        """See `MaskScheme.mask_row`: there is none here."""
+        """Returns None always, since this mask has no shorter way for one row; see `MaskScheme.mask_row`."""
 
     def describe(self) -> Mapping[str, str]:
-        """Scheme and assumption."""
+        """Describes scheme and assumption."""
         return {
             "scheme": "pad: a one-time pad on every row, its effect computed by the tenant",
             "assumption": "AES-256-CTR, keyed by the operating system for each block, is a pseudorandom generator",

@@ -1,8 +1,8 @@
 """Parameter sets of the lattice mask: frozen, with their source, and the refusal of anything weaker.
 
-What holds: `choose` lets pass only sets that are at least as hard as a row of the table below and claim no more bits
-than that row, or sets marked `toy` where the caller allows toys (attacks and tests). What does not: the bits are an
-estimate of known attacks, not a proof. `make estimate` makes them again: docs/parameters.md.
+`choose` accepts only sets that are at least as hard as a row of the table below and claim no more bits than that row,
+or sets marked `toy` where the caller allows toys (attacks and tests do). The bits are an estimate of known attacks, not
+a proof. `make estimate` makes them again (docs/parameters.md, "Estimate it again").
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from dataclasses import dataclass
 from wire.errors import ConfigurationError, WeakParameters
 
 MODULUS_BITS = 32
-"""q = 2^32: the ring of wire/SPEC.md; the estimates below are for this modulus and no other."""
+"""q = 2^32: the ring of wire/SPEC.md. The estimates below are for this modulus and no other."""
 
 SECURITY_TARGET_BITS = 128
-"""What must be left after the loss for many secrets; see `LatticeParameters.max_secrets`."""
+"""Bits of security that must be left after the loss for many secrets; see `LatticeParameters.max_secrets`."""
 
 NOMINAL_SIGMA = 3.2
-"""Smallest error allowed. HomomorphicEncryption.org Security Standard (2018), table 1 and section 2.1.1; smaller
-errors fall to Arora and Ge, "New algorithms for learning with errors in presence of noise" (ICALP 2011)."""
+"""Smallest standard deviation of the error that is allowed. HomomorphicEncryption.org Security Standard (2018), table 1
+and section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning with errors in presence of noise"
+(ICALP 2011)."""
 
 MAX_RING_DEGREE = 2048
 MAX_RANK = 6
 """Largest N and k for which noise/polynomial/negacyclic.py is tested to be exact."""
 
 MAX_SIGMA = 1024.0
-"""Past this the loss of quality is plain (DESIGN.md section 3: loss 2.7166 against 2.7054) and tables grow large."""
+"""Largest σ that is accepted. Beyond it the loss of quality is plain (2.7166 at σ = 1024 against 2.7054, in the
+simulation of docs/masks.md, "How good are answers") and tables grow large."""
 
 _UNLIMITED = 2**62
 _ESTIMATE = "lattice-estimator, MATZOV cost model, minimum of uSVP, BDD and dual-hybrid, unlimited samples, q=2^32"
@@ -38,13 +40,13 @@ class LatticeParameters:
     """One Module-LWE instance with a uniform ternary secret over Z_q[X]/(X^N + 1), q = 2^32.
 
     Attributes:
-        name: what a user writes.
-        ring_degree: N, a power of two; also the mask rows in a block.
-        rank: k, polynomials in a secret.
-        sigma: standard deviation of the error; 3.2 stands for the centred binomial with η = 21 (σ = 3.24).
-        bits: estimated cost of the best known attack, as a power of two.
+        name: the name that a user writes.
+        ring_degree: N, a power of two; also the number of mask rows in a block.
+        rank: k, the number of polynomials in a secret.
+        sigma: the standard deviation of the error; 3.2 stands for the centred binomial with η = 21 (σ = 3.24).
+        bits: the estimated cost of the best known attack, as a power of two.
         source: where `bits` comes from.
-        toy: breakable on purpose, for attacks and tests.
+        toy: whether the set is breakable on purpose, for attacks and tests.
     """
 
     name: str
@@ -57,12 +59,12 @@ class LatticeParameters:
 
     @property
     def dimension(self) -> int:
-        """k·N, the dimension of the lattice problem and the rows of A and of a hint."""
+        """Returns k·N, the dimension of the lattice problem, and the number of rows of A and of a hint."""
         return self.rank * self.ring_degree
 
     @property
     def max_secrets(self) -> int:
-        """Secrets (block × group × direction) that one seed of A may serve.
+        """Returns how many secrets (block × group × direction) one seed of A may serve.
 
         T secrets under one A cost an attacker who is content with any of them at most a factor T less, by a hybrid
         argument; 2^(bits − 128) of them leave 128 bits. A toy set has no such limit.
@@ -82,22 +84,23 @@ PARAMETERS: dict[str, LatticeParameters] = {
         _estimated("lean", 256, 5, 32.0, 149),
     )
 }
-"""The table of DESIGN.md section 4, rows that are not refused."""
+"""The first table of docs/parameters.md: the sets that are not refused."""
 
 REFUSED = _estimated("1024", 512, 2, NOMINAL_SIGMA, 106)
-"""A row of the same table that is refused: below SECURITY_TARGET_BITS. benchmarks/estimate.py estimates it as well."""
+"""A set that is refused, since it is below SECURITY_TARGET_BITS (the second table of docs/parameters.md).
+benchmarks/estimate.py estimates it as well."""
 
 
 def choose(name_or_parameters: str | LatticeParameters, allow_toy: bool = False) -> LatticeParameters:
-    """The parameter set to use, checked.
+    """Returns the parameter set to use, checked.
 
     Args:
         name_or_parameters: a key of PARAMETERS, or a set of one's own.
-        allow_toy: accept a set marked `toy`. Only attacks and tests say so.
+        allow_toy: whether to accept a set marked `toy`. Only attacks and tests do.
 
     Raises:
-        ConfigurationError: an unknown name, or numbers that the arithmetic cannot do.
-        WeakParameters: weaker than every row of the table, or a toy that was not allowed.
+        ConfigurationError: the name is unknown, or the arithmetic cannot do the numbers.
+        WeakParameters: the set is weaker than every row of the table, or a toy that was not allowed.
     """
     if isinstance(name_or_parameters, str):
         if name_or_parameters not in PARAMETERS:
@@ -134,9 +137,9 @@ def _check_strength(parameters: LatticeParameters, allow_toy: bool) -> None:
 
 
 def _at_least(parameters: LatticeParameters, row: LatticeParameters) -> bool:
-    """Whether the set is no easier than a row: at fixed q, LWE gets harder with dimension and with error.
+    """Tells whether the set is no easier than a row: at fixed q, LWE gets harder with dimension and with error.
 
-    `bits` is what its maker claims, and decides how many secrets are drawn: no more than the row has.
+    `bits` is what the author of the set claims, and decides how many secrets are drawn, so it may not exceed the row's.
     """
     harder = parameters.dimension >= row.dimension and parameters.sigma >= row.sigma
     return harder and parameters.bits <= row.bits

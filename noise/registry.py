@@ -1,4 +1,4 @@
-"""From a mask's name and options to a scheme, and the refusals of DESIGN.md section 3 in one sentence each."""
+"""Makes a scheme from a mask's name and options, and refuses pairs that do not exist in one sentence each."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Setting:
 
     Attributes:
         weights: the provider's weights, `int8` or `native`.
-        offered: arithmetics in the manifest.
-        open_ledger: this identity's ledger; called only by masks that count secrets.
+        offered: the arithmetics in the manifest.
+        open_ledger: opens this identity's ledger; only masks that count secrets call it.
         hints_folder: where lattice hints are kept.
-        num_providers: URLs of the client.
-        limits: the smallest of the providers'.
+        num_providers: how many URLs the client has.
+        limits: the smallest of the providers' limits.
         verified: whether replies are checked before a scheme sees them.
-        weight_of: the tenant's own quantised weights, or None.
-        features: of all groups' requests and replies, forward: numbers in a token's masks and effects.
+        weight_of: gives the tenant's own quantised weights; or None.
+        features: how many numbers a token's masks and effects have, over all groups' requests and replies, forward.
     """
 
     weights: str
@@ -56,10 +56,10 @@ class Setting:
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
-    """The arithmetic of a mask, or the sentence that refuses the pair.
+    """Returns the arithmetic of a mask, or refuses the pair in one sentence.
 
     Raises:
-        ConfigurationError: an unknown name, a pair that does not exist, or a wrong number of providers.
+        ConfigurationError: a name is unknown, the pair does not exist, or the number of providers is wrong.
     """
     if mask not in MASKS:
         raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
@@ -82,18 +82,18 @@ def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> st
 
 
 def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], setting: Setting) -> MaskScheme:
-    """Makes the scheme a client asked for.
+    """Makes the scheme that a client asked for.
 
     Args:
         mask: one of MASKS.
-        arithmetic: `ring`, `float`, or None for what suits the mask and the provider's weights.
-        options: keyword arguments of the scheme.
-        setting: of the session.
+        arithmetic: `ring`, `float`, or None for the one that suits the mask and the provider's weights.
+        options: the keyword arguments of the scheme.
+        setting: what the session offers.
 
     Raises:
-        ConfigurationError: an unknown mask or option, a value that the option cannot have, or a pair of mask and
-            arithmetic that does not exist.
-        WeakParameters: lattice parameters below the table.
+        ConfigurationError: the mask or an option is unknown, an option cannot have its value, or the pair of mask and
+            arithmetic does not exist.
+        WeakParameters: the lattice parameters are weaker than the table.
     """
     chosen = choose_arithmetic(mask, arithmetic, setting)
     makers: dict[str, Callable[..., MaskScheme]] = {

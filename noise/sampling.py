@@ -1,9 +1,10 @@
-"""Noise from the operating system's CSPRNG. Never torch's or numpy's generators: they can be predicted or replayed.
+"""Noise from the operating system's CSPRNG. torch's and numpy's generators are never used: they can be predicted or
+replayed.
 
 `gaussian` and `other_index` read os.urandom directly. The lattice mask needs gigabytes: `Csprng` expands an os.urandom
-key by AES-256-CTR. Its samplers draw ternary secrets and errors; none branches on a drawn value but for the rejection
-of whole bytes (`ternary`), and only `discrete_gaussian` looks a secret number up in a table: the tenant's own machine
-is trusted (DESIGN.md section 6), shared caches are not defended against.
+key by AES-256-CTR. Its samplers draw ternary secrets and errors; none branches on a drawn value except to reject whole
+bytes (`ternary`), and only `discrete_gaussian` looks a secret number up in a table: the tenant's own machine is
+trusted, and shared caches are not defended against (docs/threat-model.md, "What is not protected against").
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from wire.errors import ConfigurationError
 Bytes = npt.NDArray[np.uint8]
 
 _REKEY_BYTES = 1 << 36
-"""2^32 blocks of AES: a counter stream of that length differs from random by at most 2^64 / 2^129 (PRP/PRF switching,
-Bellare and Rogaway, "The security of triple encryption", EUROCRYPT 2006, lemma 1)."""
+"""Bytes drawn under one key: 2^32 blocks of AES. A counter stream of that length differs from random by at most 2^64 /
+2^129 (PRP/PRF switching, Bellare and Rogaway, "The security of triple encryption", EUROCRYPT 2006, lemma 1)."""
 
 _PIECE = bytes(1 << 18)
 """Zeros that are encrypted piece by piece; 256 KiB stays in the cache (8 GB/s; 64 KiB: 7.9, 4 KiB: 5.2)."""
 
 _ETA = 21
-"""Of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
+"""η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
 
 _BATCH = 1 << 17
 """Samples made at a time, so that their bytes stay in the cache."""
 
 
 def gaussian(rows: int, features: int) -> torch.Tensor:
-    """Standard normal numbers by the Box-Muller transform of os.urandom.
+    """Draws standard normal numbers by the Box-Muller transform of os.urandom.
 
     Returns:
         float32, shape (rows, features), CPU.
 
-    Source: Box and Muller, 1958. Uniforms have 53 bits; u in (0, 1], so the logarithm is finite.
+    Source: Box and Muller, 1958. Uniforms have 53 bits; u is in (0, 1], so the logarithm is finite.
     """
     count = rows * features
     half = (count + 1) // 2
@@ -62,7 +63,7 @@ def gaussian(rows: int, features: int) -> torch.Tensor:
 
 
 def other_index(count: int, last: int | None) -> int:
-    """A uniform index below `count` that is not `last` (where there is a choice)."""
+    """Draws a uniform index below `count` that is not `last` (where there is a choice)."""
     if last is None or count < 2:
         return secrets.randbelow(count)
     drawn = secrets.randbelow(count - 1)
@@ -70,10 +71,10 @@ def other_index(count: int, last: int | None) -> int:
 
 
 class Csprng:
-    """AES-256-CTR under keys from os.urandom, one for each thread that draws, so that none waits for another.
+    """AES-256-CTR under keys from os.urandom, one for each thread that draws, so that no thread waits for another.
 
-    A forked child draws a key of its own before its first byte. Cannot be copied or pickled and prints nothing. Python
-    cannot wipe a key from memory: a dropped generator leaves that to the allocator.
+    A forked child draws a key of its own before its first byte. A generator cannot be copied or pickled and prints
+    nothing. Python cannot wipe a key from memory: a dropped generator leaves that to the allocator.
     """
 
     def __init__(self) -> None:
@@ -92,10 +93,11 @@ class Csprng:
             self._stream(len(piece)).update_into(_PIECE[: len(piece)], piece)
 
     def _stream(self, num_bytes: int) -> CipherContext:
-        """This thread's stream. A fork that Python did not see shows as another process id: another key."""
+        """Returns this thread's stream. A fork that Python did not see shows as another process id, and gets another
+        key."""
         own: Any = self._streams
         if getattr(own, "process", None) != os.getpid() or own.left < num_bytes:
-            # a fresh key, so that the counter may start at zero
+            # The key is fresh, so the counter may start at zero.
             own.context = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(bytes(16))).encryptor()
             own.left, own.process = _REKEY_BYTES, os.getpid()
         own.left -= num_bytes
@@ -103,13 +105,13 @@ class Csprng:
         return context
 
     def random_bytes(self, count: int) -> torch.Tensor:
-        """uint8, shape (count,), CPU."""
+        """Returns random bytes as uint8, shape (count,), CPU."""
         drawn = torch.empty(count, dtype=torch.uint8, device="cpu")
         self.fill(drawn.numpy())
         return drawn
 
     def array(self, count: int) -> Bytes:
-        """`random_bytes` for numpy."""
+        """Does what `random_bytes` does, for numpy."""
         drawn = np.empty(count, dtype=np.uint8)
         self.fill(drawn)
         return drawn
@@ -119,7 +121,7 @@ class Csprng:
         return "<Csprng>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """A copied generator would repeat its stream: two-time pads."""
+        """Refuses, since a copied generator would repeat its stream, which makes two-time pads."""
         raise TypeError("a Csprng cannot be copied or pickled: its stream would be used twice")
 
 
@@ -135,7 +137,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
-    """Exactly uniform over {−1, 0, 1}: a byte below 3^5 = 243 is five trits, other bytes are thrown away.
+    """Draws exactly uniformly from {−1, 0, 1}: a byte below 3^5 = 243 is five trits, and other bytes are thrown away.
 
     Returns:
         int8, of this shape, CPU.
@@ -144,13 +146,13 @@ def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
     trits = np.empty((0, 5), dtype=np.int8)
     while trits.size < count:
         missing = -(-(count - trits.size) // 5)
-        drawn = rng.array(missing * 256 // 243 + missing // 16 + 16)  # seldom too few
+        drawn = rng.array(missing * 256 // 243 + missing // 16 + 16)  # These are seldom too few.
         trits = np.concatenate((trits, _five_trits(drawn[drawn < 243])))
     return torch.from_numpy(trits.reshape(-1)[:count].copy()).view(*shape)
 
 
 def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
-    """Base-3 digits by division, not by a table that a cache would give away."""
+    """Returns base-3 digits, by division and not by a table, whose use a cache would give away."""
     digits = np.empty((below_243.size, 5), dtype=np.int8)
     rest = below_243
     for position in range(5):
@@ -160,20 +162,20 @@ def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
 
 
 def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torch.Tensor:
-    """Σ a_i − Σ b_i over η pairs of fair bits; variance η/2.
+    """Draws Σ a_i − Σ b_i over η pairs of fair bits; its variance is η/2.
 
-    Drawn as the number of ones among 2η bits, less η: 1 − b_i is as fair as b_i. The bits of a sample are whole bytes
-    and an even rest that shares bytes with its neighbours.
+    It is drawn as the number of ones among 2η bits, less η, since 1 − b_i is as fair as b_i. The bits of a sample are
+    whole bytes and an even rest that shares bytes with its neighbours.
 
     Args:
         rng: where the bits come from.
-        shape: of the result.
+        shape: the shape of the result.
         eta: 1 to 63; 21 has σ = 3.24.
 
     Returns:
         int8, of this shape, CPU.
 
-    Source: η as `_ETA` says.
+    Source: see `_ETA`.
     """
     if not 1 <= eta <= 63:
         raise ConfigurationError(f"eta is 1 to 63, got {eta}")
@@ -184,14 +186,14 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
             _count_ones(rng, ones[start : start + _BATCH], 2 * eta)
 
     share(work, range(0, ones.size, _BATCH))
-    ones -= np.uint8(eta)  # wraps below zero to the two's complement of an int8
+    ones -= np.uint8(eta)  # Below zero this wraps to the two's complement of an int8.
     return torch.from_numpy(ones.view(np.int8)).view(*shape)
 
 
 def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
-    """Writes to each element of `out` the ones among `num_bits` fresh bits."""
+    """Writes to each element of `out` the number of ones among `num_bits` fresh bits."""
     count, whole, rest = out.size, num_bits // 8, num_bits % 8
-    share = 8 // rest if rest else 1  # samples that share a byte of rests
+    share = 8 // rest if rest else 1  # This many samples share a byte of rests.
     width = -(-count // share)
     drawn = rng.array(whole * count + (width if rest else 0))
     ones = np.bitwise_count(drawn[: whole * count].reshape(whole, count))
@@ -205,15 +207,15 @@ def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
 
 
 def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.Tensor:
-    """Integers x with probability proportional to exp(−x²/2σ²), by inverting their distribution function.
+    """Draws integers x with probability proportional to exp(−x²/2σ²), by inverting their distribution function.
 
-    The function is kept as 80-bit numbers, and |x| > 11σ is left out (mass below 2^-86): within
-    (22σ + 1)·2^-81 + 2^-86 of the true distribution in statistical distance, 2^-71 at σ = 32. A sample's first 16
-    bits decide it, unless a boundary of the function lies in their cell; then 64 more bits are drawn.
+    The function is kept as 80-bit numbers, and |x| > 11σ is left out (mass below 2^-86), so the result is within (22σ +
+    1)·2^-81 + 2^-86 of the true distribution in statistical distance, 2^-71 at σ = 32. A sample's first 16 bits decide
+    it, unless a boundary of the function lies in their cell; then 64 more bits are drawn.
 
     Args:
         rng: where the bits come from.
-        shape: of the result.
+        shape: the shape of the result.
         sigma: above 0, at most 2048.
 
     Returns:
@@ -235,14 +237,15 @@ def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.
 
 
 class _GaussianTable:
-    """The boundaries of a distribution function at 80 bits: cell = the top 16 bits, low = the other 64."""
+    """The boundaries of a distribution function at 80 bits: `cell` is the top 16 bits, `low` the other 64."""
 
     def __init__(self, sigma: float) -> None:
         tail = _tail(sigma)
         boundaries = _boundaries(sigma, tail)
         cells = np.array([boundary >> 64 for boundary in boundaries], dtype=np.int64)
         self._low = np.array([boundary & (2**64 - 1) for boundary in boundaries], dtype=np.uint64)
-        # index of the first boundary in each cell and after it; x = -tail + boundaries at or below the drawn number
+        # These are the indices of the first boundary in each cell and after it; x = -tail + boundaries at or below the
+        # drawn number.
         self._first = np.searchsorted(cells, np.arange(1 << 16), side="left")
         self._end = np.searchsorted(cells, np.arange(1 << 16), side="right")
         undecided = self._end > self._first
@@ -251,14 +254,15 @@ class _GaussianTable:
         self._tail = tail
 
     def sample(self, rng: Csprng, out: npt.NDArray[np.int16]) -> None:
-        """Fills `out`."""
+        """Fills `out` with samples."""
         cell = rng.array(2 * out.size).view(np.uint16)
-        np.take(self._value, cell, out=out, mode="clip")  # no cell is out of range; clip lets numpy write in place
+        np.take(self._value, cell, out=out, mode="clip")  # No cell is out of range; clip lets numpy write in place.
         where = np.flatnonzero(out == _UNDECIDED)
         out[where] = self._search(cell[where], rng.array(8 * where.size).view(np.uint64)) - self._tail
 
     def _search(self, cell: npt.NDArray[np.uint16], low: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Boundaries at or below each number (cell, low): a binary search among those of its cell, all at once."""
+        """Counts the boundaries at or below each number (cell, low), by a binary search among those of its cell, all at
+        once."""
         begin, end = self._first[cell], self._end[cell]
         for _ in range(self._steps):
             middle = (begin + end) // 2
@@ -268,7 +272,7 @@ class _GaussianTable:
 
 
 _UNDECIDED = np.int16(-(2**15))
-"""No value: the tail at the largest σ is 22528."""
+"""Marks cells that do not decide a sample. It is no value itself, since the tail at the largest σ is 22528."""
 
 
 def _tail(sigma: float) -> int:
@@ -276,7 +280,7 @@ def _tail(sigma: float) -> int:
 
 
 def _boundaries(sigma: float, tail: int) -> list[int]:
-    """round(2^80·P(X ≤ x)) for x = −tail … tail − 1, from 50-digit exponentials."""
+    """Returns round(2^80·P(X ≤ x)) for x = −tail … tail − 1, from 50-digit exponentials."""
     with decimal.localcontext(prec=50):
         width = 2 * decimal.Decimal(sigma) ** 2
         weights = [(-(decimal.Decimal(x) ** 2) / width).exp() for x in range(-tail, tail + 1)]
@@ -295,7 +299,7 @@ def _gaussian_table(sigma: float) -> _GaussianTable:
 
 
 def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> torch.Tensor:
-    """The error of a parameter set: centred binomial for the nominal σ = 3.2, table-sampled Gaussian for others.
+    """Draws the error of a parameter set: centred binomial for the nominal σ = 3.2, table-sampled Gaussian for others.
 
     Returns:
         int8 or int16, of this shape, CPU; zeros for a toy with σ = 0.
@@ -308,7 +312,7 @@ def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> t
 
 
 def error_bound(parameters: LatticeParameters) -> int:
-    """The largest |e| that `error` can draw: for bounds that must hold whatever is drawn."""
+    """Returns the largest |e| that `error` can draw, for bounds that must hold whatever is drawn."""
     if parameters.sigma == NOMINAL_SIGMA:
         return _ETA
     return _tail(parameters.sigma)

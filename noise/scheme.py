@@ -1,9 +1,9 @@
-"""The one interface between a remote layer and whatever hides its rows.
+"""The one interface between a remote layer and the mask that hides its rows.
 
 A caller hands a scheme the rows of one call, sends the messages that come back, hands in the replies and gets the
 product: it never learns which arithmetic, how many providers or how much noise. A scheme owns scaling, rounding, noise
-and its effect. Guarantees asked of every scheme: `mask` checks its input before it spends anything; a `Masked` is
-unmasked at most once; nothing in it is printed.
+and its effect. Every scheme must guarantee that `mask` checks its input before it spends anything, that a `Masked` is
+unmasked at most once, and that nothing in it is printed.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class GroupSpec:
 
     Attributes:
         id: the group's number in the manifest.
-        in_features, out_features: shape of the group's weight W, outputs of all members side by side.
-        column_norm, row_norm: largest Euclidean norms of W̃'s columns and rows.
+        in_features, out_features: the shape of the group's weight W, with the outputs of all members side by side.
+        column_norm, row_norm: the largest Euclidean norms of W̃'s columns and rows.
         alpha: float32, shape (out_features,), on any device; `alpha_on` gives it where the rows are.
-        digest: of W̃ and α, from the manifest.
+        digest: the digest of W̃ and α, from the manifest.
     """
 
     id: int
@@ -44,15 +44,16 @@ class GroupSpec:
     _moved: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def widths(self, direction: Direction) -> tuple[int, int]:
-        """(columns of a request, columns of its reply)."""
+        """Returns (columns of a request, columns of its reply)."""
         forward = direction is Direction.FORWARD
         return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
 
     def alpha_on(self, device: torch.device) -> torch.Tensor:
-        """α on the device of some rows: a model may be moved after it was loaded. Copied once for each device.
+        """Returns α on the device of some rows, since a model may be moved after it was loaded. It is copied once for
+        each device.
 
         Args:
-            device: a tensor's own, so with its index.
+            device: a tensor's own device, so with its index.
 
         Returns:
             float32, shape (out_features,); `alpha` itself where that is on this device.
@@ -61,7 +62,7 @@ class GroupSpec:
             return self.alpha
         moved = self._moved.get(device)
         if moved is None:
-            with torch.inference_mode(False):  # kept, and later calls may be outside of it
+            with torch.inference_mode(False):  # The copy is kept, and later calls may be outside of inference mode.
                 moved = self._moved[device] = self.alpha.to(device)
         return moved
 
@@ -79,7 +80,8 @@ class Message:
 class Masked:
     """Messages to send, in order, and the closure that turns their replies into the product.
 
-    `unmask` takes one reply a message, on the tenant's device, and returns float32, shape (num_rows, reply features).
+    `unmask` takes one reply for each message, on the tenant's device, and returns float32, shape (num_rows, reply
+    features).
     """
 
     messages: tuple[Message, ...]
@@ -87,22 +89,22 @@ class Masked:
 
 
 class Reply(Protocol):
-    """Rows on their way."""
+    """Rows that have been asked for and are not there yet."""
 
     def result(self) -> torch.Tensor:
-        """Waits for them; where the session verifies, they have been checked when this returns."""
+        """Waits for the rows; where the session verifies, they have been checked when this returns."""
         ...
 
 
 class MaskedRow(NamedTuple):
-    """One row as `Masked`, in the bytes of a message: `message` has room for its header before it (`wire.frame`)."""
+    """One row as in `Masked`, in the bytes of a message: `message` has room for its header in front (`wire.frame`)."""
 
     call: Call
     message: bytearray
     unmask: Callable[[torch.Tensor], torch.Tensor]
 
     def __repr__(self) -> str:
-        """No numbers."""
+        """Shows no numbers."""
         return "MaskedRow()"
 
 
@@ -115,16 +117,17 @@ class MaskScheme(Protocol):
 
     @property
     def name(self) -> str:
-        """As in `TenantClient(mask=...)`."""
+        """Returns the name of the mask, as in `TenantClient(mask=...)`."""
         ...
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """The arithmetic of its messages. In FLOAT the provider's product holds the bias, in RING it does not."""
+        """Returns the arithmetic of its messages. In FLOAT the provider's product holds the bias, in RING it does
+        not."""
         ...
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Called once, before the first `mask`, with the way to the provider's bias-free path."""
+        """Gives the mask the provider's bias-free path; called once, before the first `mask`."""
         ...
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
@@ -142,11 +145,12 @@ class MaskScheme(Protocol):
         ...
 
     def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
-        """`mask` of one row on the CPU, for one provider, by a shorter way; None where there is none."""
+        """Does what `mask` does for one row on the CPU and one provider, in less time; returns None where this mask
+        cannot."""
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """What a user should know: scheme, assumption, parameters, what it does not hide."""
+        """Returns what a user should know: scheme, assumption, parameters, what it does not hide."""
         ...
 
     def close(self) -> None:
@@ -155,15 +159,16 @@ class MaskScheme(Protocol):
 
 
 class RowCodecs:
-    """How one row is coded, for each group and direction; a decode step codes a hundred."""
+    """Keeps how one row is coded, for each group and direction; a decode step codes a hundred rows."""
 
     def __init__(self, error_bound: float = 0.0, slack: float = 0.0) -> None:
-        """Args: error_bound: of each number of a mask's error; slack: see `wire.ring.coding.encode`."""
+        """Args: error_bound: a bound of each number of a mask's error; slack: see `wire.ring.coding.encode`."""
         self._error_bound, self._slack = error_bound, slack
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
     def of(self, group: GroupSpec, direction: Direction) -> tuple[Call, coding.RowCodec | None]:
-        """The call, and what codes its row; None where that takes the longer way."""
+        """Returns the call, and the codec of its row; None in place of the codec where rows must go through
+        `encode_rows`."""
         known = self._known.get((group.id, direction))
         if known is None or known[0] is not group:
             known = self._known[group.id, direction] = group, *self._make(group, direction)
@@ -182,7 +187,8 @@ class RowCodecs:
 def encode_rows(
     group: GroupSpec, direction: Direction, rows: torch.Tensor, error_norm: float = 0.0, slack: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Real rows to ring rows for one direction: x̃ = round(x/β), or g̃ = round((g ⊙ α)/β′). DESIGN.md section 3.
+    """Turns real rows into ring rows for one direction: x̃ = round(x/β), or g̃ = round((g ⊙ α)/β′) (wire/SPEC.md,
+    section 5).
 
     Returns:
         int32 rows and their float32 scales, shape (num_rows, 1), which stay with the tenant.
@@ -199,7 +205,7 @@ def decode_rows(
     scales: torch.Tensor,
     effect: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The real product of a ring reply, its mask's effect taken off; float32, shape (num_rows, reply columns), without
-    bias."""
+    """Returns the real product of a ring reply, minus its mask's effect and without bias: float32, shape (num_rows,
+    reply columns)."""
     alpha = group.alpha_on(reply.device) if direction is Direction.FORWARD else None
     return coding.decode(reply, scales, alpha, effect)

@@ -1,8 +1,8 @@
 """Two providers that do not collude: one gets the rows minus a pseudorandom share, the other the share's seed.
 
-Exact: no error, no hints, no pool. The first provider sees x̃ − expand(p) mod 2^32, which is uniform to whoever does not
-know p; the second sees p, fresh 32 bytes that have nothing to do with x̃. Assumption: the two do not collude, and
-AES-256-CTR is a pseudorandom generator. Source: DESIGN.md, section 4 (additive secret sharing).
+It is exact: there is no error, no hint and no pool. The first provider sees x̃ − expand(p) mod 2^32, which is uniform
+to anyone who does not know p; the second sees p, 32 fresh bytes that have nothing to do with x̃. Assumption: the two do
+not collude, and AES-256-CTR is a pseudorandom generator. This is additive secret sharing (docs/masks.md, "shares").
 """
 
 from __future__ import annotations
@@ -18,28 +18,29 @@ from wire.ring.seeded_rows import SeededRows
 
 
 class Shares:
-    """Additive shares over two providers, on ring arithmetic."""
+    """Shares rows additively over two providers, in ring arithmetic."""
 
     name = "shares"
     arithmetic = Arithmetic.RING
 
     def __init__(self, fresh_seed: Callable[[], bytes], on_close: Callable[[], None] = lambda: None) -> None:
-        """Args.
+        """Keeps what it is given.
 
-        fresh_seed: 32 bytes from the operating system, counted by the ledger, never the same twice.
-        on_close: closes the ledger.
+        Args:
+            fresh_seed: gives 32 bytes from the operating system, counted by the ledger, never the same twice.
+            on_close: closes the ledger.
         """
         self._fresh_seed, self._on_close = fresh_seed, on_close
         self._closed = False
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Needs no effects of its own: the second provider's reply is the effect."""
+        """Does nothing: the second provider's reply is the effect."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Splits the rows; see `MaskScheme.mask`."""
         if self._closed:
             raise MaskError("this mask was closed")
-        encoded, scales = encode_rows(group, direction, rows)  # raises before a seed is spent
+        encoded, scales = encode_rows(group, direction, rows)  # It raises before a seed is spent.
         share = SeededRows(self._fresh_seed(), 0, rows.shape[0])
         hidden = encoded.to("cpu") - share.expand(rows.shape[1])
 
@@ -55,10 +56,10 @@ class Shares:
         )
 
     def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
-        """See `MaskScheme.mask_row`: there is none here."""
+        """Returns None always, since this mask has no shorter way for one row; see `MaskScheme.mask_row`."""
 
     def describe(self) -> Mapping[str, str]:
-        """Scheme and assumption."""
+        """Describes scheme and assumption."""
         return {
             "scheme": "shares: rows minus a pseudorandom share to one provider, the share's seed to another",
             "assumption": "the two providers do not collude; AES-256-CTR is a pseudorandom generator",
@@ -68,6 +69,6 @@ class Shares:
         }
 
     def close(self) -> None:
-        """Hands out nothing from now on."""
+        """Makes `mask` refuse from now on, and closes the ledger."""
         self._closed = True
         self._on_close()

@@ -2,7 +2,7 @@
 
 Guarantees: a reply with at least one wrong number, in any number of rows, passes with probability at most 2^-κ; after
 the first failure nothing passes and the secrets are gone. The weights themselves are not kept. It does not guarantee
-which weights are trusted: that is tenant_sdk/trust/checkpoint.py's part.
+which weights are trusted; tenant_sdk/trust/checkpoint.py decides that.
 
 For secret binary R, of shape (reply features × κ+1), and V = W̃·R, a reply r to the rows z must give r·R ≡ z·V mod
 2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all differences of a row: times a binary
@@ -11,8 +11,8 @@ half. Many rows, where the machine multiplies bytes fast, are first folded with 
 shape (κ+1 × rows), which misses with 2^-(κ+1) by the same argument: together 2^-κ. An honest provider is never refused,
 so R and S can serve a whole session: the only thing a forger ever learns is the failure that ends it.
 
-Source: Freivalds, 1977; Tramèr and Boneh, "Slalom", ICLR 2019, section 3.2; DESIGN.md, section 5. Why folding:
-docs/decisions/0005-verification.md.
+Source: Freivalds, 1977; Tramèr and Boneh, "Slalom", ICLR 2019, section 3.2. docs/decisions/0005-verification.md has the
+reasons, and says why rows are folded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from wire.ring import coding
 from wire.ring.product import int_mm_is_fast
 
 FAILED = "an answer of the provider is not what the trusted checkpoint gives: this session is over"
-"""The one sentence, whatever was wrong: a forger learns nothing from the difference."""
+"""The one sentence for every failure, whatever was wrong, so that a forger learns nothing from a difference."""
 
 _FOLD_FROM = 160
-"""Rows from which folding is cheaper than projecting each row; measured in docs/decisions/0005-verification.md."""
+"""Rows from which folding costs less than projecting each row; measured in docs/decisions/0005-verification.md."""
 _FOLD_ROWS = 1024
-"""Rows folded together. Each has its own column of S, so that no two differences can cancel by design."""
+"""Most rows folded together. Each has its own column of S, so that no two differences can cancel by design."""
 _WEIGHT_ROWS = 1024
-"""Rows of W̃ projected at a time: bounds the int32 copy."""
+"""Rows of W̃ projected at a time, which bounds the int32 copy."""
 _SIGN_BITS = -0x7F7F7F80
 """0x80808080 as int32: xor with it turns each byte u into the signed byte u − 128."""
 _BYTE_VALUES = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], dtype=torch.int32, device="cpu")
@@ -50,7 +50,7 @@ class _Projection:
     """The secrets of one group and direction.
 
     Attributes:
-        inputs, outputs: columns of a request and of its reply.
+        inputs, outputs: the columns of a request and of its reply.
         outer: R, int8 of zeros and ones, shape (outputs, columns).
         inner: V = W̃·R as balanced int8 limbs side by side, shape (inputs, limbs · columns).
     """
@@ -61,26 +61,27 @@ class _Projection:
     inner: torch.Tensor = field(repr=False)
 
     def fits(self, rows: torch.Tensor, reply: torch.Tensor) -> bool:
-        """Whether r·R ≡ z·V for every row and column."""
+        """Tells whether r·R ≡ z·V for every row and column."""
         columns = self.outer.shape[1]
         return torch.equal(coding.product(reply, self.outer), _join(coding.product(rows, self.inner), columns))
 
 
 class Verifier:
-    """The projections of all groups of one session; safe under threads; cannot be pickled or copied.
+    """The projections of all groups of one session. It is safe under threads, and cannot be pickled or copied.
 
-    Memory: (d + m) · (1 + limbs) · (κ+1) bytes a group of weight (d × m) for both directions; limbs is 2 or 3 for real
-    weights: 30 MB for SmolLM2-135M, 0.3 GB for a 7B model, at κ = 40.
+    It takes (d + m) · (1 + limbs) · (κ+1) bytes of memory for a group of weight (d × m), for both directions; limbs is
+    2 or 3 for real weights. That makes 30 MB for SmolLM2-135M and 0.3 GB for a 7B model, at κ = 40.
     """
 
     _kappas: ClassVar[range] = range(40, 65)
-    """Below 40 a forger's chance is worth trying, above 64 costs time for nothing. Tests of the law use fewer."""
+    """Values of κ that are accepted. Below 40 a forger's chance is worth trying, above 64 costs time for nothing. Tests
+    of the probability use fewer."""
 
     def __init__(self, kappa: int = 40) -> None:
         """Args: kappa: a forged reply passes with probability at most 2^-kappa; 40 to 64.
 
         Raises:
-            ConfigurationError: any other number.
+            ConfigurationError: kappa is any other number.
         """
         if kappa not in self._kappas:
             raise ConfigurationError(f"kappa is {self._kappas[0]} to {self._kappas[-1]}, got {kappa!r}")
@@ -93,12 +94,12 @@ class Verifier:
 
     @property
     def failed(self) -> bool:
-        """Whether a check has failed: then every later one does."""
+        """Tells whether a check has failed; then every later one fails."""
         return self._failed
 
     @property
     def secret_bytes(self) -> int:
-        """Memory that the projections take."""
+        """Returns the bytes of memory that the projections take."""
         held = list(self._projections.values())
         return sum(each.outer.numel() + each.inner.numel() for each in held)
 
@@ -110,7 +111,7 @@ class Verifier:
             quantised: W̃ of the trusted checkpoint, int8, shape (in_features, out_features), CPU.
 
         Raises:
-            InvalidTensor: not such a matrix.
+            InvalidTensor: `quantised` is not such a matrix.
             ConfigurationError: the group was added before, or the verifier is closed.
             VerificationFailed: a check has failed already.
         """
@@ -127,15 +128,16 @@ class Verifier:
             self._projections.update(made)
 
     def check(self, group_id: int, direction: Direction, rows: torch.Tensor, reply: torch.Tensor) -> None:
-        """Accepts a reply as it came from the provider, still masked, or ends everything.
+        """Accepts a reply as it came from the provider, still masked, or ends the session.
 
         Args:
-            group_id, direction: of the call; purpose PRODUCT, EFFECT or HINT.
+            group_id, direction: the call's, whose purpose is PRODUCT, EFFECT or HINT.
             rows: the rows as they were sent (for a HINT: as expanded), int32, shape (num_rows, request features).
             reply: int32, shape (num_rows, reply features).
 
         Raises:
-            VerificationFailed: a number, a shape or a type is wrong, or the group is unknown; the same sentence always.
+            VerificationFailed: a number, a shape or a type is wrong, or the group is unknown; the sentence is always
+                the same.
             ConfigurationError: the verifier is closed.
         """
         self._check_usable()
@@ -144,13 +146,13 @@ class Verifier:
             self._fail()
         if not _all_fit(projection, fold, rows.cpu(), reply.cpu()):
             self._fail()
-        self._check_usable()  # another thread may have met a forgery meanwhile
+        self._check_usable()  # Another thread may have met a forgery meanwhile.
 
     def request_features(self, group_id: int, direction: Direction) -> int:
-        """Columns of a request, of trusted shape: a hint's rows are expanded to so many before `check`.
+        """Returns the trusted number of columns of a request; a hint's rows are expanded to so many before `check`.
 
         Raises:
-            VerificationFailed: no such group, or a check has failed already.
+            VerificationFailed: there is no such group, or a check has failed already.
         """
         self._check_usable()
         projection = self._projections.get((group_id, direction))
@@ -175,7 +177,7 @@ class Verifier:
         raise VerificationFailed(FAILED)
 
     def _drop(self) -> None:
-        # Dropped, not overwritten: a check in another thread would find zeros on both sides and accept.
+        # The secrets are dropped, not overwritten: a check in another thread would find zeros on both sides and accept.
         with self._lock:
             self._projections = {}
             self._fold = None
@@ -190,7 +192,7 @@ _VERIFIERS: weakref.WeakSet[Verifier] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for verifier in list(_VERIFIERS):
-        verifier._lock = threading.Lock()  # whoever held the old one is not in this process
+        verifier._lock = threading.Lock()  # The thread that held the old lock is not in this process.
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -206,9 +208,9 @@ def _shapes_fit(projection: _Projection, rows: torch.Tensor, reply: torch.Tensor
 
 
 def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, reply: torch.Tensor) -> bool:
-    """Checks `_FOLD_ROWS` rows at a time; the few that are left over are not folded.
+    """Checks `_FOLD_ROWS` rows at a time. A rest of fewer than `_FOLD_FROM` rows is not folded.
 
-    None are where `torch._int_mm` is slow: in float64, folding costs more than it saves.
+    Nothing is folded where `torch._int_mm` is slow: in float64, folding costs more than it saves.
     """
     from_rows = _FOLD_FROM if int_mm_is_fast() else _FOLD_ROWS + 1
     parts = zip(rows.split(_FOLD_ROWS), reply.split(_FOLD_ROWS), strict=True)
@@ -221,7 +223,7 @@ def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, re
 
 
 def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """S·rows mod 2^32, by an exact `torch._int_mm`.
+    """Computes S·rows mod 2^32, by an exact `torch._int_mm`.
 
     Args:
         fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).
@@ -236,7 +238,7 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     limbs = torch.bitwise_xor(rows.contiguous(), _SIGN_BITS).view(torch.int8)  # (num_rows, 4 · features)
     parts = torch._int_mm(fold, limbs)  # type: ignore[no-untyped-call]
     total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # wraps mod 2^32
-    # Σ S·u = Σ S·(u − 128) + 128·ΣS in each byte, so 0x80808080·ΣS in the number
+    # In each byte Σ S·u = Σ S·(u − 128) + 128·ΣS, so the number is short of 0x80808080·ΣS.
     offset = coding.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)
     return total.add_(offset)
 
@@ -250,10 +252,10 @@ def _project(quantised: torch.Tensor, columns: int) -> _Projection:
 
 
 def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
-    """int32 numbers below 2^30 as signed bytes, lowest first, side by side: shape (rows, limbs · columns).
+    """Splits int32 numbers below 2^30 into signed bytes, lowest first, side by side: shape (rows, limbs · columns).
 
-    As many limbs as the largest number needs. That count could differ between two draws of R only by a freak of the
-    sums, and shows in nothing but this side's own computing time.
+    There are as many limbs as the largest number needs. That count could differ between two draws of R only by a freak
+    of the sums, and shows in nothing but this side's own computing time.
     """
     limbs: list[torch.Tensor] = []
     while not limbs or bool(values.any()):
@@ -264,7 +266,8 @@ def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
 
 
 def _join(wide: torch.Tensor, columns: int) -> torch.Tensor:
-    """Products with limbs side by side back to products with the numbers, mod 2^32; shape (num_rows, columns)."""
+    """Turns products with limbs side by side back into products with the numbers, mod 2^32; shape (num_rows,
+    columns)."""
     total = wide[:, :columns].contiguous()
     for index in range(1, wide.shape[1] // columns):
         total.add_(wide[:, index * columns : (index + 1) * columns], alpha=1 << (8 * index))
@@ -272,7 +275,7 @@ def _join(wide: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _random_bits(rows: int, columns: int) -> torch.Tensor:
-    """Zeros and ones from the operating system's CSPRNG; int8, shape (rows, columns)."""
+    """Draws zeros and ones from the operating system's CSPRNG; int8, shape (rows, columns)."""
     count = rows * columns
     drawn = np.frombuffer(os.urandom(-(-count // 8)), dtype=np.uint8)
     return torch.from_numpy(np.unpackbits(drawn, count=count).view(np.int8)).view(rows, columns)

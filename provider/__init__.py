@@ -1,4 +1,4 @@
-"""The untrusted side: runs the base layers of a frozen model for enrolled tenants. Imports wire only."""
+"""The untrusted side: runs the base layers of a frozen model for enrolled tenants. This package imports wire only."""
 
 from wire.transport.event_engine import prefer_waiting_in_place
 

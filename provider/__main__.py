@@ -1,4 +1,4 @@
-"""`python -m provider`."""
+"""Runs the command as `python -m provider`."""
 
 from provider.cli import main
 

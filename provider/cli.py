@@ -15,7 +15,7 @@ import typer
 from wire.errors import VeilbaseError
 
 DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
-"""Where `provider serve --tls` answers when it is given nothing else."""
+"""The URL where `provider serve --tls` answers when it is given nothing else."""
 
 app = typer.Typer(
     help="Hosts a base model's linear layers for tenants that keep everything else.",
@@ -93,7 +93,7 @@ def serve(
 ) -> None:
     """Serve a model; prints `ready URL` when it answers."""
     flags = {name: value for name, value in locals().items() if name != "config"}
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs.
     # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from provider.config import load_settings
@@ -218,7 +218,7 @@ def _state_path(state: Path | None) -> Path:
 
 
 def _last_endpoint(state: Path) -> str | None:
-    """The URL of the last `serve --tls` from this state directory; None where there was none."""
+    """Returns the URL of the last `serve --tls` from this state directory; None where there was none."""
     from provider.serve import ENDPOINT_FILE
 
     try:
@@ -228,7 +228,7 @@ def _last_endpoint(state: Path) -> str | None:
 
 
 def main() -> None:
-    """Runs the command; an error of ours is one line on stderr and exit code 1 (typer's own: usage and 2)."""
+    """Runs the command. An error of ours is one line on stderr and exit code 1 (typer's own: usage and 2)."""
     try:
         app()
     except VeilbaseError as exc:

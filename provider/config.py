@@ -18,7 +18,7 @@ from pydantic_settings import (
 )
 
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
-from wire.errors import ConfigurationError
+from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX, SHARD_ENV_PREFIX = "VEILBASE_PROVIDER_", "VEILBASE_SHARD_"
@@ -37,7 +37,8 @@ class _Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, file; no .env file, which could come from a folder somebody else wrote."""
+        """Returns flags, environment and file, but no .env file, which could come from a folder that another user
+        wrote."""
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
 
@@ -45,11 +46,11 @@ class ShardSettings(_Settings):
     """What a shard on another host does.
 
     Attributes:
-        join: URL of the provider.
-        identity: folder made by `provider enroll NAME --shard`.
+        join: the URL of the provider.
+        identity: a folder made by `provider enroll NAME --shard`.
         shard: which of its shards, from 0.
-        model, weights, base_layers: as the provider's.
-        threads, log_format: as of `ProviderSettings`.
+        model, weights, base_layers: the same as the provider's.
+        threads, log_format: see `ProviderSettings`.
     """
 
     model_config = SettingsConfigDict(env_prefix=SHARD_ENV_PREFIX, extra="forbid", frozen=True)
@@ -133,7 +134,7 @@ class ProviderSettings(_Settings):
         return frozenset(int(one) for one in self.remote_shards.split(",") if one)
 
     def check_shards(self) -> None:
-        """Raises ConfigurationError for shards elsewhere that there are not, or that nobody may join."""
+        """Raises ConfigurationError for shards elsewhere that do not exist, or that no host may join."""
         if self.shards_elsewhere and not self.tls:
             raise ConfigurationError("shards on other hosts join over TLS only: add --tls")
         if self.shards_elsewhere and max(self.shards_elsewhere) >= self.shards:
@@ -190,7 +191,7 @@ class ProviderSettings(_Settings):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address reaches this machine only; a name other than localhost could resolve to anything."""
+    """Tells whether an address reaches this machine only; a name other than localhost could resolve to anything."""
     if host == "localhost":
         return True
     try:
@@ -200,20 +201,20 @@ def is_loopback(host: str) -> bool:
 
 
 def load_settings(flags: dict[str, Any], config: Path | None = None) -> ProviderSettings:
-    """Settings of `provider serve` from all sources.
+    """Reads the settings of `provider serve` from all sources.
 
     Args:
-        flags: from the command line; None means not given.
+        flags: the flags from the command line; None means not given.
         config: a YAML file, or None.
 
     Raises:
-        ConfigurationError: a value, a key or a variable that is not one; the message names it.
+        ConfigurationError: a value, a key or a variable is not one; the message names it.
     """
     return _load(ProviderSettings, flags, config)
 
 
 def load_shard_settings(flags: dict[str, Any], config: Path | None = None) -> ShardSettings:
-    """The same of `provider shard`."""
+    """Reads the settings of `provider shard` in the same way."""
     return _load(ShardSettings, flags, config)
 
 
@@ -225,28 +226,28 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     settings = type(kind.__name__, (kind,), {"model_config": SettingsConfigDict(yaml_file=config)})
     try:
         made: _Kind = settings(**{name: value for name, value in flags.items() if value is not None})
-    except ValidationError as exc:
+    except ValidationError as exc:  # its text quotes the value, hence `from None`, as below
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
         raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None
-    except SettingsError:  # a value of the environment that should be JSON; its text quotes the value
+    except SettingsError:  # A value of the environment should be JSON; its text quotes the value.
         raise ConfigurationError(
             f"an environment variable of {prefix}* that holds more than one value is not JSON"
         ) from None
-    except yaml.MarkedYAMLError as exc:  # its text quotes the file
+    except yaml.MarkedYAMLError as exc:  # Its text quotes the file.
         line = "" if exc.problem_mark is None else f", see line {exc.problem_mark.line + 1}"
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings{line}") from None
-    except (yaml.YAMLError, OSError, TypeError, ValueError):
-        raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from None
+    except (yaml.YAMLError, OSError, TypeError, ValueError) as exc:
+        raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings") from os_cause(exc)
     return made
 
 
 def _check_environment(kind: type[_Settings]) -> None:
-    """Raises ConfigurationError for a variable with our prefix that is no setting: pydantic would pass over it."""
+    """Raises ConfigurationError for a variable with our prefix that is no setting: pydantic would ignore it."""
     prefix = str(kind.model_config["env_prefix"])
     known = {f"{prefix}{name}".upper() for name in kind.model_fields}
     for name in sorted(os.environ):
-        if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic reads them in any case
+        if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic reads them in any case.
             names = ", ".join(each.upper() for each in kind.model_fields)
             raise ConfigurationError(
                 f"the environment variable {name[:80]!r} is no setting: after {prefix} comes one of {names}"

@@ -1,4 +1,4 @@
-"""A provider inside the tenant's process: no network, and no privacy boundary either."""
+"""A provider inside the tenant's process: there is no network, and no privacy boundary either."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def serve_in_process(model: str, weights: WeightsKind = "int8", base_layers: str
     """Loads a model and serves it to this process.
 
     Args:
-        model: as `provider serve --model`.
-        weights: as `--weights`.
-        base_layers: as `--base-layers`.
+        model: see `provider serve --model`.
+        weights: see `--weights`.
+        base_layers: see `--base-layers`.
 
     Raises:
-        ConfigurationError: an unknown model, or nothing to serve.
+        ConfigurationError: the model is unknown, or there is nothing to serve.
     """
-    with quiet_transformers():  # the tenant's own log level and bars are as before when this returns
+    with quiet_transformers():  # The tenant's own log level and progress bars are as before when this returns.
         return ServedModel(serve_model(load(resolve(model)), weights, base_layers))

@@ -1,4 +1,4 @@
-"""`provider serve`: from settings to a port that answers, and back to an exit code."""
+"""Runs `provider serve`: from settings to a port that answers, and back to an exit code."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 
 _JOIN_LOOK_S = 0.05
 ENDPOINT_FILE = "endpoint"
-"""In the state directory: where the last `serve` could be reached, for `enroll`."""
+"""Name of the file in the state directory that tells `enroll` where the last `serve` could be reached."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of mallopt's parameters, from glibc's malloc.h."""
 _FREE_BYTES_KEPT = 64 << 20
-"""Of the heap's free end, as malloc's own rule would have it. 32 MiB cost 1.4 times the processor time (product left
-out) for pages given back and taken again (docs/benchmarks_history.md, memory)."""
+"""Bytes kept at the heap's free end, as malloc's own rule would. 32 MiB cost 1.4 times the processor time (product left
+out) for pages given back and taken again (docs/benchmarks_history.md, "Memory")."""
 _MAPPED_BYTES = 1 << 20
-"""A chunk of the wire: a block of this size that fits nowhere in the heap is mapped, and goes back when it is freed."""
+"""Size in bytes of a chunk of the wire. A block of this size that fits nowhere in the heap is mapped, and goes back
+when it is freed."""
 _NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def serve(settings: ProviderSettings) -> None:
     """Serves until SIGTERM or SIGINT, then drains; SIGHUP renews the server's certificate.
 
     Raises:
-        ConfigurationError, AccessError: what the operator has to change.
+        ConfigurationError, AccessError: the operator has to change something, which the message says.
     """
     settings.check_exposure()
     settings.check_shards()
@@ -60,21 +61,21 @@ def serve(settings: ProviderSettings) -> None:
         refuse_tls_1_2()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
-    signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees it
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees the signal.
     if rank:
         from provider.parallel.start import help_out
 
         return help_out(settings)
-    from provider.net.admission import Admission  # here, not above: torch takes seconds to import
+    from provider.net.admission import Admission  # These are imported here, not above: torch takes seconds to import.
     from provider.net.server import Server
     from provider.operations.usage import FILE_NAME, UsageBook
 
     state = _open_state(settings)
-    with ExitStack() as ending:  # the last one first; each is done whatever came of the others
+    with ExitStack() as ending:  # The last one ends first; each is done whatever came of the others.
         usage = UsageBook(None if state is None else state.path / FILE_NAME)
         tensor_port = None if settings.tensor_port == "none" else settings.tensor_port
         server = Server(settings.host, settings.port, state, settings.certificate_names, tensor_port)
-        ending.callback(server.stop)  # where the start fails; otherwise it has been stopped by then
+        ending.callback(server.stop)  # This is for a start that fails; otherwise the server has been stopped by then.
         model = _make_model(settings)
         ending.callback(model.close)
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
@@ -84,18 +85,19 @@ def serve(settings: ProviderSettings) -> None:
         ending.callback(monitor.close)
         ending.callback(usage.close)
         ending.callback(server.stop, settings.drain_s)
-        ending.callback(usage.save)  # first, since what follows can take longer than whoever stops us waits
+        # It comes first, since what follows can take longer than the caller that stops us waits.
+        ending.callback(usage.save)
         ending.callback(monitor.not_serving)
         usage.keep_saving()
         while not all(num_live for num_live, _ in service.num_replicas):
-            time.sleep(_JOIN_LOOK_S)  # a signal ends it
+            time.sleep(_JOIN_LOOK_S)  # A signal ends it.
         _announce(settings, server.port, state)
         _wait_for_the_end(server)
 
 
 def _stop(number: int, _frame: object) -> None:
     for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, signal.SIG_IGN)  # one is enough; a second must not cut the stop short
+        signal.signal(one, signal.SIG_IGN)  # One signal is enough; a second must not cut the stop short.
     sys.exit(0)
 
 
@@ -103,8 +105,8 @@ def _wait_for_the_end(server: Server) -> None:
     """Waits where a signal cannot be missed; `_stop` ends the wait.
 
     A thread that is about to wait for a lock, but does not yet, is not woken by a signal that arrives just then: the
-    interpreter notes it and runs its handler only when the lock comes, which is never. What the interpreter writes to
-    a socket for each signal, its number, stays there until it is read.
+    interpreter notes it and runs its handler only when the lock comes, which is never. What the interpreter writes to a
+    socket for each signal, its number, stays there until it is read.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -120,7 +122,8 @@ def _wait_for_the_end(server: Server) -> None:
 
 
 def share_one_heap() -> None:
-    """Makes all threads use one heap, so that memory grows neither with steps nor with tenants; before other threads.
+    """Makes all threads use one heap, so that memory grows neither with steps nor with tenants; called before other
+    threads start.
 
     glibc gives each thread a heap of its own, and after the first large block is freed keeps blocks of up to 32 MiB in
     them. A tensor passes through several threads a tenant, so many heaps came to keep holes of every size: with four
@@ -134,7 +137,8 @@ def share_one_heap() -> None:
 
 
 def refuse_tls_1_2() -> None:
-    """Makes gRPC's ports of this process speak TLS 1.3 alone; before anything imports grpc, which reads this then.
+    """Makes gRPC's ports of this process speak TLS 1.3 alone; called before anything imports grpc, which reads this
+    then.
 
     gRPC for Python has no setting for the lowest version. Its list of cipher suites is for TLS 1.2 only (those of 1.3
     are BoringSSL's own, and stay), so a list of what no provider of ours can do leaves 1.2 without any: a suite that is
@@ -189,7 +193,7 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
         from provider.parallel.start import lead
 
         model = lead(settings, ranks, served, recorder)
-        del served  # this rank has kept its share
+        del served  # This rank has kept its share.
         return_freed_memory()
         return model
     return ServedModel(served, recorder)
@@ -198,7 +202,7 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
 def _make_shards(
     settings: ProviderSettings, model: ServedModel, admission: Admission, ending: ExitStack
 ) -> list[Shard]:
-    """Who computes which groups; where that is other processes, this one lets its weights go."""
+    """Makes the shards, each with what computes its groups; where other processes do, this one drops its weights."""
     from provider.net.server import whole
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
@@ -215,11 +219,12 @@ def _make_shards(
     model.let_weights_go()
     shards = []
     for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
-        product = replicas[0].product if replicas else None  # None: not known before another host has joined
+        # None means that it is not known before another host has joined.
+        product = replicas[0].product if replicas else None
         try:
             scheduler = _make_scheduler(settings, model, admission, product, ids)
-        except ReplicaLost:
-            raise ConfigurationError(f"the process of shard {number} ended while it was timed") from None
+        except ReplicaLost as exc:
+            raise ConfigurationError(f"the process of shard {number} ended while it was timed") from exc
         shards.append(Shard(ids, replicas, scheduler))
         where = f"{len(replicas)} process{'' if len(replicas) == 1 else 'es'}"
         if not replicas:

@@ -1,7 +1,8 @@
-"""PEFT adapters on a model whose base layers are at the provider: loaded from a folder, and what cannot be of them.
+"""Loads PEFT adapters from a folder onto a model whose base layers are at the provider, and refuses those that cannot
+work.
 
-Guarantees: an adapter that does not fit, or that holds whole what the provider holds, is an error of one line and not
-another answer than its own.
+Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
+in one line and never gives another answer than its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
-    """The client's model with an adapter on it, kept until another adapter is asked for."""
+    """Returns the client's model with an adapter on it, kept until another adapter is asked for."""
     key = _adapter_key(adapter)
     if client.loaded is None or client.loaded[0] != key:
         client.loaded = None
@@ -34,6 +35,7 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
                 with loading():
                     model = PeftModel.from_pretrained(model, str(adapter)).eval()
             except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
+                # `from None`: PEFT's frames hold the adapter's tensors, and its text may quote the adapter's settings.
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
             copied = copied_base_layer(model)
             if copied is not None:  # PEFT would answer without the adapter's own weight of it, and say nothing
@@ -43,7 +45,8 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:
-    """A module that PEFT trains or loads whole although base layers in it are at the provider, and the setting."""
+    """Returns a module that PEFT trains or loads as a whole although base layers in it are at the provider, and the
+    setting."""
     for name, module in model.named_modules():
         if not isinstance(module, AuxiliaryTrainingWrapper | LNTuningLayer):
             continue
@@ -63,10 +66,10 @@ def _adapter_key(adapter: str | Path | None) -> tuple[str, int] | None:
 
 
 def virtual_tokens(peft_config: Any) -> int:
-    """Positions that an adapter puts before every row: 0 but for prompt-learning methods.
+    """Returns the positions that an adapter puts before every row: 0 except for prompt-learning methods.
 
     Raises:
-        ConfigurationError: not a positive whole number.
+        ConfigurationError: the number is not a positive whole number.
     """
     if not getattr(peft_config, "is_prompt_learning", False):
         return 0
@@ -74,7 +77,7 @@ def virtual_tokens(peft_config: Any) -> int:
 
 
 def positive(name: str, value: Any) -> int:
-    """A setting that counts something; raises ConfigurationError where it does not."""
+    """Returns a setting that is a count; raises ConfigurationError where it is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ConfigurationError(f"{name} must be a positive whole number, got {ascii(value)[:40]}")
     return int(value)

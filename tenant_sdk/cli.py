@@ -101,7 +101,7 @@ def finetune(
 
     from tenant_sdk.training.dataset import load_rows
 
-    if not (data.is_fifo() or data.is_char_device()):  # what can be read once only waits for the provider's check
+    if not (data.is_fifo() or data.is_char_device()):  # a pipe can be read only once, which comes later
         load_rows(data)
     with _until_ctrl_c(), not_connected as client:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -119,7 +119,7 @@ def finetune(
 
 @contextlib.contextmanager
 def _until_ctrl_c() -> Iterator[None]:
-    """Says what becomes of a run that is stopped."""
+    """Tells the user, when Ctrl-C stops a run, what becomes of it."""
     try:
         yield
     except KeyboardInterrupt:
@@ -176,7 +176,7 @@ def explain(
 
 
 def main() -> None:
-    """Entry point: an error of ours is one line on stderr and exit code 1 (typer's own: usage and 2)."""
+    """Runs the command: an error of this project is one line on stderr and exit code 1 (typer's own: usage and 2)."""
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"tenant: warning: {message}", err=True)
     try:
         app()

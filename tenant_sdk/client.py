@@ -81,7 +81,7 @@ class TenantClient:
             mask_options: keyword arguments of the mask, such as {"parameters": "conservative"}.
             kappa: with verify, a forged reply passes with probability at most 2^-kappa; 40 to 64.
             weights: `int8` or `native`, for inproc only; a networked provider chooses for itself.
-            dtype: of activations and of the tenant's own tensors.
+            dtype: the dtype of activations and of the tenant's own tensors.
             device: where attention, norms and adapters run.
             cache: folder for bundles and hints; $VEILBASE_CACHE or ~/.cache/veilbase by default.
             progress: bars on stderr while a checkpoint is read or hints are fetched.
@@ -93,7 +93,7 @@ class TenantClient:
                 name), "tokenizer", "template", "config".
 
         Raises:
-            ConfigurationError: a URL, identity or option that cannot be.
+            ConfigurationError: a URL, identity or option is impossible.
         """
         plan = _plan(url, identity, mask, verify, arithmetic, mask_options, kappa, weights, cache)
         self._plan = _with_text(plan, tokenizer, pad_rows, accept_changes)
@@ -101,8 +101,8 @@ class TenantClient:
         self._dtype, self._progress = dtype, progress
         try:
             self._device = torch.device(device)
-        except RuntimeError:
-            raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from None
+        except RuntimeError as exc:
+            raise ConfigurationError(f"expected a device such as cpu or cuda:0, got {device!r}") from exc
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._folder: Path | None = None
@@ -144,7 +144,8 @@ class TenantClient:
 
     @property
     def text(self) -> TenantText:
-        """How text becomes tokens in this session: the tokenizer, who chose it, and which tokens end an answer."""
+        """How text becomes tokens in this session: the tokenizer, the party that chose it, and the tokens that end an
+        answer."""
         session, folder = self._open(), self._bundle()
         with self._lock:
             if self._text is None:
@@ -158,7 +159,7 @@ class TenantClient:
 
     @property
     def context_length(self) -> int:
-        """Most tokens that the model's positions can count."""
+        """The most tokens that the model has positions for."""
         return context_length(self._bundle())
 
     @property
@@ -167,7 +168,7 @@ class TenantClient:
         return self.text.tokenizer
 
     def load_model(self) -> PreTrainedModel:
-        """A fresh transformers model over the provider's base layers, frozen, in eval mode.
+        """Returns a fresh transformers model over the provider's base layers, frozen, in eval mode.
 
         It works in stock PEFT, Trainer, TRL and `generate`; each call builds a new one, so adapters do not mix.
         """
@@ -241,7 +242,7 @@ class TenantClient:
         return text
 
     def _problem(self, session: Session) -> str | None:
-        """What using an unverified session will be refused for, as far as its bundle tells."""
+        """Returns what an unverified session will be refused for when it is used, as far as its bundle shows."""
         if session.verifier is not None:
             return None
         try:
@@ -281,7 +282,7 @@ def _plan(
     arithmetic: str | None, mask_options: Mapping[str, Any] | None, kappa: int, weights: str | None,
     cache: str | Path | None,
 ) -> Plan:  # fmt: skip
-    """Every refusal that needs no network."""
+    """Checks the settings as far as is possible without a network."""
     urls = (url,) if isinstance(url, str) else tuple(url or ())
     if not urls or not all(isinstance(each, str) for each in urls):
         raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")
@@ -307,7 +308,7 @@ def _plan(
 
 
 def _with_text(plan: Plan, tokenizer: str | Path | None, pad_rows: bool | int, accepted: Sequence[str]) -> Plan:
-    """The plan with what the tenant says of text, checked as far as that needs no network."""
+    """Returns the plan with the tenant's settings for text, checked as far as is possible without a network."""
     if not isinstance(accepted, str | list | tuple | set | frozenset):
         raise ConfigurationError(f"accept_changes takes a list of {', '.join(PARTS)}, got {type(accepted).__name__}")
     given = (accepted,) if isinstance(accepted, str) else tuple(accepted)

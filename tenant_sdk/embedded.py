@@ -1,6 +1,6 @@
 """The provider in the tenant's own process, for `inproc:` URLs: nothing to set up, and no privacy boundary.
 
-The one place where tenant_sdk touches the provider's code (import-linter knows it), and only when it is asked to.
+This is the one place where tenant_sdk imports the provider's code (import-linter knows it), and only for such a URL.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
     """Loads the model named by `inproc:MODEL` and connects to it.
 
     Args:
-        url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id.
-        weights: int8 (default) or native.
+        url: one of inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf and inproc:hub/id.
+        weights: `int8` (default) or `native`.
     """
     from provider.embedded import serve_in_process
 

@@ -1,6 +1,7 @@
-"""The privacy in force, in words: what `client.explain()` and `tenant explain` print.
+"""The privacy in force, in words: the text that `client.explain()` and `tenant explain` print.
 
-It states the assumption, the parameters and what is not protected (DESIGN.md, section 6), and claims nothing more.
+It states the assumption, the parameters and what is not protected, and claims nothing more (docs/masks.md, "What
+`explain` prints").
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OUTSIDE = "a compromised tenant, restored snapshots of a virtual machine, denia
 
 
 def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
-    """The text.
+    """Returns the text.
 
     Args:
         session: the mask in force, the provider's manifest and the verifier.
@@ -53,7 +54,7 @@ def explain(session: Session, plan: Plan, problem: str | None = None) -> str:
 
 
 def _row_counts(verified: bool, plan: Plan) -> str:
-    """Who decides how many rows a text takes, and whether that depends on the text."""
+    """Says which party decides how many rows a text takes, and whether that depends on the text."""
     if plan.bucket is not None:
         return (
             f"prompts and training rows take {plan.bucket} rows each, whatever they say; an answer's length shows "
@@ -71,7 +72,8 @@ def _row_counts(verified: bool, plan: Plan) -> str:
 
 
 def _bytes_per_token(manifest: Manifest, providers: int) -> str:
-    """Both ways; the second provider of `shares` gets 48 bytes a call in place of rows."""
+    """Returns bytes per token in both directions; the second provider of `shares` gets 48 bytes a call in place of
+    rows."""
     up = ITEM_BYTES * sum(group.in_features for group in manifest.groups)
     down = ITEM_BYTES * sum(group.out_features for group in manifest.groups)
     forward = f"{_size(up)} up, {_size(down * providers)} down"

@@ -1,7 +1,7 @@
 """Answers whose calls do not depend on their contents, and options of transformers' `generate` that would undo that.
 
-Guarantees: an answer of fixed length takes a prompt's call and one call for each further token, whatever the tokens
-are: it does not end at a stop token, and a logit that is NaN or infinite is drawn from as any other.
+Guarantees: an answer of fixed length takes one call for the prompt and one for each further token, whatever the tokens
+are: it does not end at a stop token, and where a logit is NaN or infinite the next token is drawn as usual.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _GUESSING = (
     "prompt_lookup_num_tokens", "assistant_model", "assistant_early_exit", "use_mtp", "is_assistant", "penalty_alpha",
     "dola_layers", "token_healing",
 )  # fmt: skip
-"""Options of transformers 5.23 under which a step sends as many rows as the text has guesses or candidates, or the
-prompt is cut where its text says so."""
+"""Options of transformers 5.23 with which the number of rows in a step, or a cut of the prompt, depends on the text:
+speculative decoding, candidates for one token, and token healing."""
 _OF_GUESSING = (
     "assistant_tokenizer", "speculation_type", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight",
 )  # fmt: skip
-"""Their details, which every GenerationConfig has defaults of."""
+"""Settings of those options; every GenerationConfig has defaults of them."""
 _ENDS_EARLY: dict[str, Any] = dict.fromkeys(
     (
         "max_time", "stop_strings", "stopping_criteria", "early_stopping", "min_length", "min_new_tokens",
         "exponential_decay_length_penalty", "num_beam_groups", "constraints", "force_words_ids",
     )
 )  # fmt: skip
-"""What lets an answer end before its length limit, or moves its end."""
+"""Options that let an answer end before its length limit, or move its end."""
 _LARGEST_LOGIT = 1e18
-"""A temperature divides by less than one, and a sum of infinities is NaN."""
+"""The magnitude to which logits are cut: a temperature below one makes them larger, and a sum of infinities is NaN."""
 
 
 def refuse_guessing(options: Mapping[str, Any]) -> None:
@@ -62,17 +62,17 @@ def refuse_early_ends(options: Mapping[str, Any]) -> None:
 
 
 def no_guessing() -> dict[str, Any]:
-    """Arguments of transformers' `generate` that turn off what a generation config of the provider's may ask for."""
+    """Returns arguments of transformers' `generate` that turn off what the provider's generation config may ask for."""
     return dict.fromkeys(_GUESSING)
 
 
 def fixed_settings() -> dict[str, Any]:
-    """Arguments of transformers' `generate` with which nothing but its length limit ends an answer."""
+    """Returns arguments of transformers' `generate` with which only the length limit ends an answer."""
     return {**_ENDS_EARLY, "eos_token_id": None, "num_beams": 1}
 
 
 def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
-    """An answer up to its first stop token, which it keeps, as an answer that ended there would."""
+    """Cuts an answer after its first stop token, so that it equals an answer that ended there."""
     for position, token_id in enumerate(token_ids):
         if token_id in stop_ids:
             return token_ids[: position + 1]
@@ -80,15 +80,17 @@ def cut_at_stop(token_ids: list[int], stop_ids: Container[int]) -> list[int]:
 
 
 class FiniteLogits(LogitsProcessor):  # type: ignore[misc]
-    """Looks at every step's logits, and in an answer of fixed length replaces those that no token can be drawn from."""
+    """Checks every step's logits, and in an answer of fixed length replaces those from which no token can be drawn."""
 
     def __init__(self, course: Course, bounds: bool) -> None:
-        """Args: course: of the answer; bounds: whether large numbers are cut, so that sampling never overflows."""
+        """Args: course: the course of the answer; bounds: whether large numbers are cut, so that sampling never
+        overflows."""
         self._course, self._bounds = course, bounds
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Logits, shape (num_sequences, vocab_size). Minus infinity is a token that is not allowed, and stays."""
-        self._course.check((scores.amax(dim=-1),))  # NaN spreads through it
+        """Returns logits, shape (num_sequences, vocab_size). Minus infinity means that a token is not allowed, and
+        stays."""
+        self._course.check((scores.amax(dim=-1),))  # a NaN in a row becomes its maximum
         if not self._bounds:
             return scores
         if self._course.sends_zeros:

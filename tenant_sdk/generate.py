@@ -1,7 +1,7 @@
 """Text from the base model or an adapter, with the KV cache on the tenant's side.
 
-Guarantees: a length, an option or a prompt that cannot be is one line; what fails inside the model, the provider or the
-user's own functions is passed on as it is.
+Guarantees: a length, an option or a prompt that is impossible is refused in one line; an error inside the model, the
+provider or the user's own functions is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 
 
 DEFAULT_NEW_TOKENS = 128
-"""Where none is asked for, or fewer, as the context leaves."""
+"""The length limit of an answer, in tokens, where none is asked for; it is lower where the context leaves fewer."""
 
 _OWN_OPTIONS = (
     *("inputs", "input_ids", "inputs_embeds", "attention_mask", "streamer", "return_dict_in_generate"),
     "custom_generate",
 )
-"""Arguments of transformers' `generate` that are made here, or that give something other than text."""
+"""Arguments of transformers' `generate` that this module sets itself, or that make it return something other than
+text."""
 
 
 class _Callback(TextStreamer):  # type: ignore[misc]
@@ -100,7 +101,7 @@ def generate(
         The answer, special tokens removed.
 
     Raises:
-        ConfigurationError: no such adapter, or it does not fit the model; a length or an option that cannot be.
+        ConfigurationError: there is no such adapter, it does not fit the model, or a length or an option is impossible.
         NotFinite: a value was NaN or infinite: at once, or with `fixed_length` and without `verify` at the planned end.
     """
     _check_options(max_new_tokens, on_text, options)
@@ -138,7 +139,7 @@ def generate(
 
 
 def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
-    """The user's own."""
+    """Returns the logits processors that the user passed."""
     given = options.get("logits_processor") or ()
     if not isinstance(given, Iterable):
         raise ConfigurationError(f"logits_processor is a list of logits processors, got {type(given).__name__}")
@@ -146,21 +147,22 @@ def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _stop_ids(given: Any) -> tuple[int, ...]:
-    """Stop tokens as transformers takes them: none, one or several."""
+    """Returns stop tokens in any of transformers' forms: none, one or several."""
     if given is None:
         return ()
     try:
         return tuple(map(int, torch.as_tensor(given).reshape(-1).tolist()))
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError) as exc:
         raise ConfigurationError(
             f"eos_token_id is the number of a token or a list of them, got {type(given).__name__}"
-        ) from None
+        ) from exc
 
 
 def _inputs(
     client: TenantClient, model: Any, tokenizer: Any, prompt: Any, num_virtual: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask of a prompt, shape (1, length); with a bucket, of exactly its length."""
+    """Returns token ids and attention mask of a prompt, shape (1, length); with a bucket, the length is exactly the
+    bucket's."""
     if client.bucket is None:
         inputs = encode_prompt(tokenizer, prompt)
         return inputs.to(model.device), torch.ones_like(inputs).to(model.device)
@@ -172,7 +174,7 @@ def _inputs(
 
 
 def _ids_whatever_comes(client: TenantClient, prompt: Any) -> list[int]:
-    """Token ids of a prompt; none, with a warning, where an unverified provider's tokenizer fails on it.
+    """Returns token ids of a prompt; none, with a warning, where an unverified provider's tokenizer fails on it.
 
     A refusal would be visible, and such a provider may choose which texts its tokenizer fails on.
     """
@@ -190,7 +192,7 @@ class TemplateRefuses(ConfigurationError):
 
 
 def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[str, Any]) -> None:
-    """What can be said of options before anything is loaded."""
+    """Checks options as far as is possible before anything is loaded."""
     if max_new_tokens is not None:
         positive("max_new_tokens", max_new_tokens)
     for name in _OWN_OPTIONS:
@@ -205,7 +207,7 @@ def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[st
 
 
 def _answer_length(asked: int | None, num_prompt: int, num_virtual: int, context: int) -> int:
-    """The length limit that fits; raises ConfigurationError where none does."""
+    """Returns the length limit that fits; raises ConfigurationError where none does."""
     room = context - num_prompt - num_virtual
     beside = f" beside the adapter's {num_virtual} virtual ones" if num_virtual else ""
     if room < 1:
@@ -220,7 +222,7 @@ def _answer_length(asked: int | None, num_prompt: int, num_virtual: int, context
 
 @contextmanager
 def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
-    """transformers' refusals as one line that names the option; its own text may quote token ids."""
+    """Turns transformers' refusals into one line that names the option; its own text may quote token ids."""
     try:
         yield
     except (ValueError, TypeError, AttributeError, ArithmeticError) as exc:
@@ -232,20 +234,20 @@ def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
             text = f"transformers' generate does not take {shown} as given: see the options of its GenerationConfig"
         else:
             text = f"transformers cannot use the checkpoint's generation_config.json ({type(exc).__name__})"
-        raise ConfigurationError(text) from None
+        raise ConfigurationError(text) from None  # the original may show values of the prompt
 
 
 def _raised_by_generation(exc: Exception) -> bool:
-    """Whether transformers' generation code itself refused something, not a model or a function of the user's."""
+    """Whether transformers' generation code itself refused something, and not a model or a function of the user's."""
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).startswith("transformers.generation.")
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> torch.Tensor:
-    """Token ids of a prompt, shape (1, length).
+    """Returns token ids of a prompt, shape (1, length).
 
     Raises:
-        ConfigurationError: an empty prompt, or one that the chat template does not take.
+        ConfigurationError: the prompt is empty, or the chat template does not take it.
     """
     ids = prompt_ids(tokenizer, prompt)
     if not ids:
@@ -254,12 +256,12 @@ def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> 
 
 
 def prompt_ids(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> list[int]:
-    """Token ids of a prompt, perhaps none.
+    """Returns token ids of a prompt, perhaps none.
 
     Raises:
         TokenizerFailed: the tokenizer fails on this prompt.
-        TemplateRefuses: the chat template does.
-        ConfigurationError: messages for a model without a template.
+        TemplateRefuses: the chat template does not take this prompt.
+        ConfigurationError: messages were given for a model without a template.
     """
     if getattr(tokenizer, "chat_template", None):
         try:

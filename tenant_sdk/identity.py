@@ -1,4 +1,4 @@
-"""What else is in a tenant's identity: the provider's URL and the tenant's name."""
+"""Entries of a tenant's identity folder beside the keys: the provider's URL and the tenant's name."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from wire.transport.identity import TlsIdentity
 
 
 def read_endpoint(folder: str | Path) -> str:
-    """The URL that the operator wrote next to the certificate."""
+    """Returns the URL that the operator wrote next to the certificate."""
     try:
         return (Path(folder) / "endpoint").read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigurationError(f"{folder} names no endpoint: give the provider's URL") from exc
 
 
 def issuer_of(identity: TlsIdentity) -> bytes:
-    """SHA-256 of the public key of the provider's certificate authority: the same for all identities of a provider.
+    """Returns SHA-256 of the public key of the provider's certificate authority, which all its identities share.
 
     Raises:
         ConfigurationError: ca.pem holds no certificate.
     """
     try:
         key = x509.load_pem_x509_certificate(identity.ca_pem).public_key()
-    except ValueError:
-        raise ConfigurationError("the identity's ca.pem is not a certificate: enrol again") from None
+    except ValueError as exc:
+        raise ConfigurationError("the identity's ca.pem is not a certificate: enrol again") from exc
     spki = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashlib.sha256(spki).digest()
 
 
 def tenant_name(identity: TlsIdentity) -> str:
-    """The name in the certificate's alternative name, `veilbase://tenant/NAME` (SPEC.md, section 1).
+    """Returns the name in the certificate's alternative name, `veilbase://tenant/NAME` (wire/SPEC.md, section 1).
 
     Raises:
-        ConfigurationError: a certificate without it.
+        ConfigurationError: the certificate has no such name.
     """
     try:
         certificate = x509.load_pem_x509_certificate(identity.cert_pem)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         return names.get_values_for_type(x509.UniformResourceIdentifier)[0].removeprefix("veilbase://tenant/")
-    except (ValueError, IndexError, x509.ExtensionNotFound):
-        raise ConfigurationError("the identity's certificate names no tenant: enrol again") from None
+    except (ValueError, IndexError, x509.ExtensionNotFound) as exc:
+        raise ConfigurationError("the identity's certificate names no tenant: enrol again") from exc

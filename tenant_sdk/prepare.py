@@ -1,4 +1,4 @@
-"""Ahead of use: hints from the provider, masks from this machine."""
+"""Work that is done before a model is used: hints are fetched from the provider, and masks are made on this machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from wire.manifest import Manifest
 def prefetch_hints(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], progress: bool
 ) -> None:
-    """Fetches every hint that is not at hand; an interrupted fetch goes on where it stopped.
+    """Fetches every hint that is not on disk; an interrupted fetch goes on where it stopped.
 
     Args:
-        scheme: only `Lattice` has hints, and only stored ones are worth fetching ahead.
-        manifest, folder: of the provider and its bundle.
+        scheme: the mask; only `Lattice` has hints, and only hints that are stored are worth fetching ahead.
+        manifest, folder: the provider's manifest and its bundle's folder.
         directions: FORWARD, and BACKWARD for fine-tuning.
         progress: whether to show a bar.
     """
@@ -39,7 +39,7 @@ def prefetch_hints(
 def prepare_masks(
     scheme: MaskScheme, manifest: Manifest, folder: Path, directions: Iterable[Direction], num_rows: int
 ) -> None:
-    """Makes masks for `num_rows` tokens, or for as many as the pool's budget holds for every layer alike."""
+    """Makes masks for `num_rows` tokens, or for as many as fit into the pool when every layer gets equally many."""
     if isinstance(scheme, Lattice | Pad):
         wanted = list(_pairs(manifest, folder, directions))
         features = sum(group.in_features + group.out_features for group, _ in wanted)

@@ -1,4 +1,4 @@
-"""Progress bars on stderr: of training (step and loss) and of long preparations."""
+"""Progress bars on stderr for training (step and loss) and for long preparations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transformers import TrainerCallback
 
 
 class ProgressBar(TrainerCallback):  # type: ignore[misc]
-    """Follows a Trainer."""
+    """A progress bar that follows a Trainer."""
 
     def __init__(self) -> None:
-        """The bar appears when training begins."""
+        """Makes a bar that appears when training begins."""
         self._bar = Progress(
             TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"),
             TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True),
@@ -28,23 +28,23 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, loss="-")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Moves it."""
+        """Moves the bar."""
         if logs and "loss" in logs:
             self._bar.update(self._task, completed=state.global_step, loss=f"{float(logs['loss']):.4f}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Ends it."""
+        """Ends the bar."""
         self._bar.update(self._task, completed=state.global_step)
         self.stop()
 
     def stop(self) -> None:
-        """Ends it where a run broke; a second time does nothing."""
+        """Ends the bar where a run broke off; a second call does nothing."""
         self._bar.stop()
 
 
 @contextlib.contextmanager
 def counting(what: str, show: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that the caller moves with (done, all); nothing where `show` is false."""
+    """Shows a bar on stderr that the caller moves with (done, all); shows nothing where `show` is false."""
     if not show:
         yield lambda done, total: None
         return

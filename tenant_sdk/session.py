@@ -1,7 +1,8 @@
-"""What a client does when it connects: providers, trusted checkpoint, ledger, mask and executor, put together once.
+"""Opens a session: connects to providers and sets up trusted checkpoint, ledger, mask and executor.
 
-Guarantees: every refusal that needs no network comes before it; nothing masked is sent before the manifest, and with
-`verify` the whole bundle, has been compared with the trusted checkpoint; if anything fails, what was opened is closed.
+Guarantees: settings that can be refused without a network are refused before it is used; nothing masked is sent before
+the manifest, and with `verify` the whole bundle, has been compared with the trusted checkpoint; if anything fails,
+whatever was opened is closed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from wire.transport.identity import TlsIdentity, load_identity
 
 
 class NotVerifiedWarning(UserWarning):
-    """Replies are not checked: the claim is against an honest-but-curious provider."""
+    """Replies are not checked: the privacy claim holds only against an honest-but-curious provider."""
 
 
 class AcceptedChangeWarning(UserWarning):
@@ -64,15 +65,15 @@ PROVIDER_DECIDES_ROWS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A client's settings, checked as far as that needs no network.
+    """A client's settings, checked as far as is possible without a network.
 
     Attributes:
-        urls, identities: one each per provider; an identity is None for inproc: and loopback without TLS.
+        urls, identities: one each for every provider; an identity is None for inproc: and loopback without TLS.
         mask, arithmetic, mask_options: see `TenantClient`.
         verify: the trusted checkpoint, or None.
         kappa: a forged reply passes with probability at most 2^-kappa.
-        weights: for inproc: only.
-        cache: folder of bundles, hints and the ledger of clients without an identity.
+        weights: applies to inproc: only.
+        cache: folder of bundles and hints, and of the ledger of clients without an identity.
         tokenizer: the tokenizer that the tenant names, or None.
         bucket: number of tokens to which prompts and training rows are padded, or None.
         accepted_changes: parts of the provider's bundle whose change the tenant accepts.
@@ -94,7 +95,7 @@ class Plan:
 
 @dataclass(eq=False)
 class Session:
-    """What is open between a client's `connect` and its `close`."""
+    """Everything that is open between a client's `connect` and its `close`."""
 
     connections: tuple[Connection, ...]
     manifest: Manifest
@@ -112,16 +113,16 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
     """Connects and prepares everything but the model.
 
     Args:
-        plan: of the client.
-        on_verified: told (groups compared, all groups) while a trusted checkpoint is read.
+        plan: the client's settings.
+        on_verified: is called with (groups compared, all groups) while a trusted checkpoint is read.
 
     Raises:
-        VeilbaseError: one error of wire/errors.py; nothing stays open.
+        VeilbaseError: one of the errors of wire/errors.py; nothing stays open.
     """
     with contextlib.ExitStack() as undo:
         identities = [None if folder is None else load_identity(folder) for folder in plan.identities]
         known = _setting(plan, identities[0])
-        _arithmetic(plan, known)  # what no provider can put right is refused before the network
+        _arithmetic(plan, known)  # refused before the network: no provider can put this right
         _check_apart(plan.urls, identities)
         tokenizer_source = None if plan.tokenizer is None else _find_tokenizer(plan.tokenizer)
         connections = tuple(_connect(plan, url, each) for url, each in zip(plan.urls, identities, strict=True))
@@ -139,7 +140,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
         own_weights: dict[int, torch.Tensor] = {}
         if plan.mask == "pad" and plan.verify is not None:
             setting = replace(setting, weight_of=own_weights.__getitem__)
-        # before the checkpoint is read, which may take minutes: a wrong option or ledger is an error at once
+        # before the checkpoint is read, which may take minutes, so that a wrong option or ledger is an error at once
         scheme = make_scheme(plan.mask, _arithmetic(plan, setting), plan.mask_options, setting)
         undo.callback(scheme.close)
         verifier = _verify(plan, connections[0], manifest, on_verified, own_weights)
@@ -157,24 +158,25 @@ def _find_tokenizer(name: str) -> TokenizerSource:
 
 
 def open_bundle(plan: Plan, session: Session) -> Path:
-    """The provider's bundle, downloaded at most once, and compared with what it was at first use.
+    """Returns the provider's bundle, downloaded at most once, and compared with what it was at first use.
 
     Raises:
         ProviderChanged: an unverified provider changed what the tenant has used before.
-        MalformedFrame: a file, or the manifest's copy of the config, is not what the manifest announces.
+        MalformedFrame: a file, or the manifest's copy of the config, differs from what the manifest announces.
     """
     manifest = session.manifest
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)
     check_manifest_config(folder, manifest)
-    context_length(folder)  # raises where it is none
+    context_length(folder)  # raises where the config's context length is none
     if plan.bucket is not None and session.verifier is None:
         check_rows_are_padded(layer.name for group in manifest.groups for layer in group.layers)
     if session.verifier is None and not plan.urls[0].startswith(embedded.SCHEME):
         current = canonical_digests(folder, manifest)
-        if session.tokenizer_source is not None:  # what is not used may change
+        if session.tokenizer_source is not None:  # parts that are not used may change
             current = {part: current[part] for part in ("model", "config")}
         provider, pins = _pinned_as(plan), Pins(plan.identities[0] or plan.cache or default_cache())
-        # by URL as well: by model alone, a provider that renames its model would be used for the first time again
+        # pinned by URL as well: by model alone, a provider that renames its model would count as used for the first
+        # time
         keys = (f"{provider} at {_place(plan.urls[0])}", f"{provider} serving {manifest.model_id}")
         changed = {part for key in keys for part in pins.check(key, current, plan.accepted_changes)}
         if changed:
@@ -184,7 +186,7 @@ def open_bundle(plan: Plan, session: Session) -> Path:
 
 
 def _pinned_as(plan: Plan) -> str:
-    """Authority and tenant; without an identity the URL stands for both."""
+    """Returns the key of the pins: certificate authority and tenant; without an identity the URL stands for both."""
     folder = plan.identities[0]
     if folder is None:
         return _place(plan.urls[0])
@@ -193,13 +195,13 @@ def _pinned_as(plan: Plan) -> str:
 
 
 def _place(url: str) -> str:
-    """Scheme, host and port, however a URL spells them."""
+    """Returns scheme, host and port in one spelling, however a URL spells them."""
     parts = urlsplit(url)
     return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}:{parts.port or DEFAULT_PORT}"
 
 
 def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
-    """How this session turns text into tokens: the tokenizer that is trusted most.
+    """Returns what this session uses to turn text into tokens: the most trusted tokenizer that is available.
 
     Raises:
         ConfigurationError: the tokenizer cannot be used, or does not fit the model.
@@ -210,14 +212,15 @@ def open_text(plan: Plan, session: Session, folder: Path) -> TenantText:
 
 
 def unverified(plan: Plan) -> str:
-    """What holds without `verify`, given who decides how text becomes rows."""
+    """Says what holds without `verify`, depending on the party that decides how text becomes rows."""
     if plan.tokenizer is not None or plan.bucket is not None:
         return _WARNING
     return f"{_WARNING} {PROVIDER_DECIDES_ROWS}"
 
 
 def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) -> None:
-    """Raises ConfigurationError where two providers are one: with `shares` it would have both halves of every row."""
+    """Raises ConfigurationError where two providers are the same: with `shares` it would have both halves of every
+    row."""
     networked = [each.rstrip("/").lower() for each in urls if not each.startswith(embedded.SCHEME)]
     authorities = [issuer_of(each) for each in identities if each is not None]
     if len(set(networked)) < len(networked) or len(set(authorities)) < len(authorities):
@@ -225,7 +228,7 @@ def _check_apart(urls: Sequence[str], identities: Sequence[TlsIdentity | None]) 
 
 
 def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
-    """What is known before the network; a networked provider may yet turn out to hold native weights."""
+    """Returns what is known before the network; a networked provider may later turn out to hold native weights."""
     return Setting(
         weights=plan.weights or "int8",
         offered=("ring", "float"),
@@ -237,7 +240,7 @@ def _setting(plan: Plan, identity: TlsIdentity | None) -> Setting:
 
 
 def _arithmetic(plan: Plan, setting: Setting) -> str:
-    """The arithmetic of a plan, or the sentence that refuses it."""
+    """Returns the arithmetic of a plan; raises an error that says why where the plan's is impossible."""
     chosen = choose_arithmetic(plan.mask, plan.arithmetic, setting)
     if plan.verify is not None and chosen == "float":
         raise ConfigurationError("verify= needs ring arithmetic: floating-point replies cannot be checked exactly")
@@ -251,7 +254,8 @@ def _connect(plan: Plan, url: str, identity: TlsIdentity | None) -> Connection:
 
 
 def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
-    """The first manifest, with what holds for all; providers of one session must serve the same weights."""
+    """Returns the first manifest, with limits that hold for all; providers of one session must serve the same
+    weights."""
     first = manifests[0]
     if any(other.groups != first.groups for other in manifests[1:]):
         raise ConfigurationError("the two providers do not serve the same weights: their manifests differ")
@@ -262,7 +266,7 @@ def _common_manifest(manifests: Sequence[Manifest]) -> Manifest:
 
 
 def _open_ledger(plan: Plan, identity: TlsIdentity | None) -> Ledger:
-    """The ledger in the identity's folder; clients without an identity share one in the cache."""
+    """Opens the ledger in the identity's folder; clients without an identity share one in the cache."""
     folder = plan.identities[0]
     if folder is None or identity is None:
         return Ledger.open((plan.cache or default_cache()) / "ledger", "local")
@@ -277,7 +281,7 @@ def _verify(
     on_verified: Callable[[int, int], None] | None,
     own_weights: dict[int, torch.Tensor],
 ) -> Verifier | None:
-    """The verifier; for mask='pad' the trusted weights themselves go into `own_weights`."""
+    """Makes the verifier; for mask='pad' the trusted weights themselves are put into `own_weights`."""
     if plan.verify is None:
         return None
     from tenant_sdk.trust.checkpoint import TrustedCheckpoint

@@ -1,4 +1,4 @@
-"""Warnings that cannot end a run: an abort at a place that depends on a text would be visible."""
+"""Warnings that cannot end a run: an end at a place that depends on a text would be visible."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import warnings
 
 
 def warn_and_go_on(text: str, category: type[Warning], stacklevel: int = 3) -> None:
-    """Warns, also where warnings are errors: then the text goes to the log.
+    """Warns; where warnings are turned into errors, the text goes to the log instead.
 
     Args:
-        text: holds no contents.
-        category: of the warning.
-        stacklevel: as `warnings.warn` counts it from here.
+        text: the warning's text, without contents.
+        category: the class of the warning.
+        stacklevel: the frame that is blamed, counted as `warnings.warn` does from here.
     """
     try:
         warnings.warn(text, category, stacklevel=stacklevel)

@@ -1,1 +1,2 @@
-"""What crosses the boundary between a tenant and a provider: frames, limits, arithmetic, errors. Imports no sibling."""
+"""What crosses the boundary between a tenant and a provider: frames, limits, arithmetic, errors. It imports no
+sibling."""

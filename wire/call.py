@@ -1,4 +1,4 @@
-"""What a request asks for. Apart from frames, so that who only counts requests does not load torch."""
+"""What a request asks for. This is apart from frames, so that code which only counts requests does not load torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from enum import IntEnum
 
 
 class Direction(IntEnum):
-    """Through the layer, or back through its transpose."""
+    """Whether rows go through the layer, or back through its transpose."""
 
     FORWARD = 0
     BACKWARD = 1
 
 
 class Arithmetic(IntEnum):
-    """RING: int32 rows times int8 weights mod 2^32. FLOAT: float32 rows times native or dequantised weights."""
+    """RING multiplies int32 rows by int8 weights mod 2^32; FLOAT multiplies float32 rows by native or dequantised
+    weights."""
 
     RING = 0
     FLOAT = 1
 
 
 class Purpose(IntEnum):
-    """PRODUCT: with bias where the arithmetic adds one. EFFECT: bias-free. HINT: ring only, rows from a seed."""
+    """PRODUCT adds the bias where the arithmetic has one, EFFECT is bias-free, HINT is for the ring only and takes a
+    seed."""
 
     PRODUCT = 0
     EFFECT = 1
@@ -30,7 +32,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """Which product a request asks for: the unit of batching, masks and checks."""
+    """Names the product that a request asks for. It is the unit of batching, masks and checks."""
 
     group: int
     direction: Direction

@@ -1,36 +1,41 @@
-"""Every error a user of Veilbase can meet, in one tree.
+"""Every error that a user of Veilbase can meet, in one tree.
 
     VeilbaseError
     ├── RequestError            the request itself is wrong; sending it again will not help
-    │   ├── InvalidTensor       shape, dtype, byte count or a non-finite value
-    │   │   └── NotFinite       of the tenant's own rows, gradients or logits
-    │   ├── UnknownLayer        no such group, direction or arithmetic at this provider
-    │   └── LimitExceeded       larger than the limits in the manifest
-    ├── AccessError             who is asking
-    │   ├── Unauthenticated     no certificate, or one this provider cannot accept
-    │   ├── NotPermitted        revoked, or not allowed to do this
-    │   └── QuotaExceeded       too much at once: in flight, or in a second
-    ├── TransportError          the road between the two
-    │   ├── DeadlineExceeded    no complete answer in time
+    │   ├── InvalidTensor       a wrong shape, dtype or byte count, or a non-finite value
+    │   │   └── NotFinite       the tenant's own rows, gradients or logits hold NaN or infinity
+    │   ├── UnknownLayer        this provider has no such group, direction or arithmetic
+    │   └── LimitExceeded       the request is larger than the limits in the manifest
+    ├── AccessError             the provider does not accept this identity, or not now
+    │   ├── Unauthenticated     there is no certificate, or one that this provider cannot accept
+    │   ├── NotPermitted        the identity is revoked, or not allowed to do this
+    │   └── QuotaExceeded       the tenant has too much in flight, or sends too much in a second
+    ├── TransportError          the connection between the two ends failed
+    │   ├── DeadlineExceeded    no complete answer came in time
     │   ├── Unavailable         the provider cannot be reached or went away
-    │   └── ForkedConnection    a connection used in a forked child
+    │   └── ForkedConnection    a connection was used in a forked child
     ├── ProtocolError           the peer broke wire/SPEC.md
     │   ├── VersionMismatch     the two ends speak different versions
-    │   ├── MalformedFrame      bytes that are no frame
+    │   ├── MalformedFrame      the peer sent bytes that are no frame
     │   ├── ProviderChanged     the bundle is not the one pinned at first use (tenant_sdk/trust/pins.py)
     │   └── RemoteFault         the provider failed and says no more than that
-    ├── MaskError               the privacy mask
+    ├── MaskError               the privacy mask cannot be used
     │   ├── MaskReused          a slot was about to be used twice
     │   ├── MaskOverflow        the no-wrap bound would not hold
     │   ├── SlotsExhausted      a block has fewer unused rows than were asked for (noise/blocks/slots.py)
     │   ├── SeedExhausted       a seed has no room for so many more secrets (noise/ledger/ledger.py)
-    │   ├── WeakParameters      parameters below the accepted table
+    │   ├── WeakParameters      the parameters are weaker than the accepted table
     │   └── VerificationFailed  a reply or a file is not what the trusted checkpoint gives
-    ├── ConfigurationError      a setting, a model name, a file that the user named
-    └── DatasetError            a row of the user's data set, named by its line
+    ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
+    └── DatasetError            a row of the user's data set, named by its line, cannot be used
 
-Guarantees: a message says what was expected and what came, in one line, and never holds a tensor value, a secret or
-another tenant's name. Only `WireCode` and its fixed text cross the wire, never `str(exc)` (SPEC.md, section 6).
+Every message says in one line what was expected and what came, and never holds a tensor value, a secret or another
+tenant's name. Only `WireCode` and its fixed text cross the wire, never `str(exc)` (wire/SPEC.md, section 6).
+
+Causes: an operating system's error, a file that cannot be parsed or an option that a library refuses is kept as
+`__cause__` (`raise ... from exc`), so that a traceback shows it. `from None` leaves it out on the way of a row
+(`noise/`, the transports, replies, the provider's engine), and wherever the cause may quote texts, tensor values, a
+secret, a peer or a file that names tenants (tests/security/test_causes.py).
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from enum import IntEnum
 
 
 class VeilbaseError(Exception):
-    """Root of the tree."""
+    """The root of the tree: every error of Veilbase is one."""
 
 
 class RequestError(VeilbaseError):
@@ -47,61 +52,61 @@ class RequestError(VeilbaseError):
 
 
 class InvalidTensor(RequestError):
-    """Shape, dtype, byte count or a non-finite value."""
+    """A tensor has a wrong shape, dtype or byte count, or holds a non-finite value."""
 
 
 class NotFinite(InvalidTensor):
-    """A value of the tenant's own is NaN or infinite; raised on the tenant's side only."""
+    """One of the tenant's own values is NaN or infinite. Only the tenant's side raises this."""
 
 
 class UnknownLayer(RequestError):
-    """No such group, direction or arithmetic at this provider."""
+    """This provider has no such group, direction or arithmetic."""
 
 
 class LimitExceeded(RequestError):
-    """Larger than the limits that the manifest announces."""
+    """The request is larger than the limits that the manifest announces."""
 
 
 class AccessError(VeilbaseError):
-    """Who is asking."""
+    """The provider does not accept this identity, or does not accept more from it now."""
 
 
 class Unauthenticated(AccessError):
-    """No certificate, or one that this provider cannot accept."""
+    """The tenant has no certificate, or one that this provider cannot accept."""
 
 
 class NotPermitted(AccessError):
-    """Revoked, or not allowed to do this."""
+    """The identity is revoked, or is not allowed to do this."""
 
 
 class QuotaExceeded(AccessError):
-    """Too much at once for one tenant."""
+    """The tenant has too much in flight, sends too much in a second, or opens too many calls at once."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Args: retry_s: after so many seconds the same request may pass; 0 where nobody can say."""
+        """Args: retry_s: seconds after which the same request may pass; 0 where this is not known."""
         super().__init__(text)
         self.retry_s = retry_s
 
 
 class TransportError(VeilbaseError):
-    """The road between tenant and provider."""
+    """The connection between tenant and provider failed."""
 
 
 class DeadlineExceeded(TransportError):
-    """No complete answer before the request's own deadline."""
+    """No complete answer came before the request's own deadline."""
 
 
 class Unavailable(TransportError):
     """The provider cannot be reached, went away, or has lost what one layer needs."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Args: retry_s: after so many seconds the same request may pass; 0 where it will not on this stream."""
+        """Args: retry_s: seconds after which the same request may pass; 0 where it will not pass on this stream."""
         super().__init__(text)
         self.retry_s = retry_s
 
 
 class ForkedConnection(TransportError):
-    """A connection opened before a fork was used in the child."""
+    """A connection that was opened before a fork was used in the child."""
 
 
 class ProtocolError(VeilbaseError):
@@ -113,7 +118,7 @@ class VersionMismatch(ProtocolError):
 
 
 class MalformedFrame(ProtocolError):
-    """Bytes that are no frame, or a frame that does not fit the one before it."""
+    """The peer sent bytes that are no frame, or a frame that does not fit the one before it."""
 
 
 class ProviderChanged(ProtocolError):
@@ -125,7 +130,7 @@ class RemoteFault(ProtocolError):
 
 
 class MaskError(VeilbaseError):
-    """The privacy mask."""
+    """The privacy mask cannot be made or used."""
 
 
 class MaskReused(MaskError):
@@ -133,11 +138,11 @@ class MaskReused(MaskError):
 
 
 class MaskOverflow(MaskError):
-    """The no-wrap bound of DESIGN.md section 3 would not hold."""
+    """The bound that keeps unmasked results from wrapping would not hold (wire/SPEC.md, section 5)."""
 
 
 class WeakParameters(MaskError):
-    """Parameters below the accepted table, or a scheme that does not fit the arithmetic."""
+    """The parameters are weaker than the accepted table, or the mask does not fit the arithmetic."""
 
 
 class VerificationFailed(MaskError):
@@ -145,15 +150,15 @@ class VerificationFailed(MaskError):
 
 
 class ConfigurationError(VeilbaseError):
-    """A setting, a model name or a file that the user named."""
+    """A setting, a model name or a file that the user named cannot be used."""
 
 
 class DatasetError(VeilbaseError):
-    """A row of the user's data set, named by its line."""
+    """A row of the user's data set cannot be used; the message names its line."""
 
 
 class WireCode(IntEnum):
-    """The only thing that an error reply carries besides the request id (SPEC.md, section 6)."""
+    """The number in an error reply, which carries nothing else besides the request id (wire/SPEC.md, section 6)."""
 
     INVALID_TENSOR = 1
     UNKNOWN_LAYER = 2
@@ -194,18 +199,29 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
 }
 
 
+def os_cause(exc: BaseException) -> OSError | None:
+    """The cause that may be shown where one `except` catches the operating system's errors and a parser's.
+
+    Returns:
+        `exc` where it is the operating system's, whose text names a path and a reason; None, for `raise ... from None`,
+        where it is a parser's, whose text may quote the file.
+    """
+    return exc if isinstance(exc, OSError) else None
+
+
 def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseError:
-    """The local exception for an error frame.
+    """Makes the local exception for an error frame.
 
     Args:
         code: the peer's number; an unknown one becomes `RemoteFault`.
         request_id: shown to the user, so that an operator can find the request in the provider's log.
-        retry_ms: of a frame with QUOTA or UNAVAILABLE.
+        retry_ms: the time that a frame with QUOTA or UNAVAILABLE names.
 
     Returns:
         An exception of the tree above with this side's own text; nothing of the text comes from the peer.
     """
-    if code == WireCode.NOT_PERMITTED and request_id == 0:  # about the stream, and so about who opened it
+    # The error is about the stream, and so about the identity that opened it.
+    if code == WireCode.NOT_PERMITTED and request_id == 0:
         return NotPermitted(REVOKED)
     known = code in WireCode._value2member_map_
     kind, text = _TABLE[WireCode(code) if known else WireCode.INTERNAL]
@@ -216,7 +232,7 @@ def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseEr
 
 
 def code_of(exc: BaseException) -> WireCode:
-    """The number that stands for `exc` on the wire; anything outside the table is INTERNAL."""
+    """Returns the number that stands for `exc` on the wire; anything outside the table is INTERNAL."""
     for code, (kind, _) in _TABLE.items():
         if isinstance(exc, kind):
             return code

@@ -1,7 +1,7 @@
-"""Frames of the tensor stream: a fixed 48-byte header and raw bytes (SPEC.md, section 3).
+"""The frames of the tensor stream: a fixed 48-byte header followed by raw bytes (wire/SPEC.md, section 3).
 
-Guarantees: `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come; no buffer is allocated before
-the header has passed the caller's check. Does not guarantee: who sent the frame; that is TLS's part.
+This module guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no
+buffer is allocated before the caller has checked the header. It does not guarantee who sent a frame; TLS does.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ MAGIC = b"VEIL"
 _HEADER = struct.Struct("<BBBBIQIIQQIHH")
 HEADER_BYTES = _HEADER.size
 ITEM_BYTES = 4
-"""Both arithmetics send four-byte numbers: int32 in the ring, float32 otherwise."""
+"""Size in bytes of one number of a tensor. Both arithmetics send four-byte numbers: int32 in the ring, float32
+otherwise."""
 
 with warnings.catch_warnings():
-    # torch warns once per process that a bytes object is read-only. Views made here are never written to.
+    # torch warns once per process that a bytes object is read-only. The views that are made here are never written to.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0\0\0\0", dtype=torch.int32)
 
 
 class FrameType(IntEnum):
-    """What a frame is for."""
+    """The frame types of the protocol; the values are the numbers on the wire."""
 
     HELLO = 1
     WELCOME = 2
@@ -55,14 +56,16 @@ DTYPES = {Arithmetic.RING: torch.int32, Arithmetic.FLOAT: torch.float32}
 
 @dataclass(slots=True)
 class Header:
-    """The fixed part of every frame; unused fields are zero.
+    """The fixed part of every frame. Fields that a frame type does not use are zero.
 
     Attributes:
-        call: which product (REQUEST and REPLY).
-        rows, cols: shape of the whole tensor, not of this chunk.
-        offset, total_bytes: where this chunk's payload lies in the tensor's bytes, and how many there are.
-        deadline_ms: time the tenant will wait, from the first frame on (REQUEST).
-        code: protocol version (HELLO, WELCOME) or error number (ERROR).
+        call: which product is asked for or answered (REQUEST and REPLY).
+        rows, cols: the shape of the whole tensor, not of this chunk.
+        offset, total_bytes: the position of this chunk's payload in the tensor's bytes, and how many bytes the tensor
+            has.
+        deadline_ms: how long the tenant will wait, counted from the first frame on (REQUEST); in an ERROR with code
+            QUOTA or UNAVAILABLE, after how long the request may be sent again.
+        code: the protocol version (HELLO, WELCOME) or the error number (ERROR).
     """
 
     kind: FrameType
@@ -76,7 +79,7 @@ class Header:
     code: int = 0
 
     def pack(self) -> bytes:
-        """The 48 header bytes, little-endian."""
+        """Returns the 48 header bytes, little-endian."""
         call = self.call
         return _HEADER.pack(
             self.kind, call.direction, call.arithmetic, call.purpose, call.group, self.request_id,
@@ -88,13 +91,14 @@ def parse(message: bytes | memoryview) -> tuple[Header, memoryview]:
     """Splits one stream message into its header and payload.
 
     Args:
-        message: bytes from the peer, any content.
+        message: bytes from the peer, with any content.
 
     Returns:
         The header, and a view of the payload (no copy).
 
     Raises:
-        MalformedFrame: too short, an unknown number in a field, or a payload that runs past the tensor's end.
+        MalformedFrame: the message is too short, a field holds an unknown number, or the payload runs past the tensor's
+            end.
     """
     if len(message) < HEADER_BYTES:
         raise MalformedFrame(f"a frame has at least {HEADER_BYTES} bytes, got {len(message)}")
@@ -117,7 +121,8 @@ _FRAME_TYPES = {int(kind): kind for kind in FrameType}
 
 @functools.lru_cache(maxsize=4096)
 def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
-    """The same few calls come again and again, and a decode step pays for every object."""
+    """Returns a cached `Call`: the same few calls come again and again, and a decode step pays for every object it
+    makes."""
     try:
         return Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
     except ValueError:
@@ -125,12 +130,12 @@ def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
 
 
 def hello(kind: FrameType) -> bytes:
-    """The first frame of each side: HELLO from the tenant, WELCOME from the provider."""
+    """Returns the first frame of a side: HELLO from the tenant, WELCOME from the provider."""
     return Header(kind, code=PROTOCOL_VERSION, total_bytes=len(MAGIC)).pack() + MAGIC
 
 
 def check_rows(call: Call, rows: Rows) -> None:
-    """Raises InvalidTensor unless a hint comes as a seed, and any other call as a matrix of its arithmetic's dtype."""
+    """Raises InvalidTensor unless a hint comes as a seed and any other call as a matrix of its arithmetic's dtype."""
     if isinstance(rows, SeededRows) != (call.purpose is Purpose.HINT):
         raise InvalidTensor("expected a seed with a call for a hint, and rows with any other")
     if isinstance(rows, torch.Tensor) and (rows.dim() != 2 or rows.dtype != DTYPES[call.arithmetic]):
@@ -138,19 +143,19 @@ def check_rows(call: Call, rows: Rows) -> None:
 
 
 def payload_bytes(kind: FrameType, call: Call, rows: int, cols: int) -> int:
-    """Bytes that the header of a REQUEST or REPLY of this shape must announce: 48 where the rows come as a seed."""
+    """Returns the byte count that the header of a REQUEST or REPLY must announce: 48 where the rows come as a seed."""
     if kind is FrameType.REQUEST and call.purpose is Purpose.HINT:
         return PACKED_BYTES
     return rows * cols * ITEM_BYTES
 
 
 def rows_bytes(rows: Rows) -> memoryview:
-    """The payload of a request: a flat byte view of its rows (no copy), or the 48 bytes of a seed."""
+    """Returns the payload of a request: a flat byte view of its rows (no copy), or the 48 bytes of a seed."""
     return memoryview(rows.pack()) if isinstance(rows, SeededRows) else tensor_bytes(rows)
 
 
 def tensor_bytes(rows: torch.Tensor) -> memoryview:
-    """A flat byte view of a contiguous CPU tensor of four-byte numbers, shape (rows, cols); no copy."""
+    """Returns a flat byte view, without a copy, of a contiguous CPU tensor of four-byte numbers, shape (rows, cols)."""
     if not rows.numel():
         return memoryview(b"")
     plain = rows.detach() if rows.requires_grad else rows
@@ -158,20 +163,24 @@ def tensor_bytes(rows: torch.Tensor) -> memoryview:
 
 
 def frames(header: Header, data: memoryview) -> Iterable[bytes | memoryview]:
-    """The frames of one tensor, in order, each with at most CHUNK_BYTES of payload; gRPC wants them as `bytes`."""
+    """Yields the frames of one tensor in order, each with at most CHUNK_BYTES of payload.
+
+    A tensor that fits one frame is sent as `bytes`, which gRPC wants.
+    """
     if len(data) <= CHUNK_BYTES:
         return (b"".join((header.pack(), data)),)
     return _chunks(header, data)
 
 
 def whole(header: Header, message: bytearray) -> Iterable[memoryview]:
-    """The one frame of a tensor that lies in it, at most CHUNK_BYTES of it: the header is written before it."""
+    """Returns the one frame of a tensor of at most CHUNK_BYTES that already lies in `message`, and writes its header
+    there."""
     message[:HEADER_BYTES] = header.pack()
     return (memoryview(message),)
 
 
 def row_of(call: Call, message: bytearray) -> torch.Tensor:
-    """The row that lies in such a message, shape (1, cols); no copy."""
+    """Returns the row that lies in the message of a single row, shape (1, cols), without a copy."""
     return torch.frombuffer(memoryview(message)[HEADER_BYTES:], dtype=DTYPES[call.arithmetic]).view(1, -1)
 
 
@@ -185,7 +194,7 @@ def _chunks(header: Header, data: memoryview) -> Iterator[memoryview]:
 
 
 class Assembler:
-    """Puts the chunks of one tensor together; made after the first header has been checked."""
+    """Puts the chunks of one tensor together. Callers make it after they have checked the tensor's first header."""
 
     def __init__(self, header: Header) -> None:
         """Args: header: the tensor's first header, already accepted by the caller."""
@@ -209,7 +218,7 @@ class Assembler:
         ):  # fmt: skip
             raise MalformedFrame("a chunk does not continue its tensor")
         if self._received == 0 and len(payload) == first.total_bytes:
-            self._whole = payload  # one frame: a view is enough
+            self._whole = payload  # The tensor came in one frame, so a view is enough.
         else:
             if not payload:
                 raise MalformedFrame("an empty chunk")
@@ -220,10 +229,11 @@ class Assembler:
         return self._received == first.total_bytes
 
     def rows(self) -> Rows:
-        """What a complete REQUEST carries: its tensor, or for a hint the seed of the rows that its header announces.
+        """Returns what a complete REQUEST carries: its tensor, or for a hint the seed of the rows that its header
+        announces.
 
         Raises:
-            InvalidTensor: a seed for another number of rows, or for rows beyond 2^40.
+            InvalidTensor: the seed is for another number of rows than the header announces, or for rows beyond 2^40.
         """
         first = self.header
         if first.kind is not FrameType.REQUEST or first.call.purpose is not Purpose.HINT:
@@ -238,15 +248,17 @@ class Assembler:
         return memoryview(b"") if data is None else data
 
     def tensor(self) -> torch.Tensor:
-        """The complete tensor, shape (rows, cols), dtype of its arithmetic. Read-only: it may view the frame.
+        """Returns the complete tensor, shape (rows, cols), in the dtype of its arithmetic. It is read-only, since it
+        may view the frame.
 
-        Only where `payload_bytes` counts numbers: `rows` reads a request, whatever its purpose.
+        This is only for payloads that hold the tensor's numbers; `rows` reads a request, whatever its purpose.
         """
         return tensor(self.header, self._data())
 
 
 def tensor(header: Header, data: memoryview) -> torch.Tensor:
-    """All bytes of a tensor as its header says, shape (rows, cols); read-only, since it views them."""
+    """Returns the tensor that a header and all its bytes make, shape (rows, cols). It is read-only, since it views the
+    bytes."""
     dtype = DTYPES[header.call.arithmetic]
     if header.total_bytes == 0:
         return torch.empty(header.rows, header.cols, dtype=dtype, device="cpu")
@@ -254,11 +266,11 @@ def tensor(header: Header, data: memoryview) -> torch.Tensor:
 
 
 def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) -> None:
-    """Checks sizes that need no knowledge of the layer, before anything is allocated.
+    """Checks, before anything is allocated, the sizes that need no knowledge of the layer.
 
     Raises:
-        LimitExceeded: more rows or bytes than the limits.
-        MalformedFrame: byte count other than rows × cols × 4, or than 48 in a request for a hint.
+        LimitExceeded: the header announces more rows or bytes than the limits allow.
+        MalformedFrame: the byte count is not rows × cols × 4, or not 48 in a request for a hint.
     """
     if header.rows > max_rows or header.total_bytes > max_tensor_bytes:
         raise LimitExceeded(
@@ -267,5 +279,6 @@ def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) ->
     expected = payload_bytes(header.kind, header.call, header.rows, header.cols)
     if header.total_bytes != expected:
         raise MalformedFrame(f"{header.rows} × {header.cols} numbers do not make {header.total_bytes} bytes")
-    if header.rows * header.cols * ITEM_BYTES > max_tensor_bytes:  # a seed of 48 bytes stands for as many numbers
+    # A seed of 48 bytes may stand for any number of rows, so their size is checked too.
+    if header.rows * header.cols * ITEM_BYTES > max_tensor_bytes:
         raise LimitExceeded(f"expected a seed for at most {max_tensor_bytes} bytes of rows")

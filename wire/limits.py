@@ -1,4 +1,4 @@
-"""Sizes that both ends check before they allocate anything (SPEC.md, section 4)."""
+"""Sizes that both ends check before they allocate anything (wire/SPEC.md, section 4)."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from pydantic import BaseModel, ConfigDict, Field
 MIB = 1 << 20
 
 CHUNK_BYTES = 1 * MIB
-"""Payload bytes in one frame. 256 KiB was no faster on loopback mTLS (docs/benchmarks_history.md)."""
+"""Most payload bytes in one frame, 1 MiB; 256 KiB was no faster on loopback mTLS (docs/benchmarks_history.md)."""
 
 MAX_FRAME_BYTES = CHUNK_BYTES + 4096
-"""gRPC's own message limit on both ends: a chunk, its header and room to spare."""
+"""gRPC's message limit in bytes, set on both ends: a chunk, its header and room to spare."""
 
 MAX_MANIFEST_BYTES = 64 * MIB
 MAX_BUNDLE_BYTES = 64 << 30
 MAX_BUNDLE_FILES = 32
 MAX_TEXT_FILE_BYTES = 128 * MIB
-"""Configs and tokenizers are read whole; safetensors files are not."""
+"""Most bytes of a config or tokenizer file, 128 MiB, since these are read whole; safetensors files are not."""
 MAX_FEATURES = 1 << 22
 MAX_GROUPS = 1 << 16
 MAX_DEADLINE_MS = 3_600_000
 MAX_RETRY_S = 60.0
-"""Longest time that a refusal for quota names; one who names more is refusing (SPEC.md, section 6)."""
+"""Longest wait in seconds that a refusal with QUOTA or UNAVAILABLE may name. A provider that names more is refusing
+(wire/SPEC.md, section 6)."""
 RETRY_METADATA = "veilbase-retry-ms"
-"""Trailing metadata of gRPC's status UNAVAILABLE: what retry_ms is in a frame."""
+"""Key of the trailing metadata that carries, with gRPC's status UNAVAILABLE, what retry_ms carries in a frame."""
 
 KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 
 
 class Limits(BaseModel):
-    """What one stream may ask for; announced in the manifest, enforced by the provider, kept by the tenant.
+    """What one stream may ask for. The manifest announces the limits, the provider enforces them and the tenant keeps
+    them.
 
     Attributes:
-        max_rows: rows in one request.
-        max_tensor_bytes: payload of one request, and of one reply.
-        max_in_flight_bytes: payloads of all unanswered requests of one stream and of their replies.
+        max_rows: the most rows in one request.
+        max_tensor_bytes: the largest payload of one request, and of one reply.
+        max_in_flight_bytes: the most payload bytes, together, of a stream's unanswered requests and of their replies.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -46,5 +48,5 @@ class Limits(BaseModel):
 
 
 def deadline_s(num_bytes: int) -> float:
-    """Seconds after which a request counts as lost: 30 s and its bytes, both ways, at 1 MB/s."""
+    """Returns the seconds after which a request counts as lost: 30 s, plus its own and its reply's bytes at 1 MB/s."""
     return 30.0 + num_bytes / 1e6

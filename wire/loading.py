@@ -1,12 +1,13 @@
-"""What transformers and PEFT change for a whole process while they build a model, kept from its other threads.
+"""Keeps what transformers and PEFT change for a whole process, while they build a model, away from its other threads.
 
 Loading replaces methods of transformers' classes (a second load that ends meanwhile puts the wrong ones back, for good)
-and sets torch's default dtype; log level, progress bars and warning filters are everybody's as well.
+and sets torch's default dtype. Log level, progress bars and warning filters belong to the whole process as well.
 
-Guarantees: inside `loading` one thread of the process builds at a time, whether a tenant's or a provider's in the same
-process; a model in bfloat16 that is being loaded changes the default dtype of no other thread; log level, bars and
-warning filters are again what they were when the last of the threads that wanted quiet leaves. Whoever only computes
-waits for nothing here. It does not guarantee anything beside a `from_pretrained` of the user's own in another thread.
+Guarantees: inside `loading` one thread of the process builds at a time, whether it works for a tenant or for a provider
+in the same process; a model in bfloat16 that is being loaded changes the default dtype of no other thread; log level,
+progress bars and warning filters are again what they were when the last of the threads that wanted quiet leaves. A
+thread that only computes waits for nothing here. Nothing is guaranteed beside a `from_pretrained` that the user calls
+in another thread.
 """
 
 from __future__ import annotations
@@ -31,18 +32,20 @@ _FLOATS = frozenset({
     torch.eye, torch.linspace, torch.logspace, torch.bartlett_window, torch.blackman_window, torch.hamming_window,
     torch.hann_window, torch.kaiser_window,
 })  # fmt: skip
-"""Functions whose result has the default dtype wherever no other is named."""
+"""Functions whose result has the default dtype wherever the caller names no other."""
 _BY_VALUE = frozenset({
     torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.full, torch.arange, torch.range,
 })  # fmt: skip
-"""Functions whose result has the default dtype where the numbers given are Python's floats."""
+"""Functions whose result has the default dtype where the numbers given are Python floats."""
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Builds or reads a model, an adapter or a tokenizer: one thread at a time, quietly, with its own default dtype.
+    """Lets one thread at a time build or read a model, an adapter or a tokenizer, quietly and with its own default
+    dtype.
 
-    A thread inside must not wait for a lock that another may hold while it waits for this one: a client's, for example.
+    A thread inside must not wait for a lock, such as a client's, that another thread may hold while it waits for this
+    one.
     """
     with _lock, quiet_transformers(), _own_default_dtype():
         yield
@@ -50,9 +53,10 @@ def loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No bars, no advice of transformers and no warnings about its own coming renamings, for as long as this lasts.
+    """Turns off progress bars, transformers' advice and its warnings about coming renamings, for as long as this lasts.
 
-    These settings belong to the process: the first thread to come changes them, the last to leave puts them back.
+    These settings belong to the process: the first thread that enters changes them, and the last that leaves restores
+    them.
     """
     global _num_quiet, _undo_quiet
     with _quiet_lock:
@@ -74,7 +78,7 @@ def _hush() -> contextlib.ExitStack:
     undo = contextlib.ExitStack()
     undo.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", message=".*use_cache=True.*")
-    # PEFT still uses names that transformers is about to drop
+    # PEFT still uses names that transformers is about to drop.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     undo.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
     transformers_logging.set_verbosity_error()
@@ -85,9 +89,10 @@ def _hush() -> contextlib.ExitStack:
 
 
 class _OwnDefaultDtype(TorchFunctionMode):
-    """The calling thread's default dtype: torch has one for all threads, and calls modes of the calling thread only.
+    """Gives the calling thread a default dtype of its own.
 
-    The dtype of arithmetic on integers alone, such as a quotient, stays the process's.
+    torch has one default dtype for all threads, but calls a function mode only in the thread that entered it. The dtype
+    of arithmetic on integers alone, such as a quotient, stays the process's.
     """
 
     def __init__(self, everybodys: torch.dtype) -> None:
@@ -109,13 +114,14 @@ class _OwnDefaultDtype(TorchFunctionMode):
 
 
 def _has_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a tensor, or an array of numpy's, is among the arguments: its dtype goes before any default."""
+    """Tells whether a tensor or a numpy array is among the arguments: its dtype takes precedence over any default."""
     return any(hasattr(each, "dtype") for each in (*args, *kwargs.values()))
 
 
 @contextlib.contextmanager
 def _own_default_dtype() -> Iterator[None]:
-    """Inside the lock: `torch.set_default_dtype` and `torch.get_default_dtype` of this thread mean its own."""
+    """Makes `torch.set_default_dtype` and `torch.get_default_dtype` of this thread mean its own dtype. Needs the
+    lock."""
     loader, real_set, real_get = threading.get_ident(), torch.set_default_dtype, torch.get_default_dtype
     own = _OwnDefaultDtype(real_get())
 
@@ -138,7 +144,7 @@ def _own_default_dtype() -> Iterator[None]:
 
 def _after_fork_in_child() -> None:
     global _lock, _quiet_lock
-    _lock, _quiet_lock = threading.RLock(), threading.Lock()  # whoever held them is not in this process
+    _lock, _quiet_lock = threading.RLock(), threading.Lock()  # The threads that held the locks are not in this process.
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,7 +1,7 @@
-"""What a provider says of itself before any tensor moves (SPEC.md, section 2).
+"""What a provider says about itself before any tensor moves (wire/SPEC.md, section 2).
 
-Guarantees: a parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in (0, 127·√dim], names are
-plain. It does not guarantee that the provider tells the truth: that is what verification is for.
+A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], names are plain. It does
+not guarantee that the provider tells the truth; verification does.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ BUNDLE_FILE_NAMES = frozenset(
         "scales.safetensors",
     }
 )
-"""The only files a bundle may hold: none of them is code or a pickle."""
+"""The only files that a bundle may hold: none of them is code or a pickle."""
 
 _MOST_ERRORS = 100
 _Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
 _Features = Field(ge=1, le=MAX_FEATURES)
 _Norm = Field(ge=1, allow_inf_nan=False)
-"""Of a column of integers; `wire.ring.quantise.max_norms` gives no less, and scales rely on it."""
+"""Euclidean norm of a column or row of integers. `wire.ring.quantise.max_norms` gives no less than 1, and scales rely
+on it."""
 _Digest = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -62,7 +63,7 @@ class _Shape(_Strict):
     digest: str = _Digest
 
     def widths(self, direction: Direction) -> tuple[int, int]:
-        """(columns of a request, columns of its reply)."""
+        """Returns (columns of a request, columns of its reply)."""
         forward = direction is Direction.FORWARD
         return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
 
@@ -84,7 +85,7 @@ class LayerInfo(_Shape):
 
 
 class GroupInfo(_Shape):
-    """Layers that read the same input, side by side in one product; the unit of every call."""
+    """Layers that read the same input, side by side in one product. A group is the unit of every call."""
 
     id: int = Field(ge=0, lt=MAX_GROUPS)
     name: str = _Name
@@ -116,7 +117,7 @@ class BundleFile(_Strict):
 
 
 class Manifest(_Strict):
-    """Model, layers, arithmetic, limits and bundle of one provider."""
+    """The model, layers, arithmetic, limits and bundle that one provider announces."""
 
     protocol: int
     model_id: str = Field(min_length=1, max_length=512, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")
@@ -140,7 +141,7 @@ class Manifest(_Strict):
         return self
 
     def to_bytes(self) -> bytes:
-        """UTF-8 JSON."""
+        """Returns the manifest as UTF-8 JSON."""
         return self.model_dump_json().encode()
 
 
@@ -148,28 +149,29 @@ def parse_manifest(data: bytes) -> Manifest:
     """Reads a peer's manifest.
 
     Raises:
-        VersionMismatch: another protocol version.
-        MalformedFrame: too large, not JSON, or inconsistent.
+        VersionMismatch: the manifest names another protocol version, or none.
+        MalformedFrame: the manifest is too large, not JSON, or inconsistent.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise MalformedFrame(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, got {len(data)}")
     try:
         content = from_json(data)
-    except ValueError:
-        raise MalformedFrame("the provider's manifest is not JSON") from None
+    except ValueError as exc:
+        raise MalformedFrame("the provider's manifest is not JSON") from exc
     protocol = content.get("protocol") if isinstance(content, dict) else None
     if type(protocol) is not int:
         raise VersionMismatch("the provider's manifest names no protocol version")
-    if protocol != PROTOCOL_VERSION:  # before the other fields: a later protocol may have others
+    # The version is checked before the other fields: a later protocol may have others.
+    if protocol != PROTOCOL_VERSION:
         raise VersionMismatch(f"this tenant speaks protocol {PROTOCOL_VERSION}, the provider another")
     try:
         return Manifest.model_validate(content)
     except ValidationError as exc:
-        raise MalformedFrame(f"the provider's manifest is not valid {_first_error(exc)}") from None
+        raise MalformedFrame(f"the provider's manifest is not valid {_first_error(exc)}") from None  # quotes the peer
 
 
 def _first_error(exc: ValidationError) -> str:
-    if exc.error_count() > _MOST_ERRORS:  # a list of them would take a kilobyte each
+    if exc.error_count() > _MOST_ERRORS:  # A list of all of them would take a kilobyte each.
         return f"in {exc.error_count()} places"
     first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
     # The name of a superfluous field is the peer's own text: it must not reach a terminal.

@@ -1,1 +1,2 @@
-"""The catalogue, one adversary per file; none of these modules can import a tenant, a mask or the truth."""
+"""The adversaries of the catalogue, one in each file; none of these modules can import a tenant, a mask or the
+truth."""

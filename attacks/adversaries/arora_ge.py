@@ -1,6 +1,6 @@
 """`tiny-error`: a lattice mask whose error is 0 or 1 falls to linearisation.
 
-With e in {0, 1}, e(e − 1) = 0 for e = z − ⟨m, s⟩. Over a power of two this says something only after halving:
+With e in {0, 1}, e(e − 1) = 0 for e = z − ⟨m, s⟩. Modulo a power of two this is of use only after halving:
 e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, where w_i = 1 iff s_i = −1, and p_ij = s_i·s_j:
 
     (z² − z)/2 + Σ ((m_i + m_i²)/2 − z·m_i)·s_i + Σ m_i²·w_i + Σ_{i<j} m_i·m_j·p_ij = 0 mod 2,
@@ -26,10 +26,11 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
 
 MOST_DIMENSION = 32
-"""560 unknowns; one guess takes tens of milliseconds."""
+"""The largest dimension that is tried: it has 560 unknowns, and one guess takes tens of milliseconds."""
 SURPLUS = 32
 BUDGET = 1 << 22
-"""Guesses in all, each at unknowns² units: 20 at dimension 32, 2,000 at 8."""
+"""Work for all guesses together, of which each takes unknowns² units: enough for 20 guesses at dimension 32, 2,000 at
+8."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
@@ -38,7 +39,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     left = BUDGET
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     for stream in streams(view, opened) if seeds and left > 0 else ():
-        share = left // 2 + 1  # no stream uses it all
+        share = left // 2 + 1  # half of what is left, so that no stream uses it all
         for seed in seeds:
             for degree in ring_degrees(seed.num_rows):
                 spent = _open(stream, PublicMatrix.of(seed, degree, stream.num_features), share)
@@ -48,7 +49,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
-    """Tries windows of a stream within a budget; returns what was spent."""
+    """Tries windows of a stream within a budget; returns the units that it used."""
     num_unknowns = public.dimension * (public.dimension + 3) // 2
     num_rows = -(-(num_unknowns + SURPLUS) // stream.num_features)
     if num_rows > min(public.degree, len(stream.rows)):
@@ -69,7 +70,7 @@ def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
 
 
 def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | None:
-    """The ternary s with masks − M·s in {0, 1} everywhere; None where there is none, or no full rank.
+    """Returns the ternary s with masks − M·s in {0, 1} everywhere; None where there is none, or M has no full rank.
 
     Args:
         equations: M, int64, shape (num_equations, n).
@@ -79,7 +80,7 @@ def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | 
         int64, shape (n,).
     """
     if not bool(masks.any()):
-        return None  # rows of zeros are no mask at all
+        return None  # rows of zeros are not masked at all
     n = equations.shape[1]
     m, z = equations.remainder(4).numpy(), masks.remainder(4).numpy()[:, None]
     first, second = _pairs(n)
@@ -96,7 +97,7 @@ def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | 
 
 @functools.cache
 def _pairs(n: int) -> tuple[list[int], list[int]]:
-    """i and j of all i < j < n."""
+    """Returns i and j of all i < j < n."""
     pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
     return [i for i, _ in pairs], [j for _, j in pairs]
 

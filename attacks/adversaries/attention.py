@@ -1,11 +1,11 @@
 """What an adapter adds to q, k and v, from an attention layer's input and output alone.
 
-v: where q and k are not adapted, attention mixes values in a known way, which is linear in W_v. Else position 0 helps,
-which attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as
-the layer has inputs. q and k: with v known, `attention_scores` reads them from the softmax. Where that has too few
-tokens, or heads that are too wide, the outputs are a smooth function of the weights and adapters are small, so descent
-from the public weights finds them up to the gauge that leaves q·k unchanged; where first tokens do not suffice, all
-three together.
+v: where q and k are not adapted, attention mixes values in a known way, which is linear in W_v. Otherwise position 0
+helps, which attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as the
+layer has inputs. q and k: with v known, `attention_scores` reads them from the softmax. Where there are too few tokens
+for that, or heads that are too wide, the outputs are a smooth function of the weights and adapters are small, so
+descent from the public weights finds them up to the change that leaves q·k unchanged; where first tokens do not suffice
+for v, the descent is over all three together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 
 _FIRST_STEPS, _MAX_STEPS = 40, 250
 _HOPELESS = 0.1
-"""Relative error after the first steps at which the descent is given up: what came is not an attention's output."""
+"""Relative error after the first steps from which on the descent is given up: the rows are not an attention's
+output."""
 _HISTORY = 50
 
 
@@ -40,7 +41,7 @@ class Heads:
 def fit_first_position(
     block: Block, model: PublicModel, given: torch.Tensor, outputs: torch.Tensor
 ) -> torch.Tensor | None:
-    """W_v + ΔW_v from position 0 of many prompts, or None where their first tokens differ too little.
+    """Returns W_v + ΔW_v from position 0 of many prompts, or None where their first tokens differ too little.
 
     Args:
         given: the attention's input at position 0, shape (num_prompts, hidden).
@@ -60,9 +61,10 @@ def fit_first_position(
 def fit_values(
     block: Block, model: PublicModel, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Heads:
-    """W_v + ΔW_v where q and k are the public ones: then attention is a known mixture of the values, and linear in W_v.
+    """Fits W_v where q and k are the public ones: attention is then a known mixture of the values, and linear in W_v.
 
     Args:
+        block, model: the block and the public model.
         given, outputs: as in `fit_all`.
     """
     hidden, repeats = block.v.weight.shape[0], model.num_heads // model.num_kv_heads
@@ -92,7 +94,7 @@ def tried(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> Heads:
-    """Weights of q, k and v with their error."""
+    """Returns these weights of q, k and v with their error."""
     missed = size = 0.0
     with torch.no_grad():
         for rows, seen in _batches(given, outputs):
@@ -103,7 +105,7 @@ def tried(
 
 
 def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Each head's mixture of the input rows, shape (num_prompts, num_heads, num_tokens, hidden)."""
+    """Returns each head's mixture of the input rows, shape (num_prompts, num_heads, num_tokens, hidden)."""
     num_prompts, num_tokens, hidden = rows.shape
     q, k = _queries_and_keys(block, model, weights, rows)
     everywhere = rows[:, None].expand(num_prompts, model.num_heads, num_tokens, hidden)
@@ -113,7 +115,9 @@ def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows
 def _queries_and_keys(
     block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With their positions, each of shape (num_prompts, num_heads, num_tokens, head_dim). Args: weights: of q and k."""
+    """Returns queries and keys with their positions, each of shape (num_prompts, num_heads, num_tokens, head_dim).
+
+    Args: weights: those of q and k."""
     q, k = (_heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k), weights, strict=True))
     if model.rope_theta:
         q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
@@ -121,7 +125,7 @@ def _queries_and_keys(
 
 
 def _heads(layer: Layer, weight: torch.Tensor, model: PublicModel, rows: torch.Tensor) -> torch.Tensor:
-    """A projection of the rows by head, shape (num_prompts, heads, num_tokens, head_dim)."""
+    """Returns a projection of the rows by head, shape (num_prompts, heads, num_tokens, head_dim)."""
     out = rows @ weight
     out = out if layer.bias is None else out + layer.bias
     return out.view(*rows.shape[:2], -1, model.head_dim).transpose(1, 2)
@@ -158,12 +162,12 @@ def fit_scales(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> Heads:
-    """Weights of q, k and v that are known up to a factor of each output, as BOFT trains them.
+    """Fits weights of q, k and v that are known up to a factor for each output, as BOFT trains them.
 
-    v's come from position 0 in closed form; those of q and k are descended to.
+    Those of v come from position 0 in closed form; those of q and k are found by descent.
 
     Args:
-        weights: of q, k and v, with all factors one.
+        weights: the weights of q, k and v, with all factors one.
         given, outputs: as in `fit_all`.
     """
     v = weights[2] * _first_factors(block, model, weights[2], given, outputs)
@@ -181,10 +185,10 @@ def _first_factors(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """v's factors from position 0, which attends to itself alone; 1 where that gives none that is positive."""
+    """Returns v's factors from position 0, which attends to itself alone; 1 where the result is not positive."""
     values = torch.stack([rows[0] for rows in given]) @ weight
     seen = torch.stack([rows[0] for rows in outputs]).view(len(outputs), model.num_kv_heads, -1, model.head_dim)
-    seen = seen.mean(dim=2).reshape(values.shape)  # heads that share one of v's see the same
+    seen = seen.mean(dim=2).reshape(values.shape)  # heads that share one of v's see the same values
     seen = seen if block.v.bias is None else seen - block.v.bias
     factors = (seen * values).sum(dim=0) / values.pow(2).sum(dim=0).clamp_min(1e-300)
     return torch.where(factors > 0, factors, torch.ones_like(factors))
@@ -198,7 +202,7 @@ def _descend(
     parameters: list[torch.Tensor],
     weights: Callable[[], Sequence[torch.Tensor]],
 ) -> Heads:
-    """L-BFGS on the misfit of the outputs; `weights` makes those of q, k and v of the parameters."""
+    """Minimises the misfit of the outputs with L-BFGS; `weights` makes those of q, k and v from the parameters."""
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(
@@ -223,7 +227,7 @@ def _descend(
 
 
 def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Prompts of one length together: shapes (num_prompts, num_tokens, features)."""
+    """Puts prompts of one length together: shapes (num_prompts, num_tokens, features)."""
     lengths = sorted({rows.shape[0] for rows in given})
     return [
         (
@@ -235,11 +239,11 @@ def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> 
 
 
 def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Causal attention without the output projection.
+    """Computes causal attention without the output projection.
 
     Args:
-        weights: of q, k and v, each (hidden, out_features).
-        rows: normed input, shape (num_prompts, num_tokens, hidden).
+        weights: the weights of q, k and v, each (hidden, out_features).
+        rows: the normed input, shape (num_prompts, num_tokens, hidden).
 
     Returns:
         Shape (num_prompts, num_tokens, num_heads · head_dim).
@@ -252,17 +256,18 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
 
 
 def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary positions 0, 1, ... in transformers' convention: halves, not pairs. Shape (..., num_tokens, head_dim)."""
+    """Applies rotary positions 0, 1, ... as transformers does: in halves, not pairs. Shape (..., num_tokens,
+    head_dim)."""
     return turn(x, theta, torch.arange(x.shape[-2], dtype=x.dtype))
 
 
 def rotate_at(x: torch.Tensor, theta: float, position: int) -> torch.Tensor:
-    """The same for rows that all stand at one position."""
+    """Does the same for rows that are all at one position."""
     return turn(x, theta, torch.full((1,), float(position), dtype=x.dtype))
 
 
 def turn(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of rows, shape (..., num_rows, head_dim), that stand at `positions`, shape (num_rows,)."""
+    """Applies rotary positions to rows, shape (..., num_rows, head_dim), that are at `positions`, shape (num_rows,)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
     cos, sin = angles.cos(), angles.sin()

@@ -1,14 +1,14 @@
-"""W_q and W_k of an attention layer from the probabilities of its softmax.
+"""Recovers W_q and W_k of an attention layer from the probabilities of its softmax.
 
-What o_proj is given is, for each head, probabilities times values. With the values known, the probabilities of token t
-are a non-negative least-squares problem of t + 1 unknowns that add up to one and head_dim equations, so that tokens up
-to position head_dim have one answer. The logarithm of the ratio of two of them is a difference of scores,
-q_t·(k_s − k_r)/√head_dim: linear in W_q while k is known, and in W_k while q is. Where both were changed, W_k is
-searched for with the best W_q for each (variable projection); solving for one after the other creeps.
+The input of o_proj is, for each head, probabilities times values. With the values known, the probabilities of token t
+are a non-negative least-squares problem with t + 1 unknowns that add up to one and head_dim equations, so that tokens
+up to position head_dim have one solution. The logarithm of the ratio of two of them is a difference of scores, q_t·(k_s
+− k_r)/√head_dim: linear in W_q while k is known, and in W_k while q is. Where both were changed, the search is over W_k
+with the best W_q for each (variable projection); solving for one after the other converges too slowly.
 
-Determined is what a softmax sees of q·k: W_q·G and W_k·G⁻ᵀ explain as much for any G that the positions let pass. Steps
-are damped, so that what comes out is near the public weights. Does nothing for wide heads, whose systems have more than
-`_MAX_NUMBERS` numbers: they are left to the descent of attention.py.
+Only the effect of q·k on a softmax is determined: W_q·G and W_k·G⁻ᵀ explain the outputs as well for any G that commutes
+with the positions. Steps are damped, so that the result is near the public weights. The file does nothing for wide
+heads, whose systems have more than `_MAX_NUMBERS` numbers: they are left to the descent of attention.py.
 Source: our derivation, from the definition of attention; the search after Kaufman, BIT 15 (1975).
 """
 
@@ -24,38 +24,39 @@ from attacks.adversaries.attention import turn
 from attacks.seen.public_model import Block, Layer, PublicModel
 
 _MAX_NUMBERS = 1 << 25
-"""Of a dense system of equations: a quarter of a GB."""
+"""The most numbers in a dense system of equations: a quarter of a GB."""
 _SPARE = 1.05
-"""Equations for each unknown, at least: fewer would fit anything."""
+"""The fewest equations for each unknown: fewer would fit anything."""
 _EXPLAINED = 1e-4
-"""What probabilities may miss by, relative to the outputs that they were read from, where q or k alone was changed."""
+"""The largest error of the probabilities, relative to the outputs that they were read from, at which a change of q or k
+alone explains them."""
 _SWEEPS = 300
-"""Of coordinate descent, over the few systems whose free solution is negative."""
+"""Sweeps of coordinate descent over the few systems whose free solution is negative."""
 _LEAST_PROBABILITY = 1e-7
-"""Of a pair that is used: below it float32 rounding is all there is."""
+"""The smallest probability of a pair that is used: a smaller one is only float32 rounding."""
 _DEPENDENT = 1e7
-"""Condition number of a system of probabilities beyond which float32 rounding is all there is."""
+"""Condition number of a system of probabilities beyond which its solution is only float32 rounding."""
 _STEPS = 60
 _DAMPING, _RELAX, _LAST_DAMPING = 1e-3, 3.0, 1e6
 _FLOOR = 1e-11
-"""Of damping, relative to the diagonal: keeps where they are the directions that only float32 rounding (1e-7, squared
-1e-14) would determine, as that of keys along 1/γ with LayerNorm."""
+"""The smallest damping, relative to the diagonal: it keeps weights from moving in directions that only float32 rounding
+(1e-7, squared 1e-14) would determine, such as that of keys along 1/γ with LayerNorm."""
 _SETTLED = 1e-3
-"""Relative gain of a step after which the search ends."""
+"""Relative gain of a step below which the search ends."""
 
 
 def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention probabilities of one token: non-negative least squares, with a sum of one.
+    """Computes attention probabilities of one token: non-negative least squares, with a sum of one.
 
     Args:
         values: float64, shape (batch, num_keys, head_dim), num_keys <= head_dim + 1.
         outputs: probabilities times values, shape (batch, head_dim).
 
     Returns:
-        Probabilities, non-negative, and how far an error of the outputs is stretched in each, infinite where values
-        that are alike leave it open (a token that comes twice); both of shape (batch, num_keys).
+        Non-negative probabilities, and by how much each amplifies an error of the outputs: infinite where equal values
+        leave it undetermined (a token that comes twice). Both have shape (batch, num_keys).
     """
-    size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # the sum's equation weighs as much as the others
+    size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # gives the sum's equation the weight of the others
     matrix = torch.cat([values, size[:, None, None].expand(-1, values.shape[1], 1)], dim=2).transpose(1, 2)
     wanted = torch.cat([outputs, size[:, None]], dim=1)
     inverse = torch.linalg.pinv(matrix)
@@ -69,7 +70,8 @@ def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Te
 
 
 def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Coordinate descent on ‖matrix·p − wanted‖ over p >= 0; the problem is convex, so that it ends at the minimum."""
+    """Minimises ‖matrix·p − wanted‖ over p >= 0 by coordinate descent; the problem is convex, so it ends at the
+    minimum."""
     squares, right = matrix.transpose(1, 2) @ matrix, (matrix.transpose(1, 2) @ wanted[..., None])[..., 0]
     found = start.clone()
     for _ in range(_SWEEPS):
@@ -84,7 +86,7 @@ class _Ratios:
     """Differences of one head's scores.
 
     Attributes:
-        at, to, other: indices of tokens whose q, k and k they are, int64, each of shape (num_ratios,).
+        at, to, other: indices of the tokens whose q, k and k they are, int64, each of shape (num_ratios,).
         seen: q_at·(k_to − k_other)/√head_dim; weights: the inverse of its error, up to a factor.
     """
 
@@ -98,7 +100,7 @@ class _Ratios:
 def solve(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """W_q + ΔW_q and W_k + ΔW_k; None where there are too few equations, or too many numbers in them.
+    """Returns W_q + ΔW_q and W_k + ΔW_k; None where there are too few equations, or too many numbers in them.
 
     Args:
         v: W_v + ΔW_v.
@@ -128,7 +130,8 @@ def solve(
 
 
 def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
-    """ΔW_k without what all keys share: with LayerNorm rows do not differ along 1/γ, and a softmax takes that off."""
+    """Returns ΔW_k without what all keys share: with LayerNorm rows do not differ along 1/γ, and a softmax ignores
+    it."""
     if block.attention_norm.bias is None:
         return delta
     way = torch.nn.functional.normalize(1 / block.attention_norm.weight, dim=0)
@@ -138,7 +141,7 @@ def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
 def _ratios(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[_Ratios]:
-    """Of every head: each token's keys against the one that it looks at most."""
+    """Returns the ratios of every head: each token's keys against the key with its largest probability."""
     found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(model.num_heads)]
     starts = torch.tensor([0, *(len(one) for one in given)]).cumsum(0)
     for last in range(1, min(max(map(len, given)), model.head_dim + 1)):
@@ -155,17 +158,17 @@ def _ratios(
 
 
 def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The fields of `_Ratios` for the last token of some prompts.
+    """Returns the fields of `_Ratios` for the last token of some prompts.
 
     Args:
         share, stretched: as `probabilities` returns them, shape (num_prompts, num_keys).
-        first: index of each prompt's first token, shape (num_prompts,).
+        first: the index of each prompt's first token, shape (num_prompts,).
     """
     most, at_most = share.max(dim=1, keepdim=True)
     used = (share > _LEAST_PROBABILITY) & (torch.arange(share.shape[1]) != at_most) & stretched.isfinite()
     prompt, to = used.nonzero(as_tuple=True)
     less, more = share[used], most[prompt, 0]
-    errors = stretched[used] / less, stretched[prompt, at_most[prompt, 0]] / more  # of a logarithm
+    errors = stretched[used] / less, stretched[prompt, at_most[prompt, 0]] / more  # errors of a logarithm
     weights = (errors[0].pow(2) + errors[1].pow(2)).rsqrt()
     start = first[prompt]
     return start + share.shape[1] - 1, start + to, start + at_most[prompt, 0], (less / more).log(), weights
@@ -175,15 +178,16 @@ _Solver = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _LeastSquares:
-    """A Jacobian, and steps of least squares."""
+    """A Jacobian, and least-squares steps with it."""
 
     def __init__(self, jacobian: torch.Tensor) -> None:
         self._jacobian, self._squares = jacobian, jacobian.T @ jacobian
 
     def solver(self, damping: float) -> _Solver:
-        """From what is missed to the step, with the mean square of a column times `damping` on the diagonal.
+        """Returns a function from residuals to the step, with the mean square of a column times `damping` on the
+        diagonal.
 
-        What is missed has shape (num_ratios,), or (num_ratios, n) for n of them.
+        Residuals have shape (num_ratios,), or (num_ratios, n) for n right sides.
         """
         squares = self._squares.clone()
         squares.diagonal().add_(damping * float(squares.diagonal().mean()))
@@ -219,15 +223,16 @@ class _Group:
         self._kept: tuple[torch.Tensor, list[tuple[torch.Tensor, _Solver]]] | None = None
 
     def solve(self, size: float) -> tuple[list[torch.Tensor], torch.Tensor] | None:
-        """Weights of each q and of k, each of shape (hidden, head_dim); None where both changed and rows are too few.
+        """Returns the weights of each q and of k, each of shape (hidden, head_dim); None where both changed and rows
+        are too few.
 
         Args:
-            size: of the outputs' numbers.
+            size: the size of the outputs' numbers.
         """
         public, k = [weight for weight, _ in self._q], self._k[0]
         q, other = self._solve_q(public, k), self._solve_k(public, k)
         count = sum(len(one.at) for one in self._ratios)
-        if self._missed(public, other) < self._missed(q, k):  # k is what was changed
+        if self._missed(public, other) < self._missed(q, k):  # k was changed
             q, k = public, other
         if self._missed(q, k) < _EXPLAINED * size * math.sqrt(count):
             return q, k
@@ -235,7 +240,7 @@ class _Group:
         return self._together(q, k) if count >= _SPARE * unknowns else None
 
     def _together(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Levenberg-Marquardt on W_k, with the best W_q for each: variable projection, in Kaufman's form."""
+        """Runs Levenberg-Marquardt on W_k, with the best W_q for each: variable projection, in Kaufman's form."""
         best, damping, tighten = self._missed(q, k), _DAMPING, 2.0
         off_q, missed_off_q = self._off_q(q, k)
         for _ in range(_STEPS):
@@ -256,7 +261,7 @@ class _Group:
         return q, k
 
     def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[_LeastSquares, torch.Tensor]:
-        """Derivative by W_k and residuals, without what a change of W_q could do as well."""
+        """Returns the derivative by W_k and the residuals, both without the part that a change of W_q can achieve."""
         derivatives, residuals = [], []
         of_q, of_k, missed = self._best_q(k), self._of_k(q), self._residuals(q, k)
         for (a, best), b, c in zip(of_q, of_k, missed, strict=True):
@@ -267,33 +272,34 @@ class _Group:
         return _LeastSquares(torch.cat(derivatives)), torch.cat(residuals)
 
     def _solve_q(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
-        """Each W_q with k as it is: linear."""
+        """Solves for each W_q with k fixed, which is linear."""
         parts = zip(q, self._best_q(k), self._residuals(q, k), strict=True)
         return [one + best(missed).view_as(one) for one, (_, best), missed in parts]
 
     def _best_q(self, k: torch.Tensor) -> list[tuple[torch.Tensor, _Solver]]:
-        """Of each head `_of_q`, and what solves for its W_q; kept for one k, as a better one is asked for twice."""
+        """Returns, for each head, `_of_q` and a solver for its W_q; kept for one k, as an improved k is asked for
+        twice."""
         if self._kept is None or self._kept[0] is not k:
             self._kept = k, [(one, _LeastSquares(one).solver(_FLOOR)) for one in self._of_q(k)]
         return self._kept[1]
 
     def _solve_k(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> torch.Tensor:
-        """W_k with every q as it is: linear."""
+        """Solves for W_k with every q fixed, which is linear."""
         best = _LeastSquares(torch.cat(self._of_k(q))).solver(_FLOOR)
         return k + best(torch.cat(self._residuals(q, k))).view_as(k)
 
     def _turned(self, rows: torch.Tensor, at: torch.Tensor, sign: float = 1.0) -> torch.Tensor:
-        """Rows of shape (num, head_dim) at the positions of the tokens `at`."""
+        """Rotates rows of shape (num, head_dim) to the positions of the tokens `at`."""
         return turn(rows, self._theta, sign * self._positions[at]) if self._theta else rows
 
     def _keys(self, k: torch.Tensor, one: _Ratios) -> torch.Tensor:
-        """Difference of the two keys as W_q's output meets it, shape (num_ratios, head_dim)."""
+        """Returns the difference of the two keys as W_q's output meets it, shape (num_ratios, head_dim)."""
         keys = _out(self._rows, k, self._k[1])
         difference = self._turned(keys[one.to], one.to) - self._turned(keys[one.other], one.other)
         return self._turned(difference, one.at, -1.0) / self._root
 
     def _residuals(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
-        """Of each head, weighted, shape (num_ratios,)."""
+        """Returns the weighted residuals of each head, shape (num_ratios,)."""
         found = []
         for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
             scores = (_out(self._rows, weight, bias)[one.at] * self._keys(k, one)).sum(1)
@@ -304,7 +310,7 @@ class _Group:
         return float(torch.cat(self._residuals(q, k)).norm())
 
     def _of_q(self, k: torch.Tensor) -> list[torch.Tensor]:
-        """Derivative of each head's scores by its W_q, shape (num_ratios, hidden · head_dim)."""
+        """Returns the derivative of each head's scores by its W_q, shape (num_ratios, hidden · head_dim)."""
         found = []
         for one in self._ratios:
             outer = self._rows[one.at][:, :, None] * self._keys(k, one)[:, None, :]
@@ -312,7 +318,7 @@ class _Group:
         return found
 
     def _of_k(self, q: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Derivative of each head's scores by W_k, shape (num_ratios, hidden · head_dim)."""
+        """Returns the derivative of each head's scores by W_k, shape (num_ratios, hidden · head_dim)."""
         found = []
         for weight, (_, bias), one in zip(q, self._q, self._ratios, strict=True):
             queries = self._turned(_out(self._rows, weight, bias)[one.at], one.at) / self._root

@@ -1,10 +1,10 @@
 """A prompt that is repeated under fresh noise: the mean of its messages, cleaned by principal components.
 
-Messages of one group, direction and number of rows are taken for repetitions. Noise of their mean falls with the root
-of their number; principal components of the mean below the edge of the noise's spectrum are left out. The same numbers
-under uniform noise mod 2^32 have no mean, so it fails there. Does not tell whether messages are repetitions: where they
-are not, its claim is wrong (attacks/adversaries/principal_components.py takes several prompts under one mask). Source:
-Marchenko and Pastur, 1967, for the edge √T + √d of a noise matrix's spectrum.
+Messages of one group, direction and number of rows are taken for repetitions. The noise of their mean falls with the
+square root of their number; principal components of the mean below the edge of the noise's spectrum are left out. Under
+uniform noise mod 2^32 the mean says nothing, so the attack fails there. It does not tell whether messages are
+repetitions: where they are not, its claim is wrong (attacks/adversaries/principal_components.py handles several prompts
+under one mask). Source: Marchenko and Pastur, 1967, for the edge √T + √d of a noise matrix's spectrum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MOST_MESSAGES = 512
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """For each set of messages that may be repetitions, its cleaned mean as the rows of the first few of them."""
+    """Claims, for each set of messages that may be repetitions, its cleaned mean as the rows of the first few of
+    them."""
     sets: dict[tuple[int, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:
@@ -39,7 +40,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def clean_mean(repeats: torch.Tensor) -> torch.Tensor:
-    """The mean over repetitions without the principal components that noise alone would make.
+    """Returns the mean over repetitions without the principal components that noise alone would make.
 
     Args:
         repeats: float64, shape (num_repeats, num_rows, d), at least two repetitions.

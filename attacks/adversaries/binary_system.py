@@ -1,7 +1,7 @@
 """Linear systems mod 2: one elimination, many right sides.
 
-Guarantees: exact. A right side that the matrix cannot give is said to be inconsistent, so that noise passes with
-probability 2^-(num_equations − rank).
+Guarantees: results are exact. A right side that the matrix cannot produce is reported as inconsistent, so that noise
+passes with probability 2^-(num_equations − rank).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class BinarySystem:
     """M·x = b over GF(2) for a fixed M, reduced once.
 
     Attributes:
-        rank: of M; every x is unique where it equals the number of unknowns.
+        rank: the rank of M; every x is unique where it equals the number of unknowns.
     """
 
     def __init__(self, matrix: Bits) -> None:
@@ -34,7 +34,7 @@ class BinarySystem:
         return bool(self.rank == self._num_unknowns)
 
     def consistent(self, sides: Bits) -> npt.NDArray[np.bool_]:
-        """Which right sides have a solution.
+        """Returns which right sides have a solution.
 
         Args:
             sides: 0 and 1, shape (num_equations, count).
@@ -46,7 +46,7 @@ class BinarySystem:
         return np.asarray(~np.any(left.astype(np.int64) & 1, axis=0))
 
     def solve(self, side: Bits) -> Bits | None:
-        """The one x with M·x = side, shape (num_unknowns,); None where there is none, or more than one."""
+        """Returns the only x with M·x = side, shape (num_unknowns,); None where there is none, or more than one."""
         if not self.has_full_rank or not self.consistent(side[:, None]).all():
             return None
         solution = self._transform[: self.rank] @ side.astype(np.float32)

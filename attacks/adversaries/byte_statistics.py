@@ -1,16 +1,17 @@
-"""Whether ring messages look uniform and independent: those under a mask do, anything else hardly.
+"""Tests whether ring messages look uniform and independent: those under a mask do, and hardly any others.
 
-Of each group and direction two things are looked at. Chi-square: each of the four bytes against the uniform
-distribution (255 degrees of freedom). Serial correlation: each number, as int32, and each of its three lower bytes
-beside its neighbours, which are the next feature of the row, the same feature of the next row, and the features before
-and behind it there. (The top byte says what the number says, up to one part in 256.) Of n independent pairs the
-correlation has standard deviation 1/√n; the bound grows with the number of correlations that were looked at. Means are
-taken as uniform numbers have them, and not from the data, so that numbers that lie to one side correlate, too.
+Two things are tested for each group and direction. Chi-square: each of the four bytes against the uniform distribution
+(255 degrees of freedom). Serial correlation: each number, as int32, and each of its three lower bytes with its
+neighbours, which are the next feature of the row, the same feature of the next row, and the features before and behind
+it there. (The top byte says what the number says, up to one part in 256.) With n independent pairs the correlation has
+standard deviation 1/√n; the bound grows with the number of correlations that are tested. Means are those of uniform
+numbers, and not of the data, so that numbers that are off to one side correlate, too.
 
 A mask that is missing on a group or in a direction, too narrow, scaled wrongly or used for neighbouring rows or
-features shows here without anything being known of what it hides. It finds faults of scaling and encoding, and is no
-evidence of security: any generator's output passes, a public one's too. Nor does it see a mask that is used again
-further off, which is slot reuse's, or one that leaves low bits alone where activations fill them: those look uniform.
+features shows here without any knowledge of what it hides. The test finds faults of scaling and encoding, and is no
+evidence of security: any generator's output passes, a public one's too. It does not find a mask that is used again
+further away, which `slot-reuse` does, nor one that leaves low bits unmasked where activations fill them: those look
+uniform.
 
 Source: Knuth, The Art of Computer Programming, volume 2, 3.3.1 (chi-square) and 3.3.2, J (serial correlation).
 """
@@ -30,21 +31,22 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
 
 _DEVIATIONS = 12.0
-"""Standard deviations of chi-square: by chance less than once in 2^66 (Wilson and Hilferty's approximation), hence
-less than once in 2^46 over a million of them."""
+"""Standard deviations of chi-square that count as a fault: by chance less than once in 2^66 (Wilson and Hilferty's
+approximation), hence less than once in 2^46 over a million tests."""
 FALSE_POSITIVE_BITS = 40
-"""Of the correlations of a view together."""
+"""The bound on all correlations of a view together is exceeded by chance with probability 2^-40."""
 FEWEST = 4096
 """Numbers below which the distribution of chi-square is not yet close to its limit."""
 _FEWEST_PAIRS = 1024
-"""Neighbours below which a correlation is left out: from here its tail is a normal one's, up to a twentieth, at 8
-standard deviations (products of uniform numbers have an excess kurtosis of 0.24)."""
+"""Pairs of neighbours below which a correlation is left out: from here on its tail is a normal one's, up to a
+twentieth, at 8 standard deviations (products of uniform numbers have an excess kurtosis of 0.24)."""
 _MOST_MESSAGES, _RUN = 256, 8
-"""Of a group and direction, spread over the recording in runs, since neighbours may be in two messages."""
+"""(messages that are tested of a group and direction, length of a run): they are spread over the recording in runs,
+since neighbours may be in two messages."""
 _PARTS = 4
-"""Numbers and their three lower bytes."""
+"""Parts that are tested: the numbers and their three lower bytes."""
 STEPS = {"along rows": (0, 1), "along columns": (1, 0), "one place on": (1, 1), "one place back": (1, -1)}
-"""Rows and features from a number to its neighbour."""
+"""(rows, features) from a number to its neighbour, by the step's name."""
 FACT = "groups whose numbers are not uniform, or not independent"
 SUMMARY = "how uniform numbers are"
 _NORMAL = NormalDist()
@@ -52,10 +54,10 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one group and direction.
+    """The test values of one group and direction.
 
     Attributes:
-        num_numbers: that were looked at.
+        num_numbers: how many numbers were tested.
         chi_square: excess over the mean in standard deviations, by byte; float64, shape (4,).
         serial: correlation in standard deviations, float64, shape (numbers and lower bytes, steps); NaN where there
             are too few neighbours.
@@ -68,7 +70,7 @@ class Figures:
     serial: torch.Tensor = field(repr=False)
 
     def faults(self, bound: float) -> list[str]:
-        """What is not as chance has it, in words."""
+        """Returns, in words, the values that chance does not explain."""
         worst = self.serial.abs().nan_to_num(0.0).amax(dim=0).tolist()
         names = [name for name, z in zip(STEPS, worst, strict=True) if z > bound]
         return ["bytes", *names] if float(self.chi_square.max()) > _DEVIATIONS else names
@@ -76,7 +78,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Uniformity:
-    """Of a view.
+    """The test values of a view.
 
     Attributes:
         looked_at: groups and directions with enough numbers.
@@ -88,31 +90,31 @@ class Uniformity:
 
     @property
     def num_serial(self) -> int:
-        """Correlations that were looked at."""
+        """The number of correlations that were tested."""
         return sum(int((~one.serial.isnan()).sum()) for one in self.looked_at)
 
     @property
     def worst_chi_square(self) -> float:
-        """In standard deviations."""
+        """The largest chi-square, in standard deviations."""
         return max((float(one.chi_square.max()) for one in self.looked_at), default=0.0)
 
     @property
     def worst_serial(self) -> float:
-        """In standard deviations, whichever its sign."""
+        """The largest correlation in absolute value, in standard deviations."""
         return max((float(one.serial.abs().nan_to_num(0.0).max()) for one in self.looked_at), default=0.0)
 
     @property
     def bound(self) -> float:
-        """Standard deviations that no correlation of this many exceeds by chance but once in 2^40."""
+        """Standard deviations that the largest of this many correlations exceeds by chance only once in 2^40."""
         return -_NORMAL.inv_cdf(2.0**-FALSE_POSITIVE_BITS / (2 * max(self.num_serial, 1)))
 
     def faults(self) -> list[str]:
-        """Groups and directions that are not as chance has it, and in what."""
+        """Returns the groups and directions whose values chance does not explain, and which values these are."""
         found = {f"{one.group} {one.direction}": one.faults(self.bound) for one in self.looked_at}
         return [f"{place} ({', '.join(words)})" for place, words in found.items() if words]
 
     def in_words(self) -> str:
-        """The figures beside what chance gives as many of them, and how much was not looked at."""
+        """Returns the values beside those that chance gives for as many tests, and how much was not tested."""
         count, few = 4 * len(self.looked_at), f"fewer than {FEWEST:,} numbers"
         low, high = largest_chi_squares(count)
         low_z, high_z = largest_correlations(self.num_serial)
@@ -126,13 +128,13 @@ class Uniformity:
 
 
 def largest_correlations(count: int) -> tuple[float, float]:
-    """99% interval of the largest of so many, in standard deviations, whichever its sign."""
+    """Returns the 99% interval of the largest of so many correlations in absolute value, in standard deviations."""
     low, high = (-_NORMAL.inv_cdf(_tail(count, share) / 2) for share in (0.005, 0.995))
     return low, high
 
 
 def largest_chi_squares(count: int) -> tuple[float, float]:
-    """The same of chi-squares of 255 degrees of freedom.
+    """Returns the same interval for chi-squares of 255 degrees of freedom.
 
     Source: Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931.
     """
@@ -143,7 +145,8 @@ def largest_chi_squares(count: int) -> tuple[float, float]:
 
 
 def _tail(count: int, share: float) -> float:
-    """Probability that one of so many exceeds what the largest stays below in this share of cases."""
+    """Returns the tail probability of one value at the bound below which the largest of `count` stays in this share of
+    cases."""
     return -math.expm1(math.log(share) / max(count, 1))
 
 
@@ -175,7 +178,7 @@ class _Tally:
         self._last = rows
 
     def figures(self, group: int, direction: str) -> Figures:
-        """What came of it."""
+        """Returns the test values of what was added."""
         expected = self.num_numbers / 256
         chi_square = ((self._counts - expected) ** 2 / expected).sum(dim=1)
         serial = self._products / (self._squares / self.num_numbers) / self._pairs.sqrt()
@@ -184,21 +187,21 @@ class _Tally:
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """uint8, shape (num_rows, features, 4), the low byte first."""
+    """Returns the bytes, uint8, shape (num_rows, features, 4), the low byte first."""
     return rows.contiguous().view(torch.uint8).view(*rows.shape, 4)
 
 
 def _byte_counts(rows: torch.Tensor) -> torch.Tensor:
-    """float64, shape (4, 256)."""
+    """Returns the counts of each byte's values, float64, shape (4, 256)."""
     parts = _bytes(rows).flatten(0, 1)
     counts = [torch.bincount(parts[:, byte].to(torch.int64), minlength=256) for byte in range(4)]
     return torch.stack(counts).to(torch.float64)
 
 
 def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Numbers, then their lower bytes, less the mean that uniform ones have; float32, the shape of the rows.
+    """Yields the numbers, then their lower bytes, minus the mean of uniform ones; float32, the shape of the rows.
 
-    None of them is zero, so that rows of nothing but zeros have a correlation, too.
+    No result is zero, so that rows that hold only zeros have a correlation, too.
     """
     yield rows.to(torch.float32) + 0.5
     for byte in range(_PARTS - 1):
@@ -206,14 +209,14 @@ def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _neighbours(values: torch.Tensor, down: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each number that has a neighbour at this step, and that neighbour."""
+    """Returns each number that has a neighbour at this step, and that neighbour."""
     height, width = values.shape[0] - down, values.shape[1] - abs(right)
     from_left, to_left = max(-right, 0), max(right, 0)
     return values[:height, from_left : from_left + width], values[down:, to_left : to_left + width]
 
 
 def look(view: View) -> Uniformity:
-    """Both statistics of each group and direction of the ring messages of a view."""
+    """Computes both statistics of each group and direction of the ring messages of a view."""
     streams: dict[tuple[int, str], list[Message]] = {}
     for message in view.with_tensors().select("product"):
         if message.arithmetic == "ring":
@@ -231,7 +234,7 @@ def look(view: View) -> Uniformity:
 
 
 def _spread(messages: list[Message]) -> Iterator[Message]:
-    """About `_MOST_MESSAGES` at most."""
+    """Yields at most about `_MOST_MESSAGES` messages."""
     step = -(-len(messages) // _MOST_MESSAGES)
     return (message for place, message in enumerate(messages) if place // _RUN % step == 0)
 

@@ -1,10 +1,10 @@
-"""The whole adapter of a model whose activations are visible, block after block from the embedding upwards.
+"""Recovers the whole adapter of a model whose activations are visible, block by block from the embedding upwards.
 
 Tokens come from the first layer's input, residuals from `residual.py`, attention from `attention.py`, the MLP from
-`mlp.py`. A layer that its public weights explain already is reported as unchanged. Where there are too few tokens for
-a layer that was changed, the recursion ends and nothing is claimed above it. The last down_proj shows where the output
-head is a base layer; else no provider sees what comes after it, and only the gradients of a training step of the same
-adapter give it away (`gradient_equations`).
+`mlp.py`. A layer that its public weights already explain is reported as unchanged. Where there are too few tokens for a
+layer that was changed, the recursion ends and nothing is claimed above it. The last down_proj can be read where the
+output head is a base layer; otherwise no provider sees what comes after it, and only the gradients of a training step
+of the same adapter reveal it (`gradient_equations`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from attacks.seen.public_model import Block, Layer, Norm, PublicModel
 from attacks.seen.view import View
 
 _UNCHANGED = 1e-5
-"""Relative error at which public weights explain what was seen: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
+"""Relative error up to which public weights explain the rows: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
 
 
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
-"""The same for rows that were rounded to the ring's integers, and for an MLP or attention between two such: SmolLM2's
-are at 3e-4."""
+"""The same bound for rows that were rounded to the ring's integers, and for an MLP or attention between two such: the
+errors of SmolLM2 are at 3e-4."""
 _MAX_DESCENT_S = 60.0
-"""After it nothing is claimed of layers that ask for a descent: on SmolLM2 one takes minutes a block, where rounding
-that has added up asks for it."""
+"""Seconds after which nothing is claimed about layers that need a descent: on SmolLM2, where accumulated rounding makes
+one necessary, it takes minutes a block."""
 _THROUGH_MLP = 10.0
-"""What an MLP may miss by with public weights, in terms of what the stream before it misses by."""
+"""By what factor the error of an MLP with public weights may exceed that of the stream before it."""
 _MEMBERS = 3
-"""q, k and v."""
+"""The number of members: q, k and v."""
 _EXPLAINED = 1e-4
 _HOPELESS = 0.3
-"""Relative misfit of a residual: rows that are what they seem leave 1e-4 and less, masked ones 0.6 and more."""
+"""Relative misfit of a residual beyond which rows are masked: rows that are not leave 1e-4 or less, masked ones 0.6 or
+more."""
 
 
 class _Stop(Exception):
@@ -71,7 +72,8 @@ def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
 
 
 def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
-    """Rows that a norm layer made, which come up to a factor in ring arithmetic, as large as it made them."""
+    """Scales rows that a norm layer made, which ring arithmetic shows up to a factor, to the size that the norm gave
+    them."""
     norms = {**model.normed_inputs(), **({} if model.head_group is None else {model.head_group: model.final_norm})}
     rows = {
         group: ring_scales.rescaled(norms[group], rows) if group in norms else rows
@@ -81,16 +83,19 @@ def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
 
 
 def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Claim]:
-    """Args.
+    """Yields claims about one layer after another.
 
-    scaled: whether rows come up to a secret factor each, as in ring arithmetic.
+    Args:
+        model: the public model.
+        seen: the prompts of the view.
+        scaled: whether each row comes up to a secret factor, as in ring arithmetic.
     """
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
     sound = torch.ones(stream.shape[0], dtype=torch.bool)
     deadline = time.monotonic() + _MAX_DESCENT_S
     for index, block in enumerate(model.blocks):
-        # o_proj and down_proj first: they tell the factors of rows, and which rows an adversary opened wrongly
+        # o_proj and down_proj come first: they show the factors of rows, and which rows an adversary opened wrongly
         after_o = _fit_o(block, seen, stream, sound, scaled)
         if after_o is not None:
             sound = after_o.sound
@@ -127,13 +132,13 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
 
 
 def _put(seen: list[Prompt], group: int, rows: torch.Tensor) -> list[Prompt]:
-    """The prompts with other rows of one group, which come flattened."""
+    """Returns the prompts with other rows of one group, which are given flattened."""
     parts = rows.split([prompt.num_tokens for prompt in seen])
     return [replace(prompt, rows={**prompt.rows, group: part}) for prompt, part in zip(seen, parts, strict=True)]
 
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
-    """The norm after a block, and the group that is given its output."""
+    """Returns the norm after a block, and the group that receives its output."""
     if index + 1 < len(model.blocks):
         return model.blocks[index + 1].attention_norm, model.blocks[index + 1].q.group
     if model.head_group is None:
@@ -142,7 +147,8 @@ def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
 
 
 def _variants(seen: list[Prompt], group: int) -> list[torch.Tensor]:
-    """What a group was given, by each of its requests in a pass: of different inputs, one may be the plain one."""
+    """Returns a group's inputs, by each of its requests in a pass: where they differ, one may be the unchanged
+    input."""
     found = [_rows(seen, group)]
     for place in range(min(len(prompt.repeats.get(group, ())) for prompt in seen)):
         found.append(torch.cat([prompt.repeats[group][place] for prompt in seen]))
@@ -155,14 +161,14 @@ def _is_whole(prompt: Prompt, group: int) -> bool:
 
 def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
     if not seen or not all(_is_whole(prompt, group) for prompt in seen):
-        raise _Stop  # not recorded
+        raise _Stop  # the rows were not recorded
     return torch.cat([prompt.rows[group] for prompt in seen])
 
 
 def _fit_o(
     block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> residual.Fit | None:
-    """o_proj, between the stream and the MLP's norm; None where too little was seen."""
+    """Fits o_proj, between the stream and the MLP's norm; returns None where too little was seen."""
     try:
         given, normed = _rows(seen, block.o.group), _rows(seen, block.up[0].group)
         return _fit(block.o, given, stream, block.mlp_norm, normed, sound, scaled)
@@ -173,12 +179,13 @@ def _fit_o(
 def _fit_down(
     model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit, scaled: bool
 ) -> residual.Fit | None:
-    """down_proj, between `before` and the next block's norm or the head's; None where too little was seen."""
+    """Fits down_proj, between `before` and the next block's norm or the head's; returns None where too little was
+    seen."""
     down = model.blocks[index].down
     try:
         norm, group = _next(model, index)
         given = _rows(seen, down.group)
-        # of a prompt that is answered, the output head is given the last token alone: such prompts are left out
+        # the output head gets only the last token of a prompt that is answered: such prompts are left out
         whole = torch.cat([torch.full((one.num_tokens,), _is_whole(one, group)) for one in seen])
         fits = []
         for rows in _variants([one for one in seen if _is_whole(one, group)], group):
@@ -199,7 +206,7 @@ def _fit(
     sound: torch.Tensor,
     scaled: bool,
 ) -> residual.Fit:
-    """The layer from tokens that are sound so far; every tensor is about all tokens."""
+    """Fits the layer from tokens that are sound so far; every tensor is about all tokens."""
     if not bool(sound.any()):
         raise _Stop
     given, before, normed = given[sound], before[sound], normed[sound]
@@ -226,11 +233,11 @@ def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def _steal_transforms(
     model: PublicModel, block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> list[Claim]:
-    """ΔW of methods that change a layer's input (IA3, OFT, BOFT): then q, k and v are asked for one by one.
+    """Returns ΔW of methods that change a layer's input (IA3, OFT, BOFT): then q, k and v are requested one by one.
 
-    The input before the change is known, so the change is the linear map from it to what each member was given. Rows
-    that are scaled are taken to be as large as before: OFT and BOFT turn them. BOFT's factors of outputs come from
-    the attention's output, where they explain it.
+    The input before the change is known, so the change is the linear map from it to the input of each member. Rows that
+    are scaled are assumed to be as large as before: OFT and BOFT rotate them. BOFT's factors of outputs come from the
+    attention's output, where they explain it.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []
@@ -274,12 +281,12 @@ def _steal_attention(
         weights = public
     else:
         found = attention.fit_values(block, model, given, outputs)
-        if found.error > explained:  # q or k was changed too
+        if found.error > explained:  # q or k was changed, too
             v = _first_values(block, model, given, outputs, tolerance)
             found = _fit_scores(block, model, v, given, outputs)
             if found.error > explained:
                 if time.monotonic() >= deadline:
-                    return  # nothing is claimed of what there is no time to look for
+                    return  # there is no time to search, so nothing is claimed
                 found = attention.fit_all(block, model, given, outputs, v)
         weights = [found.q, found.k, found.v]
     for layer, weight in zip((block.q, block.k, block.v), weights, strict=True):
@@ -289,7 +296,8 @@ def _steal_attention(
 def _first_values(
     block: Block, model: PublicModel, given: list[torch.Tensor], outputs: list[torch.Tensor], tolerance: float
 ) -> torch.Tensor | None:
-    """W_v + ΔW_v from position 0: the public one where it explains it, else by `attention.fit_first_position`."""
+    """Returns W_v + ΔW_v from position 0: the public W_v where it explains it, else from
+    `attention.fit_first_position`."""
     rows, seen = torch.stack([one[:1] for one in given]), torch.stack([one[:1] for one in outputs])
     public = [layer.weight for layer in (block.q, block.k, block.v)]
     if _relative(attention.attention(block, model, public, rows), seen) < tolerance:
@@ -300,7 +308,7 @@ def _first_values(
 def _fit_scores(
     block: Block, model: PublicModel, v: torch.Tensor | None, given: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> attention.Heads:
-    """q and k from the probabilities of the softmax; an infinite error where that cannot be done."""
+    """Fits q and k from the probabilities of the softmax; the error is infinite where that cannot be done."""
     solved = None if v is None else attention_scores.solve(block, model, v, given, outputs)
     if v is None or solved is None:
         return attention.Heads(block.q.weight, block.k.weight, block.v.weight, float("inf"))

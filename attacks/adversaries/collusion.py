@@ -1,11 +1,11 @@
-"""`collusion`: the two providers of `shares` put what they got together, and have the rows.
+"""`collusion`: the two providers of `shares` combine what they received, and have the rows.
 
-One was sent x̃ − expand(p) mod 2^32, the other the seed p in 48 bytes; the sum of the first and expand(p) is x̃, exactly.
-That the two do not collude is the assumption of this mask, and this file shows what it is worth. A single view holds
-either numbers that look uniform or seeds, so on one view this adversary claims nothing; that it claims nothing says
-nothing about the mask.
+One received x̃ − expand(p) mod 2^32, the other the seed p in 48 bytes; the sum of the first and expand(p) is exactly
+x̃. That the two do not collude is the assumption of this mask, and this file shows what that is worth. A single view
+holds either numbers that look uniform or seeds, so on one view this adversary claims nothing, which says nothing about
+the mask.
 
-Source: DESIGN.md section 4 (`shares`); wire/SPEC.md, section 5, for expand.
+Source: docs/masks.md, "shares"; wire/SPEC.md, section 5, for expand.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from wire.errors import ConfigurationError
 from wire.ring.seeded_rows import SeededRows
 
 _Key = tuple[int, str, int]
-"""Group, direction and number of rows, which both providers see of the same call."""
+"""(group, direction, number of rows), which both providers see of the same call."""
 
 
 def collude(view_1: View, view_2: View) -> list[StolenRows]:
-    """x̃ of every message of the first view whose seed the second view has; numbered as in the first.
+    """Returns x̃ of every message of the first view whose seed the second view has; numbered as in the first view.
 
-    Seeds are matched in the order of arrival among calls of one group, direction and number of rows: right for one
+    Seeds are matched in the order of arrival among calls of one group, direction and number of rows: this is right for
+    one stream of calls, such as one tenant at a time.
     stream of calls, such as one tenant at a time.
 
     Args:
-        view_1: of one tenant at the provider that got masked rows.
-        view_2: of the same tenant at the provider that got seeds.
+        view_1: the view of one tenant at the provider that got masked rows.
+        view_2: the view of the same tenant at the provider that got seeds.
 
     Raises:
         ConfigurationError: the two views are of different weights.
@@ -57,7 +58,7 @@ def _key(message: Message) -> _Key:
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Nothing: see the module's text."""
+    """Claims nothing; the module's docstring says why."""
     return []
 
 

@@ -1,7 +1,9 @@
-"""The space that a layer's input rows span: an orthonormal basis, and the layer that maps the rows to something in it.
+"""The space that a layer's input rows span: an orthonormal basis, and the layer that maps the rows to given vectors in
+it.
 
-By two Cholesky factorisations (CholeskyQR2: Yamamoto et al., ETNA 44, 2015), a tenth of the work of a singular value
-decomposition; that is done where the columns are nearly dependent, and what is below `_LEAST` is left out then.
+It is computed by two Cholesky factorisations (CholeskyQR2: Yamamoto et al., ETNA 44, 2015), a tenth of the work of a
+singular value decomposition. Where the columns are nearly dependent, that decomposition is used, and singular values
+below `_LEAST` are left out.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 _LEAST = 1e-12
-"""Of the largest singular value."""
+"""Share of the largest singular value below which others are left out."""
 _OFF = 0.1
-"""What the first factorisation may leave of a Gram matrix that should be the identity: more is a condition number
-beyond 1e7, for which two do not suffice."""
+"""The largest deviation from the identity that the first factorisation may leave in the Gram matrix: more means a
+condition number beyond 1e7, for which two factorisations do not suffice."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,12 @@ class Columns:
     _inverse: torch.Tensor
 
     def solve(self, inside: torch.Tensor) -> torch.Tensor:
-        """X of A·X = left·inside, the smallest one; `inside` of shape (rank, n)."""
+        """Returns the smallest X with A·X = left·inside; `inside` has shape (rank, n)."""
         return self._inverse @ inside
 
 
 def columns(given: torch.Tensor) -> Columns:
-    """Of a float64 matrix, shape (num_rows, num_columns), with at least as many rows as columns."""
+    """Decomposes a float64 matrix, shape (num_rows, num_columns), with at least as many rows as columns."""
     found = _by_cholesky(given)
     if found is not None:
         return found
@@ -44,7 +46,7 @@ def columns(given: torch.Tensor) -> Columns:
 
 
 def _by_cholesky(given: torch.Tensor) -> Columns | None:
-    """None where the columns are too nearly dependent for it."""
+    """Uses Cholesky factorisations; returns None where the columns are too nearly dependent for them."""
     sizes = given.norm(dim=0)
     if given.shape[0] < given.shape[1] or not bool((sizes > 0).all()):
         return None

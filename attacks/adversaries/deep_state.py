@@ -1,8 +1,8 @@
-"""Prompts from a deeper layer: the second block's input, without the first layer's rows.
+"""Reads prompts from a deeper layer: the second block's input, without the first layer's rows.
 
-Position by position, every token of the vocabulary is put behind what was found so far and sent through the public
-first block; the one whose state points most nearly where the seen row does is taken. The adapter moves states a little
-and the right token stays the nearest. Works on rows up to a factor, so on ring rows too. What it tries is bounded by
+Position by position, every token of the vocabulary is appended to what was found so far and sent through the public
+first block; the token is chosen whose state has the direction nearest to the row. The adapter moves states a little and
+the right token stays the nearest. This works on rows up to a factor, so on ring rows too. What it tries is bounded by
 `_BUDGET` and `_MAX_PROMPTS`, and claims end there: the judge shows the rate over tried tokens beside their share.
 Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
 """
@@ -28,18 +28,18 @@ _CANDIDATES = 4096
 _MAX_PROMPTS = 16
 _DTYPE = torch.float32
 _MAX_HOPELESS = 3
-"""Prompts that end with their first token before the rest is left."""
+"""Prompts that may fail at their first token before all others are given up."""
 _CHANCE = 1.3
-"""Times the cosine that the nearest of as many random directions has: a first token's best candidate that is no nearer
-says nothing, and the prompt is given up with it."""
+"""Factor of chance: a first token's best candidate must have a cosine this many times larger than the nearest of as
+many random directions has; otherwise it says nothing, and its prompt is given up."""
 _WIDE = 256
-"""Hidden size from which that is done: in few dimensions chance comes near, and trying costs little."""
+"""Hidden size from which on prompts are given up so: in few dimensions chance comes near, and trying costs little."""
 
 
 def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
-    """Token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
+    """Returns token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
 
-    One alone where even the first row, which nothing stands before, is near no candidate's state.
+    It returns only one where even the first row, which follows no other, is near no candidate's state.
     """
     found: list[int] = []
     block, norm = model.blocks[0], model.blocks[1].attention_norm
@@ -66,11 +66,11 @@ def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]
 def _step(
     block: Block, model: PublicModel, embedded: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The first block on candidates for one position.
+    """Computes the first block on candidates for one position.
 
     Args:
         embedded: shape (num_candidates, hidden).
-        keys, values: of what came before, shape (num_kv_heads, position, head_dim), keys already rotated.
+        keys, values: those of the tokens before, shape (num_kv_heads, position, head_dim), keys already rotated.
 
     Returns:
         States after the block, shape (num_candidates, hidden); key and value of the candidates, shape
@@ -93,7 +93,7 @@ def _step(
 
 
 def _heads(layer: Layer, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Shape (heads, num_candidates, head_dim)."""
+    """Returns a projection by head, shape (heads, num_candidates, head_dim)."""
     return layer(rows).view(rows.shape[0], -1, head_dim).transpose(0, 1)
 
 
@@ -118,7 +118,8 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _beginning(model: PublicModel) -> PublicModel:
-    """What `invert` needs of it, in less precision: which candidate is nearest does not hang on the last digits."""
+    """Returns what `invert` needs of the model, in lower precision: the nearest candidate does not depend on the last
+    digits."""
     positions = None if model.positions is None else model.positions.to(_DTYPE)
     blocks = tuple(block.to(_DTYPE) for block in model.blocks[:2])
     return replace(model, embedding=model.embedding.to(_DTYPE), positions=positions, blocks=blocks)

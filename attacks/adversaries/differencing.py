@@ -1,6 +1,7 @@
 """A mask used twice cancels in the difference of two messages.
 
-Claims z − z' for a few pairs of messages of one group and direction, which is x − x' where both had the same mask. In
+It claims z − z' for a few pairs of messages of one group and direction, which is x − x' where both had the same mask.
+In
 the ring the difference is taken mod 2^32 and centred. Source: the two-time pad.
 """
 
@@ -21,7 +22,7 @@ _FEW_PAIRS = 8
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Differences of messages with equally many rows, of the first groups; see `Adversary.attack`."""
+    """Claims differences of messages with equally many rows, of the first groups; see `Adversary.attack`."""
     claims: list[Claim] = []
     for messages in islice(_alike(view), _FEW_GROUPS):
         for one, other in islice(combinations(messages, 2), _FEW_PAIRS):
@@ -31,7 +32,8 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _alike(view: View) -> list[list[Message]]:
-    """Messages of one group, direction, arithmetic and number of rows, where there are two; the largest sets first."""
+    """Returns messages of one group, direction, arithmetic and number of rows, where there are two; the largest sets
+    first."""
     found: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:

@@ -1,8 +1,8 @@
-"""Scores of the real-or-other game: which of two known texts is behind the message that was seen?
+"""Scores of the real-or-other game: which of two known texts is behind a message?
 
-Each score knows both candidates exactly, as the integers x̃ that a tenant would encode, and everything public; it
-leans to the second candidate where it is positive. attacks/programs/game.py plays the game and has a control for each
-score: traffic on which that score must win. A score at 0.5 shows that this statistic finds nothing, and no more.
+Each score knows both candidates exactly, as the integers x̃ that a tenant would encode, and everything public; a
+positive score favours the second candidate. attacks/programs/game.py plays the game and has a control for each score:
+traffic on which that score must win. A score at 0.5 shows that this statistic finds nothing, and no more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Known:
 
     Attributes:
         candidates: both encoded inputs x̃, int32, shape (num_rows, features) each.
-        phases: of both, exp(2πi·x̃/q), complex64, same shapes.
+        phases: exp(2πi·x̃/q) of both, complex64, same shapes.
         public_hat: transforms of the public matrix's phases, complex64, shape (rank, 2·num_rows, columns).
     """
 
@@ -41,7 +41,7 @@ class Seen:
     Attributes:
         sent: the message, int32, shape (num_rows, features), a whole block of the mask.
         before: an earlier message, same shape.
-        before_plain: what was behind that one, which the adversary has learned; int32.
+        before_plain: the encoded rows of that earlier message, which the adversary has learned; int32.
     """
 
     sent: torch.Tensor
@@ -53,7 +53,7 @@ Score = Callable[[Known, Seen], float]
 
 
 def known(candidates: tuple[torch.Tensor, torch.Tensor], public: torch.Tensor) -> Known:
-    """Prepares what all runs share.
+    """Prepares the facts that all runs share.
 
     Args:
         candidates: int32, shape (num_rows, features) each.
@@ -61,7 +61,7 @@ def known(candidates: tuple[torch.Tensor, torch.Tensor], public: torch.Tensor) -
     """
     num_rows = candidates[0].shape[0]
     forward = _phase(public[:, :_COLUMNS].reshape(-1, num_rows, min(_COLUMNS, public.shape[1])))
-    # A, then −A: multiplication by X negates what leaves at the top, so that 2·num_rows turns come back to A
+    # A, then −A: multiplication by X negates the coefficient that overflows, so that 2·num_rows turns come back to A
     extended = torch.cat((forward, forward.conj()), dim=1)
     phases = _phase(candidates[0]), _phase(candidates[1])
     return Known(candidates, phases, torch.fft.fft(extended, dim=1))
@@ -76,32 +76,36 @@ def _phase(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def size(known: Known, seen: Seen) -> float:
-    """Whether the message less a candidate is small: centred squares, which one-time masks leave alike."""
+    """Tests whether the message minus a candidate is small: compares centred squares, which one-time masks leave
+    alike."""
     first, second = (_squares(seen.sent - candidate) for candidate in known.candidates)
     return first - second
 
 
 def phase(known: Known, seen: Seen) -> float:
-    """First harmonic of the message less each candidate: a mask that is not uniform mod q leaves a mean cosine."""
+    """Compares the first harmonic of the message minus each candidate: a mask that is not uniform mod q leaves a mean
+    cosine."""
     first, second = known.phases
     # Re Σ exp(i·sent)·(exp(−i·second) − exp(−i·first))
     return float(torch.vdot((second - first).flatten(), _phase(seen.sent).flatten()).real)
 
 
 def low_bits(known: Known, seen: Seen) -> float:
-    """χ² of the lowest bits of the message less each candidate: a mask on a coarse grid leaves one value."""
+    """Compares χ² of the lowest bits of the message minus each candidate: a mask on a coarse grid leaves one value."""
     first, second = (_unevenness(seen.sent - candidate) for candidate in known.candidates)
     return second - first
 
 
 def public_matrix(known: Known, seen: Seen) -> float:
-    """Largest correlation, in phase, with a turned row of A: what a secret with very few trits would leave."""
+    """Compares the largest correlation, in phase, with a turned row of A: a secret with very few trits would leave
+    one."""
     first, second = (_largest(known, seen.sent[:, :_COLUMNS] - each[:, :_COLUMNS]) for each in known.candidates)
     return second - first
 
 
 def difference(known: Known, seen: Seen) -> float:
-    """The message less an earlier one with a known text, mod q: small beside the right candidate if masks repeat."""
+    """Tests the message minus an earlier one with a known text, mod q: small for the right candidate if masks
+    repeat."""
     masks = seen.sent - seen.before + seen.before_plain  # int32 wraps, as the ring does
     first, second = (_squares(masks - candidate) for candidate in known.candidates)
     return first - second
@@ -117,7 +121,7 @@ def _unevenness(residual: torch.Tensor) -> float:
 
 
 def _largest(known: Known, residual: torch.Tensor) -> float:
-    """Over rows of A and turns X^j, of Σ cos(2π(residual − X^j·A)/q)."""
+    """Returns the maximum, over rows of A and turns X^j, of Σ cos(2π(residual − X^j·A)/q)."""
     hat = torch.fft.fft(_phase(residual), n=known.public_hat.shape[1], dim=0)  # (2·num_rows, columns)
     joined = (hat * known.public_hat.conj()).sum(2)  # (rank, 2·num_rows)
     return float(torch.fft.ifft(joined, dim=1).real.max())
@@ -132,4 +136,4 @@ SCORES: Mapping[str, Score] = MappingProxyType(
         "difference": difference,
     }
 )
-"""Fixed before any game is played; the report has them all, not the best alone."""
+"""The scores are fixed before any game is played; the report has them all, not only the best."""

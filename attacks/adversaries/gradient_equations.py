@@ -1,18 +1,19 @@
-"""`gradient-equations`: what an adapter adds to down_proj, from the gradients of a training step.
+"""`gradient-equations`: recovers what an adapter adds to down_proj from the gradients of a training step.
 
-The provider is given the gradient g of down_proj's output, computes g·Wᵀ, and is not told g·ΔWᵀ, which the tenant adds
-by itself. But the sum goes on backward through the activation, m = act(gate)·up, and comes back as the gradients of
-gate and up:
+The provider receives the gradient g of down_proj's output and computes g·Wᵀ; it does not receive g·ΔWᵀ, which the
+tenant adds by itself. But the sum continues backward through the activation, m = act(gate)·up, and comes back as the
+gradients of gate and up:
 
     g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up,
 
-linear in ΔW, column by column. gate and up with their own adapters follow from the same step's forward rows (mlp.py).
-As many tokens with a gradient are needed as the layer has outputs. This reaches the last down_proj too, of which
-forward rows say nothing where the output head stays with the tenant. What is claimed is the adapter of the latest step
-that shows one; a fresh adapter changes nothing, and nothing is claimed of it.
+This is linear in ΔW, column by column. gate and up with their own adapters follow from the same step's forward rows
+(mlp.py). As many tokens with a gradient are needed as the layer has outputs. This also reaches the last down_proj,
+about which forward rows say nothing where the output head stays with the tenant. It claims the adapter of the latest
+step that shows one; a fresh adapter changes nothing, so nothing is claimed about it.
 
-Does not do: o_proj, whose gradient comes back through a softmax; q, k, v, gate and up, where it comes back through a
-norm that divides each token by a size which is not in the step. Ring arithmetic, where each row has a secret factor.
+It does not recover o_proj, whose gradient comes back through a softmax; nor q, k, v, gate and up, whose gradients come
+back through a norm that divides each token by a size which is not in the step; nor anything in ring arithmetic, where
+each row has a secret factor.
 Source: our derivation, from the chain rule.
 """
 
@@ -32,22 +33,23 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 from attacks.seen.view import View
 
 _UNCHANGED = 1e-5
-"""Relative error at which public weights explain what was seen, as in closed_form.py."""
+"""Relative error up to which public weights explain the gradients, as in closed_form.py."""
 _EXPLAINED = 1e-3
-"""The same of weights that were found: rows that are what they seem leave 1e-5 and less, masked ones 0.1 and more."""
+"""The same bound for weights that were found: unmasked rows leave 1e-5 or less, masked ones 0.1 or more."""
 _RANK = 1e-5
-"""Of the largest singular value of the gradients' directions; float32 rounding is at 1e-7."""
+"""Share of the largest singular value up to which a direction of the gradients counts as none; float32 rounding is at
+1e-7."""
 _NOTHING = 1e-3
-"""Of the largest gradient: of a token without one an opened mask leaves 1e-7."""
+"""Share of the largest gradient below which a token has none: an opened mask leaves 1e-7 of a token without one."""
 _COLUMNS = 64
-"""Solved side by side."""
+"""Columns that are solved together."""
 _MAX_S = 60.0
-"""For gate and up of all blocks: columns that never settle would take hours on a real model."""
+"""Seconds for gate and up of all blocks: columns that never converge would take hours on a real model."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What one MLP was given in one step, float64: inputs of (gate, up) and of down, and gradients of their outputs.
+    """One MLP's rows in one step, float64: inputs of (gate, up) and of down, and gradients of their outputs.
 
     Attributes:
         given: shape (num_tokens, hidden); inner: (num_tokens, intermediate).
@@ -78,7 +80,8 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 def last_down(
     view: View, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> StolenDelta | None:
-    """The last down_proj from a step of the adapter of which everything else is known; None where there is none.
+    """Returns the last down_proj, from a step of an adapter that is known in all other layers; None where there is no
+    such step.
 
     Args:
         stolen: ΔW by layer, found from other traffic; a step is used where they explain its MLPs in both directions.
@@ -115,7 +118,7 @@ def _with(layers: Sequence[Layer], stolen: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def _steps(view: View) -> Iterator[ForwardPass]:
-    """Training steps in float arithmetic, the latest first; those of methods that change inputs are left out."""
+    """Yields training steps in float arithmetic, the latest first; those of methods that change inputs are left out."""
     for step in reversed(forward_passes(view.with_tensors())):
         messages = [*step.forward.values(), *step.backward.values()]
         if step.is_training and not step.repeats and all(one.arithmetic == "float" for one in messages):
@@ -123,7 +126,7 @@ def _steps(view: View) -> Iterator[ForwardPass]:
 
 
 def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | None:
-    """None where a part is missing, as in layers below the lowest adapted one."""
+    """Returns the block's rows; None where a part is missing, as in layers below the lowest adapted one."""
     groups = (step.forward, block.up[0].group), (step.forward, block.down.group), \
         (step.backward, block.up[0].group), (step.backward, block.down.group)  # fmt: skip
     parts = [rows_of(messages.get(group), opened) for messages, group in groups]
@@ -135,7 +138,7 @@ def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | Non
 
 
 def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> tuple[Layer, ...] | None:
-    """gate and up (or c_fc) with their adapters; None where the forward rows do not tell."""
+    """Returns gate and up (or c_fc) with their adapters; None where the forward rows do not determine them."""
     if mlp.error_of(block.up, model.activation, rows.given, rows.inner) < _UNCHANGED:
         return block.up
     if not mlp.has_enough_rows(block.up, rows.given.shape[0]):
@@ -147,12 +150,12 @@ def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> t
 
 
 def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Rows) -> torch.Tensor | None:
-    """ΔW of down_proj, shape (intermediate, hidden), without what a LayerNorm hides; None where nothing explains the
-    gradients, or where they are too few. Zero where the public weights do."""
+    """Returns ΔW of down_proj, shape (intermediate, hidden), without what a LayerNorm hides; None where nothing
+    explains the gradients, or where they are too few. It is zero where the public weights explain them."""
     equations = _Equations(up, block.down, model.activation, rows)
     if equations.missed < _UNCHANGED:
         return torch.zeros_like(block.down.weight)
-    hidden_ways = 0 if block.mlp_norm.bias is None else 1  # with LayerNorm no gradient has a mean
+    hidden_ways = 0 if block.mlp_norm.bias is None else 1  # with LayerNorm all gradients have mean zero
     if equations.rank < block.down.weight.shape[1] - hidden_ways:
         return None
     delta = equations.solve()
@@ -161,8 +164,8 @@ def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Ro
 
 
 class _Equations:
-    """g_j = (g (W + ΔW)ᵀ) ∘ ∂m/∂j for j of gate and up, tokens without a gradient left out, the others as large as
-    each other: float32 rounds every row relative to itself."""
+    """g_j = (g (W + ΔW)ᵀ) ∘ ∂m/∂j for j of gate and up. Tokens without a gradient are left out, and the others are
+    scaled to equal size: float32 rounds every row relative to itself."""
 
     def __init__(self, up: tuple[Layer, ...], down: Layer, activation: str, rows: _Rows) -> None:
         sizes = rows.of_down.norm(dim=1)
@@ -177,17 +180,17 @@ class _Equations:
 
     @property
     def missed(self) -> float:
-        """‖predicted − seen‖ / ‖seen‖ with the layer as it is; not a number where there is no gradient."""
+        """‖predicted − seen‖ / ‖seen‖ with the public layer; NaN where there is no gradient."""
         return float(self._off.norm() / self._seen.norm())
 
     @property
     def rank(self) -> int:
-        """Independent directions of the gradients."""
+        """The number of independent directions of the gradients."""
         sizes = torch.linalg.svdvals(self._g)
         return int((sizes > sizes[0] * _RANK).sum()) if len(sizes) else 0
 
     def solve(self) -> torch.Tensor:
-        """The smallest ΔW of least squares, shape (intermediate, hidden)."""
+        """Returns the smallest least-squares ΔW, shape (intermediate, hidden)."""
         found = []
         for start in range(0, self._off.shape[2], _COLUMNS):
             columns = slice(start, start + _COLUMNS)

@@ -1,11 +1,11 @@
-"""`gradient-view`: the batch of a training step, from its activations x and gradients g.
+"""`gradient-view`: reads the batch of a training step from its activations x and gradients g.
 
-Tokens come from the first layer's rows, as in layer-0 lookup. Labels come from the output head's gradient, softmax
-minus one-hot: the one negative number of a row tells the token that was trained on, and which rows were. Where a layer
-has both directions in float arithmetic, xᵀg is the full gradient of its weight in that step; in ring arithmetic each
-row has a secret factor, which leaves tokens and labels as they are and hides the sum.
+Tokens come from the first layer's rows, as in layer-0 lookup. Labels come from the output head's gradient, which is
+softmax minus one-hot: the one negative number of a row shows the token that was trained on, and which rows were. Where
+a layer has both directions in float arithmetic, xᵀg is the full gradient of its weight in that step; in ring arithmetic
+each row has a secret factor, which does not affect tokens and labels and hides the sum.
 
-Does not do: models whose head stays with the tenant have no labels here; the lowest adapted layer has no backward call.
+Limits: models whose head stays with the tenant show no labels here; the lowest adapted layer has no backward call.
 Source: DAGER (NeurIPS 2024) recovers a batch from the gradient alone; here both of its factors are in the view.
 """
 
@@ -24,18 +24,21 @@ LABELS = "training labels"
 NO_LABEL = -100
 """transformers' own number for a position that is not trained on."""
 _NOTHING = 1e-3
-"""Of the largest row: normed rows are of one size, up to a factor of some units in ring arithmetic."""
+"""Share of the largest row below which a row counts as zero: normed rows have one size, up to a factor of a few units
+in ring arithmetic."""
 _SINGLE = 0.25
-"""Softmax minus one-hot sums to zero: its one negative number is half of all magnitudes. Noise has many."""
+"""Share of a row's magnitudes that its one negative number must have: softmax minus one-hot sums to zero, so it has
+half of them. Noise has many negative numbers."""
 
 
 def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
-    """xᵀg of one group in one training pass, float64, shape (in_features, out_features); None where a part is missing.
+    """Returns xᵀg of one group in one training pass, float64, shape (in_features, out_features); None where a part is
+    missing.
 
     Args:
-        step: of float messages.
-        group: id in the manifest.
-        opened: rows to take in place of the recorded ones.
+        step: a training pass of float messages.
+        group: the group's id in the manifest.
+        opened: rows to use in place of the recorded ones.
     """
     inputs, gradients = rows_of(step.forward.get(group), opened), rows_of(step.backward.get(group), opened)
     if inputs is None or gradients is None or inputs.shape[0] != gradients.shape[0]:
@@ -44,14 +47,14 @@ def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None)
 
 
 def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
-    """Token ids of a whole batch, shape (num_rows,): its sequences lie one after the other, padded to one length.
+    """Returns token ids of a whole batch, shape (num_rows,): its sequences follow each other, padded to one length.
 
     Args:
-        rows: the first layer's, shape (num_rows, hidden), up to a positive factor each.
+        rows: the first layer's input, shape (num_rows, hidden), each row up to a positive factor.
     """
     if model.positions is None:
         sizes = rows.norm(dim=1)
-        # padding's embedding is zero in many models: a zero row, or what an opened mask left of one
+        # padding's embedding is zero in many models: the row is zero, or what an opened mask left of zero
         nothing = model.embedding.norm(dim=1).argmin()
         return torch.where(sizes > _NOTHING * sizes.max(), lookup(rows, model), nothing)
     lengths = [length for length in range(1, len(rows) + 1) if len(rows) % length == 0]
@@ -65,27 +68,29 @@ def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
 
 
 def _fit(rows: torch.Tensor, ids: torch.Tensor, length: int, model: PublicModel) -> float:
-    """Mean cosine with what the first layer would be given for these tokens in sequences of one length."""
+    """Returns the mean cosine with the first layer's input for these tokens in sequences of one length."""
     starts = torch.cat([model.residual_start(part) for part in ids.split(length)])
     return float(torch.cosine_similarity(model.blocks[0].attention_norm(starts), rows, dim=-1).mean())
 
 
 def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
-    """Label of each row, shape (num_rows,), NO_LABEL for zeros and noise; of the head's (num_rows, vocab) gradient."""
+    """Returns each row's label, shape (num_rows,), from the head's (num_rows, vocab) gradient; NO_LABEL for zeros and
+    noise."""
     least, labels = gradients.min(dim=-1)
     labels[-least <= _SINGLE * gradients.abs().sum(dim=-1)] = NO_LABEL
     return labels
 
 
 def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
-    """A message's request, float64; of `opened` where an adversary opened the mask. None where it is missing."""
+    """Returns a message's request, float64, or its rows in `opened` where an adversary opened the mask; None where it
+    is missing."""
     if message is None:
         return None
     return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Tokens and labels of the first training pass, comma-separated, row after row."""
+    """Claims tokens and labels of the first training pass, comma-separated, row by row."""
     step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
     if step is None:
         return []

@@ -1,10 +1,10 @@
-"""The provider computed the effect of every noise vector, so it saw them all: it takes the right one off again.
+"""The provider computed the effect of every noise vector, so it has seen them all: it subtracts the right one again.
 
 A masked message is z_t = x_t + c·n_k with one k and one c = σ·rms(x) for all its rows. With σ known, each vector gives
-its c by ‖Z − c·n‖² = T·d·(c/σ)². Where a norm layer made x, the right vector is the one that leaves rows with
-‖(x_t − β)/γ‖² = d, which gives σ too; elsewhere it is the one that correlates most, the likeliest for Gaussian rows: a
-few of many single short rows under weak noise are taken for masked with another vector. Source: own derivation; the
-scheme is that of Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
+its c by ‖Z − c·n‖² = T·d·(c/σ)². Where a norm layer made x, the right vector is the one that leaves rows with ‖(x_t −
+β)/γ‖² = d, which gives σ too; elsewhere it is the one that correlates most, the likeliest for Gaussian rows: with many
+single short rows under weak noise, a few are attributed to a wrong vector. Source: our derivation; the scheme is that
+of Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Rows of every message whose group and direction had noise effects computed; see `Adversary.attack`."""
+    """Claims rows of every message whose group and direction had noise effects computed; see `Adversary.attack`."""
     masked = masked_messages(view, public)
     sigma = usual_sigma(masked)
     return [StolenRows(one.seq, _unmask(one, sigma)) for one in masked]
 
 
 def _unmask(one: Masked, sigma: float) -> torch.Tensor:
-    """The rows, with the vector and the strength that fit best."""
+    """Returns the rows without the vector and the strength that fit best."""
     if one.norm is not None:
         return take_off_normed(one, one.norm, sigma)
     roots = strengths(one.rows, one.pool, sigma)
-    k = int(roots[0].argmin())  # the largest correlation, and the smallest rms of what is left
+    k = int(roots[0].argmin())  # the largest correlation, and the smallest rms of the remainder
     return one.rows - roots[0, k] * one.pool[k]
 
 

@@ -1,14 +1,14 @@
-"""How the time of the primal attack grows with the dimension, measured at toy size.
+"""Measures at toy size how the time of the primal attack grows with the dimension.
 
 An extrapolation from here is an illustration and not an estimate. At toy size LLL or small blocks suffice, and their
-time grows slowly; at 1536 the block size needed is in the hundreds, where sieving and its 2^0.292β decide. A line
-through toy points knows nothing of that, and of better algorithms neither. The published bits of noise/params.py come
-from the lattice-estimator and stand beside it.
+time grows slowly; at dimension 1536 the block size needed is in the hundreds, where sieving and its 2^0.292β dominate.
+A line through toy points contains nothing of that, nor of better algorithms. The published bits of noise/params.py come
+from the lattice-estimator and are shown beside it.
 
-With the true σ = 3.2 and q = 2^32 LLL alone succeeds through every dimension that is quick to measure, so that a
-measurement of growth takes a larger error, `HARD_SIGMA`: another and harder problem, in which small dimensions need
-BKZ. The line moves by dozens of bits with σ and with the dimensions that it goes through; what it gives by default is
-in docs/security-evaluation.md.
+With the true σ = 3.2 and q = 2^32 LLL alone succeeds at every dimension that is quick to measure. A measurement of
+growth therefore uses a larger error, `HARD_SIGMA`: another and harder problem, in which small dimensions need BKZ. The
+line moves by dozens of bits with σ and with the dimensions that it goes through; its default result is in
+docs/security-evaluation.md, "What failing to break does not prove".
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from attacks.adversaries.lattice_reduction import (
 from noise.params import PARAMETERS
 
 HARD_SIGMA = float(1 << 24)
-"""Measured over three seeds: LLL finds the secret up to 48, block size 16 to 20 at 64 and 68, 28 to 32 at 76."""
+"""σ of the harder problem. Over three seeds LLL finds the secret up to dimension 48, block size 16 to 20 at 64 and 68,
+28 to 32 at 76."""
 BLOCK_SIZES = (2, 10, 16, 20, 24, 28, 32)
-"""2 stands for LLL. Larger ones take minutes without pruning strategies, which the wheel of fpylll lacks."""
+"""Block sizes of BKZ; 2 stands for LLL. Larger ones take minutes without pruning strategies, which fpylll's wheel
+lacks."""
 OPS_A_SECOND_LOG2 = 31.0
-"""Operations a second of one core, to set seconds beside bits of work."""
+"""log2 of the operations that one core does in a second, to compare seconds with bits of work."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Growth:
     """One measurement.
 
     Attributes:
-        dimension: n, unknowns.
-        sigma: of the error.
-        num_samples: equations used.
-        seconds: until the secret was found, smaller block sizes included; or until it was given up.
-        block_size: with which it was found, 2 for LLL; None where none was enough.
+        dimension: n, the number of unknowns.
+        sigma: σ of the error.
+        num_samples: the number of equations used.
+        seconds: time until the secret was found or given up, smaller block sizes included.
+        block_size: the block size that found it, 2 for LLL; None where none did.
     """
 
     dimension: int
@@ -69,8 +71,8 @@ def measure_growth(dimensions: Sequence[int], sigma: float = HARD_SIGMA, seed: i
 
     Args:
         dimensions: n of each instance.
-        sigma: of the rounded Gaussian error.
-        seed: of the instances.
+        sigma: σ of the rounded Gaussian error.
+        seed: the seed of the instances.
 
     Raises:
         ConfigurationError: fpylll is not installed.
@@ -106,7 +108,8 @@ def _reduce(matrix: Any, block_size: int) -> None:
 
 
 def best_num_samples(dimension: int, sigma: float) -> int:
-    """The fewest samples at which LLL should do; where there are none, those that leave the largest gap after LLL."""
+    """Returns the fewest samples at which LLL should succeed; where no number does, the one with the largest gap after
+    LLL."""
     fewest = samples_for_lll(dimension, sigma)
     if fewest is not None:
         return fewest
@@ -114,9 +117,9 @@ def best_num_samples(dimension: int, sigma: float) -> int:
 
 
 def fit(measured: Sequence[Growth]) -> tuple[float, float]:
-    """Slope and intercept of log2(seconds) against the dimension, of the measurements that found the secret.
+    """Returns slope and intercept of log2(seconds) against the dimension, over measurements that found the secret.
 
-    NaN where they make no line that rises: too few, or too small to be told from the machine's noise.
+    They are NaN where the points give no rising line: too few, or too small to stand out of the machine's noise.
     """
     points = [(one.dimension, math.log2(one.seconds)) for one in measured if one.block_size is not None]
     if len({dimension for dimension, _ in points}) < 2:
@@ -126,9 +129,9 @@ def fit(measured: Sequence[Growth]) -> tuple[float, float]:
 
 
 def extrapolate(measured: Sequence[Growth]) -> dict[str, tuple[float, int]]:
-    """Beside each other, by name of a shipped set: log2 of operations on the fitted line, and the published bits.
+    """Returns, by name of a shipped set: log2 of operations on the fitted line, and the published bits.
 
-    An illustration and not an estimate: see the module's text.
+    The first is an illustration and not an estimate: see the module's docstring.
     """
     slope, intercept = fit(measured)
     return {

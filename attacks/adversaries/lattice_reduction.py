@@ -1,12 +1,12 @@
 """`lattice-reduction`: the primal attack on a lattice mask of toy dimension, and how its time grows.
 
-Rows guessed to be zero are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is reduced once for a matrix A:
-row t asks for X^-t·s in the same lattice (ring_lwe.py), so that one reduction serves every row of every block. A guess
-then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces again; (ν·s, −e, −τ) comes out when z
-was a sample. ν and τ bring s, e and the last coordinate to one size.
+Rows guessed to be zero are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is reduced once for a matrix A: row
+t has the secret X^-t·s in the same lattice (ring_lwe.py), so that one reduction serves every row of every block. A
+guess then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces again; the result contains (ν·s,
+−e, −τ) if z was a sample. ν and τ bring s, e and the last coordinate to one size.
 
 Above `MOST_DIMENSION` it does not try: it states the published estimate of the parameters with that dimension instead.
-It needs fpylll, which is optional. The wheel has no pruning strategies, so that BKZ here is slower than the best.
+It needs fpylll, which is optional. Its wheel has no pruning strategies, so BKZ here is slower than the best.
 
 Source: Kannan, "Minkowski's convex body theorem and integer programming", 1987; Bai, Galbraith, "Lattice decoding
 attacks on binary LWE", ACISP 2014 (the scaling ν); Alkim, Ducas, Pöppelmann, Schwabe, "Post-quantum key exchange",
@@ -31,19 +31,20 @@ from wire.errors import ConfigurationError
 from wire.ring.seeded_rows import SeededRows
 
 MOST_DIMENSION = 64
-"""k·N; the first reduction takes half a second there."""
+"""The largest dimension k·N that is tried; the first reduction takes half a second there."""
 BUDGET = 1 << 23
-"""Guesses in all, each at (k·N)³ units: 32 at dimension 64, 2,000 at 16."""
+"""Work for all guesses together, of which each takes (k·N)³ units: enough for 32 guesses at dimension 64, 2,000 at
+16."""
 MOST_REDUCTIONS = 6
 LLL_ROOT_FACTOR = 1.0219
 """Nguyen, Stehlé, "LLL on the average", ANTS 2006: the usual root Hermite factor of LLL."""
 TERNARY_SIGMA = math.sqrt(2 / 3)
 ERROR_BOUND = 12
-"""Errors up to so many σ are taken for errors: 21 is the bound of the centred binomial with σ = 3.24."""
+"""Multiple of σ up to which a number counts as an error: the centred binomial with σ = 3.24 is bounded by 21."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Opens blocks with one row (at few features: some) of known, or zero, plaintext."""
+    """Opens blocks with one row (several where there are few features) of known, or zero, plaintext."""
     claims: list[Claim] = [estimate(seed) for seed in public_seeds(view) if seed.num_rows > MOST_DIMENSION]
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     if not seeds:
@@ -55,7 +56,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     targets: dict[tuple[bytes, int, int], _Target | None] = {}
     left = BUDGET
     for stream in streams(view, opened):
-        share = left // 2  # no stream uses it all
+        share = left // 2  # half of what is left, so that no stream uses it all
         for seed in seeds:
             for degree in ring_degrees(seed.num_rows):
                 num_features = min(stream.num_features, samples_for_lll(seed.num_rows, NOMINAL_SIGMA) or 0)
@@ -70,7 +71,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def estimate(seed: SeededRows) -> StolenFact:
-    """What the attack would cost: the bits published for the shipped set of this dimension."""
+    """States what the attack would cost: the bits published for the shipped set of this dimension."""
     bits = [chosen.bits for chosen in PARAMETERS.values() if chosen.dimension == seed.num_rows]
     if not bits:
         return StolenFact("lattice reduction", f"not tried at dimension {seed.num_rows}, which no shipped set has")
@@ -90,14 +91,14 @@ class _Target:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, num_features: int) -> _Target | None:
-        """None where a block has too few samples for LLL."""
+        """Reduces the lattice; returns None where a block has too few samples for LLL."""
         num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
         if num_samples is None or num_samples > min(degree, 8) * num_features:
             return None
         return cls(seed, degree, num_features, num_samples)
 
     def open(self, stream: Stream, budget: int) -> int:
-        """Tries windows of a stream; returns what was spent."""
+        """Tries windows of a stream; returns the units that it used."""
         stream.restart()
         spent, cost = 0, self._seed.num_rows**3
         for start in stream.windows(self._num_rows):
@@ -115,7 +116,7 @@ class _Target:
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         if not bool(masks.any()):
-            return None  # rows of zeros are no mask at all
+            return None  # rows of zeros are not masked at all
         embedded = embed(self._basis, masks, self._seed.num_rows, NOMINAL_SIGMA)
         load_fpylll().LLL.reduction(embedded)
         return read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)
@@ -125,26 +126,25 @@ class _Target:
 
 
 def load_fpylll() -> Any:
-    """The library, on first use.
+    """Returns the library, imported on first use.
 
     Raises:
-        ConfigurationError: it is not installed.
+        ConfigurationError: the library is not installed.
     """
     try:
         return importlib.import_module("fpylll")
-    except ImportError:
-        raise ConfigurationError(
-            "lattice reduction needs fpylll: pip install fpylll==0.6.4 cysignals==1.12.5"
-        ) from None
+    except ImportError as exc:
+        raise ConfigurationError("lattice reduction needs fpylll: pip install fpylll==0.6.4 cysignals==1.12.5") from exc
 
 
 def secret_scale(sigma: float) -> int:
-    """ν: makes a ternary secret as large as the error."""
+    """Returns ν, which makes a ternary secret as large as the error."""
     return max(1, round(sigma / TERNARY_SIGMA))
 
 
 def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
-    """log2 of what a reduction of this quality leaves between the short vector and where it would be lost.
+    """Returns log2 of the margin that a reduction of this quality leaves between the short vector and the length at
+    which it is lost.
 
     The last Gram-Schmidt vectors are about root_factor^-d·vol^(1/d), and must be longer than the error in one place.
     """
@@ -154,7 +154,8 @@ def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float)
 
 
 def samples_for_lll(dimension: int, sigma: float) -> int | None:
-    """The fewest samples at which LLL should find the secret with four bits to spare; None where there are none."""
+    """Returns the fewest samples at which LLL should find the secret with four bits to spare; None where no number
+    does."""
     for num_samples in range(4, 4 * dimension + 8):
         if log2_gap(dimension, num_samples, sigma, LLL_ROOT_FACTOR) >= 4:
             return num_samples
@@ -162,7 +163,7 @@ def samples_for_lll(dimension: int, sigma: float) -> int | None:
 
 
 def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
-    """An LLL-reduced basis of {(ν·s, M·s + q·k)}.
+    """Returns an LLL-reduced basis of {(ν·s, M·s + q·k)}.
 
     Args:
         equations: M, int64, shape (num_samples, n).
@@ -183,7 +184,7 @@ def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
 
 
 def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
-    """Kannan's embedding of a target: one row and one column more."""
+    """Returns Kannan's embedding of a target: one row and one column more."""
     size, tau = basis.nrows, max(1, round(sigma))
     rows = [[*basis[row], 0] for row in range(size)]
     target = [0] * dimension + masks.tolist() + [tau]
@@ -193,7 +194,8 @@ def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
 def read_secret(
     embedded: Any, equations: torch.Tensor, masks: torch.Tensor, scale: int, sigma: float
 ) -> torch.Tensor | None:
-    """The ternary s that a row of a reduced embedding gives, checked against every equation; int64, shape (n,)."""
+    """Returns the ternary s that a row of a reduced embedding gives, checked against every equation; int64, shape
+    (n,)."""
     n, tau = equations.shape[1], max(1, round(sigma))
     for row in range(min(4, embedded.nrows)):
         numbers = list(embedded[row])

@@ -1,7 +1,7 @@
-"""Every prompt token, from the first layer's input: it is a function of one token (and of its position).
+"""Reads every prompt token from the first layer's input, which is a function of one token (and of its position).
 
-Compares each row with the normed embedding of every token, up to a factor: so it also reads ring rows, whose scale is
-secret. Source for states of later layers: "Hidden No More" (ICML 2025).
+It compares each row with the normed embedding of every token, up to a factor: so it also reads ring rows, whose scale
+is secret. Source for states of later layers: "Hidden No More" (ICML 2025).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _ROWS = 256
 
 
 def lookup(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
-    """Token ids by largest cosine, shape (num_tokens,).
+    """Returns token ids by largest cosine, shape (num_tokens,).
 
     Args:
-        rows: what the first layer was given, shape (num_tokens, hidden), up to a positive factor each.
+        rows: the first layer's input, shape (num_tokens, hidden), each row up to a positive factor.
     """
     norm = model.blocks[0].attention_norm
     if model.positions is None:

@@ -1,8 +1,8 @@
-"""`leaked-secret`: what a block's secret is worth to whoever has it: all of its rows, up to the error.
+"""`leaked-secret`: shows what a block's secret is worth to an adversary that has it: all rows, up to the error.
 
-No view holds a secret, so on a recording this adversary has nothing to do and claims nothing; that it claims nothing
-says nothing about the mask. It is in the catalogue for its control: the maths by which the other adversaries of the
-lattice mask open a block, on the true secret and on a wrong one.
+No view holds a secret, so on a recording this adversary claims nothing, which says nothing about the mask. It is in the
+catalogue for its control, which tests the mathematics by which the other adversaries of the lattice mask open a block,
+on the true secret and on a wrong one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from attacks.seen.view import View
 
 
 def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -> torch.Tensor:
-    """x̃ + e of the first rows of a block.
+    """Returns x̃ + e of the first rows of a block.
 
     Args:
         rows: int32 or int64, shape (num_rows, features), num_rows ≤ N, as recorded.
-        public: A.
+        public: the matrix A.
         secret: ternary, shape (k, N) or (k·N,).
 
     Returns:
@@ -33,7 +33,7 @@ def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Nothing: see the module's text."""
+    """Claims nothing; the module's docstring says why."""
     return []
 
 

@@ -1,9 +1,9 @@
 """A float mask on a coarser grid than the data: the low bits of the sum are the data's own.
 
 A bfloat16 mask has 8 significant bits; a float32 row plus such a mask keeps the row modulo the mask's grid. The grid
-of an element is 2^-7 times the power of two below |n|, which is the one below |z| where the mask is strong, but for a
-few elements next to a power of two. Claims the centred residue, which is x itself wherever |x| is below half the grid.
-In the ring there is no finer grid: rows are integers, and so are masks. Source: the definition of bfloat16.
+of an element is 2^-7 times the power of two below |n|, which is the one below |z| where the mask is strong, except for
+a few elements next to a power of two. It claims the centred residue, which is x itself wherever |x| is below half the
+grid. In the ring there is no finer grid: rows are integers, and so are masks. Source: the definition of bfloat16.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
 
 _BFLOAT16_STEPS = 2.0**-7
-"""Spacing of bfloat16 numbers between 1 and 2."""
+"""The spacing of bfloat16 numbers between 1 and 2."""
 _MOST_MESSAGES = 512
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """The centred residue of every message modulo the grid of a bfloat16 mask; see `Adversary.attack`."""
+    """Claims the centred residue of every message modulo the grid of a bfloat16 mask; see `Adversary.attack`."""
     claims: list[Claim] = []
     for message in view.with_tensors().select("product")[:_MOST_MESSAGES]:
         rows = message.request().to(torch.float64)
@@ -30,13 +30,13 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def grid(rows: torch.Tensor) -> torch.Tensor:
-    """Spacing of a bfloat16 mask that dominates these masked rows, element by element."""
+    """Returns the spacing of a bfloat16 mask that dominates these masked rows, element by element."""
     exponent = torch.floor(torch.log2(rows.abs().clamp_min(1e-30)))
     return torch.exp2(exponent) * _BFLOAT16_STEPS
 
 
 def residue(rows: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
-    """Rows modulo the spacing, between minus and plus half of it."""
+    """Returns rows modulo the spacing, between minus and plus half of it."""
     return rows - torch.round(rows / spacing) * spacing
 
 

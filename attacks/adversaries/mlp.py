@@ -1,7 +1,8 @@
-"""What an adapter adds to gate and up (or c_fc), from an MLP's input and the input of its last layer.
+"""Recovers what an adapter adds to gate and up (or c_fc) from an MLP's input and the input of its last layer.
 
-m = act(x W_gate) · (x W_up) column by column: each column has its own unknowns (two columns of weights, or one without
-a gate), one equation per token, and the adapter is a small change of known weights: Levenberg-Marquardt from there.
+m = act(x W_gate) · (x W_up) holds column by column: each column has its own unknowns (two columns of weights, or one
+without a gate) and one equation per token, and the adapter is a small change of known weights, from which
+Levenberg-Marquardt starts.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from attacks.seen.public_model import Layer
 
 _FIRST_STEPS, _MAX_STEPS = 8, 80
 _HOPELESS = 0.5
-"""Relative error of nearly all columns after the first steps at which this is given up: no MLP made what came."""
+"""Relative error of nearly all columns after the first steps from which on the fit is given up: no MLP made these
+rows."""
 _COLUMNS = 64
-"""Solved side by side: 64 systems of 1,152 unknowns take 0.7 GB."""
+"""Columns that are solved together: 64 systems of 1,152 unknowns take 0.7 GB."""
 _FIRST_DAMPING, _LAST_DAMPING = 1e-3, 1e10
 _RELAX, _TIGHTEN = 5.0, 4.0
 _STUCK, _RESTARTS = 1e-3, 24
 _SETTLED = 1e-2
-"""Relative gain of a step, of a column that fits, after which it is left alone."""
+"""Relative gain of a step below which a column that fits is finished."""
 _PATIENCE, _STALLED = 12, 0.02
-"""Steps in which a column that does not fit must come nearer, by this share, or it is left alone."""
+"""(steps, share): a column that does not fit must improve by this share within so many steps, or it is given up."""
 _EXACT = 1e-9
-"""Relative error of a column that is left alone: float32 rounding of the data is far above."""
+"""Relative error at which a column is finished: float32 rounding of the data is far above."""
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -38,7 +40,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def has_enough_rows(layers: tuple[Layer, ...], num_rows: int) -> bool:
-    """An equation per token against the unknowns of a column, and two to spare."""
+    """Whether there is an equation per token for each unknown of a column, and two to spare."""
     return num_rows >= sum(layer.weight.shape[0] for layer in layers) + 2
 
 
@@ -49,14 +51,15 @@ def fit_mlp(
     outputs: torch.Tensor,
     deadline: float = float("inf"),
 ) -> tuple[tuple[torch.Tensor, ...], float] | None:
-    """W + ΔW of every layer and ‖predicted − seen‖ / ‖seen‖; None for an activation that is not known, for
-    rows that no MLP made, or where the time is over.
+    """Returns W + ΔW of every layer and ‖predicted − seen‖ / ‖seen‖; None for an unknown activation, for rows that no
+    MLP made, or where the time is over.
 
     Args:
         layers: (gate, up) or (c_fc,), in the order of the product.
-        given: float64, shape (num_tokens, hidden); num_tokens as `has_enough_rows` asks.
-        outputs: what the last layer was given, shape (num_tokens, intermediate).
-        deadline: on the clock of `time.monotonic`; columns that never settle would take hours on a real model.
+        activation: the activation, by transformers' name.
+        given: float64, shape (num_tokens, hidden), with as many tokens as `has_enough_rows` asks for.
+        outputs: the last layer's input, shape (num_tokens, intermediate).
+        deadline: on the clock of `time.monotonic`; columns that never converge would take hours on a real model.
     """
     act = _ACTIVATIONS.get(activation)
     if act is None:
@@ -77,22 +80,22 @@ def fit_mlp(
 
 
 def is_known(activation: str) -> bool:
-    """Whether `predict` can do it."""
+    """Whether `predict` supports an activation."""
     return activation in _ACTIVATIONS
 
 
 def predict(activation: str, terms: list[torch.Tensor]) -> torch.Tensor:
-    """act(gate) · up, or act(c_fc).
+    """Returns act(gate) · up, or act(c_fc).
 
     Raises:
-        KeyError: an activation that is not known.
+        KeyError: the activation is not known.
     """
     act = _ACTIVATIONS[activation]
     return act(terms[0]) if len(terms) == 1 else act(terms[0]) * terms[1]
 
 
 def error_of(layers: tuple[Layer, ...], activation: str, given: torch.Tensor, outputs: torch.Tensor) -> float:
-    """‖predicted − seen‖ / ‖seen‖ with the public weights; infinite for an activation that is not known."""
+    """Returns ‖predicted − seen‖ / ‖seen‖ with the public weights; infinite for an unknown activation."""
     if activation not in _ACTIVATIONS:
         return torch.inf
     predicted = predict(activation, [layer(given) for layer in layers])
@@ -108,9 +111,9 @@ def _retry(
     errors: torch.Tensor,
     deadline: float,
 ) -> None:
-    """Columns that stopped in a wrong valley start again elsewhere, some dozen times side by side; in place.
+    """Restarts columns that stopped in a wrong minimum, from some dozen other starts at a time; changes them in place.
 
-    An adapter has low rank, so where they start is drawn from the span of what was found in the other columns.
+    An adapter has low rank, so the starts are drawn from the span of the changes that were found in other columns.
     """
     stuck = (errors > outputs.norm(dim=0) * _STUCK).nonzero()[:, 0]
     if not 0 < len(stuck) <= outputs.shape[1] // 4:
@@ -133,7 +136,7 @@ def _retry(
 
 
 def _normal(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Shape (count, _RESTARTS); columns of length 1 or so."""
+    """Returns random columns of length about 1, shape (count, _RESTARTS)."""
     start: torch.Tensor = torch.randn(count, _RESTARTS, generator=generator, dtype=torch.float64) / count**0.5
     return start
 
@@ -142,7 +145,7 @@ _ALL = slice(None)
 
 
 class _Columns:
-    """Some columns of one MLP; each has a problem, a damping and a history of its own."""
+    """Some columns of one MLP; each has its own problem, damping and history."""
 
     def __init__(
         self,
@@ -159,10 +162,11 @@ class _Columns:
     def solve(
         self, offsets: list[torch.Tensor] | None = None, deadline: float = float("inf")
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Levenberg-Marquardt (Nocedal and Wright, Numerical Optimization, section 10.3), all columns side by side.
+        """Runs Levenberg-Marquardt (Nocedal and Wright, Numerical Optimization, section 10.3) on all columns together.
 
         Args:
-            offsets: added to the public weights where it starts.
+            offsets: added to the public weights for the start.
+            deadline: on the clock of `time.monotonic`.
         """
         weights = self._start
         if offsets is not None:
@@ -202,7 +206,7 @@ class _Columns:
         return self._act(terms[0]) if len(terms) == 1 else self._act(terms[0]) * terms[1]
 
     def _errors(self, weights: list[torch.Tensor]) -> torch.Tensor:
-        """‖predicted − seen‖ of each column; a column that overflowed is infinitely wrong."""
+        """Returns ‖predicted − seen‖ of each column; a column that overflowed counts as infinitely wrong."""
         errors = (self._predict(self._terms(weights)) - self._outputs).norm(dim=0)
         return torch.nan_to_num(errors, nan=torch.inf)
 

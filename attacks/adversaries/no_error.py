@@ -1,10 +1,10 @@
 """`no-error`: a lattice mask whose error was left out (σ = 0) falls to linear algebra.
 
-Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they give which
-coefficients of s are not zero; (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from 1 = …01; the rest
-is checked mod 2^32. Every row of a view is tried as zero at once: the elimination depends on A alone.
+Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they show which
+coefficients of s are not zero; (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from 1 = …01; the rest is
+checked mod 2^32. Every row of a view is tried as zero at once: the elimination depends on A alone.
 
-With an error, the least bits of z are off in about half of the equations: a wrong guess passes the first check with
+With an error, the least bits of z are wrong in about half of the equations: a wrong guess passes the first check with
 probability 2^-32 and the last one never.
 """
 
@@ -23,11 +23,11 @@ from attacks.seen.view import View
 from wire.ring.seeded_rows import SeededRows
 
 SURPLUS = 32
-"""Equations beyond the unknowns: what a wrong guess would have to meet by chance."""
+"""Equations beyond the number of unknowns: a wrong guess would have to satisfy all of them by chance."""
 MOST_DIMENSION = 2048
-"""Elimination takes 1 s there."""
+"""The largest dimension that is tried: elimination takes 1 s there."""
 BUDGET = 1 << 32
-"""Eliminations in all, each at equations³ units: two at dimension 1536."""
+"""Work for all eliminations together, of which each takes equations³ units: enough for two at dimension 1536."""
 MOST_WINDOWS = 1 << 15
 MOST_WINDOW_ROWS = 64
 
@@ -56,7 +56,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 class _System:
-    """The equations of as many rows as one secret takes."""
+    """The equations of as many rows as are needed to find one secret."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree
@@ -78,14 +78,14 @@ class _System:
         for index in np.flatnonzero(self._binary.consistent(bits(sides))):
             start, masks = starts[int(index)], sides[:, int(index)]
             if bool(stream.is_done[start]) or not bool(masks.any()):
-                continue  # a row of zeros is no mask at all
+                continue  # a row of zeros is not masked at all
             secret = self._secret(masks)
             if secret is not None:
                 public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
                 stream.open_around(public, secret, start, self._num_rows)
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
-        """The ternary s with M·s = masks mod 2^32: int64, shape (k·N,)."""
+        """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,)."""
         low = self._binary.solve(bits(masks))
         if low is None:
             return None
@@ -94,13 +94,13 @@ class _System:
         high = self._binary.solve(bits(rest >> 1))
         if high is None:
             return None
-        secret = secret - 2 * torch.from_numpy(high.astype(np.int64))  # 3 = −1 mod 4; two bits say it all
+        secret = secret - 2 * torch.from_numpy(high.astype(np.int64))  # 3 = −1 mod 4, so two bits determine s
         exact = bool((centred(self._equations @ secret - masks) == 0).all())
         return secret if exact and int(secret.abs().max()) <= 1 else None
 
 
 def bits(numbers: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Least bits, 0 and 1, of the same shape."""
+    """Returns the least bits, 0 and 1, in the same shape."""
     return np.asarray((numbers & 1).to(torch.uint8).numpy())
 
 

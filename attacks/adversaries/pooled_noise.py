@@ -1,4 +1,4 @@
-"""What the two adversaries of pooled noise share: which vectors a message can hide behind, and how strongly each.
+"""Shared by the two adversaries of pooled noise: which vectors may hide a message, and the strength of each.
 
 A message is Z = X + c·n with one vector n that the provider has seen and one unknown strength c = σ·rms(X).
 """
@@ -17,23 +17,23 @@ from attacks.seen.view import Message, View
 
 _USUAL_SIGMA = 1.0
 _POOLS_BEFORE = 2
-"""A message on its way while the pool was renewed may still use the one before."""
+"""Pools before the current one that are tried: a message on its way while the pool was renewed may still use it."""
 _FEW_MESSAGES = 32
-"""From which σ is estimated."""
+"""The number of messages from which σ is estimated."""
 _NONE = 1e30
-"""In place of a strength that is not possible."""
+"""Stands for a strength that is not possible."""
 _ROUND = 5e-3
-"""Relative; the eps of a norm layer, which is left out, moves an estimate by up to some thousandths."""
+"""Relative tolerance of σ; the eps of a norm layer, which is ignored, moves an estimate by up to some thousandths."""
 
 
 @dataclass(frozen=True)
 class Masked:
-    """A message with what it can have been masked with.
+    """A message, and the vectors with which it may have been masked.
 
     Attributes:
         rows: float64, shape (num_rows, d).
-        pool: vectors, float64, shape (K, d).
-        norm: made the unmasked rows; None where no norm layer did.
+        pool: the vectors, float64, shape (K, d).
+        norm: the norm layer that made the unmasked rows; None where none did.
     """
 
     seq: int
@@ -43,7 +43,7 @@ class Masked:
 
 
 def masked_messages(view: View, public: PublicModel) -> list[Masked]:
-    """Every float message whose group and direction had noise effects computed before it."""
+    """Returns every float message for whose group and direction noise effects were computed before it."""
     norms = public.normed_inputs()
     effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
     masked: list[Masked] = []
@@ -58,7 +58,7 @@ def masked_messages(view: View, public: PublicModel) -> list[Masked]:
 
 
 def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) -> Masked | None:
-    """None where no vector that fits was seen before the message, or the message holds no numbers."""
+    """Returns the message with its pool; None where no fitting vector was seen before it, or it holds no numbers."""
     rows = message.request().to(torch.float64)
     vectors = [effect.request().to(torch.float64) for effect in effects[-_POOLS_BEFORE:]]
     vectors = [vector for vector in vectors if vector.shape[1] == rows.shape[1] and vector.shape[0] > 0]
@@ -68,14 +68,14 @@ def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) 
 
 
 def usual_sigma(masked: Sequence[Masked]) -> float:
-    """σ from messages of several normed rows; 1 where there are none."""
+    """Returns σ, estimated from messages of several normed rows; 1 where there are none."""
     several = [one for one in masked if one.norm is not None and one.rows.shape[0] > 1]
     estimates = [sigma for one in several[:_FEW_MESSAGES] if (sigma := _sigma(one)) is not None]
     return _settled(statistics.median(estimates)) if estimates else _USUAL_SIGMA
 
 
 def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
-    """Rows that a norm made, without the vector and strength that leave them most nearly normed."""
+    """Returns rows that a norm made, without the vector and strength that leave them most nearly normed."""
     roots = strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
@@ -83,9 +83,11 @@ def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
 
 
 def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Both c of each vector from ‖Z − c·n‖² = T·d·(c/σ)², shape (2, K); 1e30 in place of one that is not above zero.
+    """Returns both c of each vector from ‖Z − c·n‖² = T·d·(c/σ)², shape (2, K); 1e30 stands for one that is not
+    positive.
 
-    The first is right unless ⟨X, n⟩ < −‖X‖²/c, rows that point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
+    The first solution is right unless ⟨X, n⟩ < −‖X‖²/c, that is for rows that point against the noise: the slope is
+    −2(‖X‖²/c + ⟨X, n⟩).
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)
@@ -96,7 +98,7 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
 
 
 def _sigma(one: Masked) -> float | None:
-    """σ of a message of several normed rows: one c must give all of them the norm of a normed row."""
+    """Returns σ of a message of several normed rows: one c must give all of them the norm of a normed row."""
     if one.norm is None:
         return None
     scaled = one.norm.direction(one.rows)
@@ -112,7 +114,8 @@ def _sigma(one: Masked) -> float | None:
 
 
 def _misfit(norm: Norm, rows: torch.Tensor, pool: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """How far the rows without each vector are from normed ones, shape (K,); infinite for an impossible strength."""
+    """Returns how far the rows without each vector are from normed ones, shape (K,); infinite for an impossible
+    strength."""
     left = rows - (found[:, None] * pool)[:, None, :]  # (K, num_rows, d)
     left = norm.direction(left)
     misfit = (left.pow(2).mean(-1) - 1).pow(2).mean(-1)
@@ -122,6 +125,6 @@ def _misfit(norm: Norm, rows: torch.Tensor, pool: torch.Tensor, found: torch.Ten
 
 
 def _settled(sigma: float) -> float:
-    """A number of two digits where it is as near as the eps of a norm layer lets it be: settings are round."""
+    """Rounds σ to two digits where that is within the error of the norm's eps: settings are round numbers."""
     near = float(f"{sigma:.2g}")
     return near if near > 0 and abs(sigma - near) <= _ROUND * near else max(sigma, 1e-6)

@@ -1,9 +1,10 @@
-"""A mask used again over content that changes, fresh noise on top: what messages vary in is the content.
+"""A mask is used again over changing content, with fresh noise on top: what varies between messages is the content.
 
 Messages of one group, direction, arithmetic and number of rows are taken as points. A mask that they all share is part
-of their mean and leaves with it; what changes between a few prompts that come again and again, in any order, lies along
-a few directions, and fresh noise along all. So their principal components above the noise, and no mean, give the
-differences between messages. Claims nothing where no component stands out, as under uniform noise mod 2^32, which
+of their mean and vanishes with it. Changes between a few prompts that are repeated, in any order, lie along a few
+directions, and fresh noise along all. So the principal components that exceed the noise, with the mean removed, give
+the differences between messages. It claims nothing where no component stands out, as under uniform noise mod 2^32,
+which
 varies alike in all directions. Source: Gavish and Donoho, "The optimal hard threshold for singular values is 4/√3",
 2014, for the threshold where the noise's strength is not known.
 """
@@ -24,11 +25,12 @@ _FEW_PAIRS = 8
 _FEWEST_MESSAGES = 16
 _MOST_MESSAGES = 512
 _MOST_NUMBERS = 1 << 24
-"""Of a set of messages: 128 MB in float64."""
+"""The most numbers in a set of messages: 128 MB in float64."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Differences between the first messages of each set that has principal components; see `Adversary.attack`."""
+    """Claims differences between the first messages of each set that has principal components; see
+    `Adversary.attack`."""
     sets: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:
@@ -42,7 +44,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 def _differences(messages: list[Message]) -> list[StolenDifference]:
     first = messages[0].request()
-    # int32 wraps mod 2^32, so that a mask of the ring that all share leaves with the first message
+    # int32 wraps mod 2^32, so that a mask of the ring that all share vanishes with the first message
     points = torch.stack([(message.request() - first).to(torch.float64).flatten() for message in messages])
     found = components(points) if bool(torch.isfinite(points).all()) else None
     if found is None:
@@ -55,7 +57,7 @@ def _differences(messages: list[Message]) -> list[StolenDifference]:
 
 
 def components(points: torch.Tensor) -> torch.Tensor | None:
-    """What the points vary in, as far as it stands out of the noise; None where nothing does.
+    """Returns the variation of the points that stands out of the noise; None where none does.
 
     Args:
         points: float64, shape (num_points, d).

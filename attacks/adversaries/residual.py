@@ -1,15 +1,16 @@
-"""What o_proj and down_proj add to the residual stream, and so ΔW of both, by linear algebra.
+"""Recovers what o_proj and down_proj add to the residual stream, and so ΔW of both, by linear algebra.
 
 A row u of the next normed input gives the residual after the layer up to one factor c per token: r' = c·v, v = u/γ.
 Before the layer it was r, and the layer's input a is on the wire, so
 
     c_t · v_t = r_t + a_t (W + ΔW) + b        for every token t, unknown c_t and ΔW.
 
-Multiplied by the projector P off the columns of A, ΔW is gone: P · diag(c) · V = P · (R + b), with the normal equations
-(P ∘ VVᵀ) c = diag(P (R + b) Vᵀ). Then ΔW = A⁺ (diag(c) V − R − b) − W, and c_t v_t is the residual for the next layer.
-More tokens than the layer has inputs are needed. LayerNorm takes off each row's mean, so there everything is meant
-without it: what an adapter adds to a mean changes nothing that the model computes. Rows that another adversary opened
-wrongly, a few among many right ones, are found by their misfit and left out (trimmed least squares).
+Multiplied by the projector P orthogonal to the columns of A, ΔW vanishes: P · diag(c) · V = P · (R + b), with the
+normal equations (P ∘ VVᵀ) c = diag(P (R + b) Vᵀ). Then ΔW = A⁺ (diag(c) V − R − b) − W, and c_t v_t is the residual for
+the next layer. More tokens than the layer has inputs are needed. LayerNorm removes each row's mean, so there all
+quantities are taken without it: what an adapter adds to a mean changes nothing that the model computes. Rows that
+another adversary opened wrongly, a few among many right ones, are found by their misfit and left out (trimmed least
+squares).
 Source: our derivation, from the residual recursion of the architecture.
 """
 
@@ -24,24 +25,25 @@ from attacks.adversaries.columns import columns
 from attacks.seen.public_model import Layer, Norm
 
 _EXACT = 1e-4
-"""Relative error of a fit to rows of which none is wrong; float32 rounding leaves less."""
+"""Relative error up to which no row of a fit is wrong; float32 rounding leaves less."""
 _FAR = 4.0
-"""Times the median misfit of a token: beyond it a row is taken for a wrong one."""
+"""Multiple of the median misfit of a token beyond which a row counts as wrong."""
 FEWEST = 0.75
-"""Of the tokens that must be left: wrong ones are the exception."""
+"""Share of the tokens that must remain: wrong rows are the exception."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A layer with its adapter, and where the residual stands after it.
+    """A layer with its adapter, and the residual after it.
 
     Attributes:
-        weight: W + ΔW, shape (in_features, out_features), as far as the norm after it lets it through.
-        after: residual after the layer, shape (num_tokens, hidden); of no use where it is not sound.
-        error: ‖what the layer adds − what it would have to add‖ over sound tokens, relative; small where the rows
-            are what they seem.
-        sound: bool, shape (num_tokens,): tokens whose rows fit.
-        scales: float64, shape (num_tokens,): what the layer's input is to be multiplied with; 1 in float arithmetic.
+        weight: W + ΔW, shape (in_features, out_features), without the part that the next norm removes.
+        after: the residual after the layer, shape (num_tokens, hidden); of no use for tokens that are not sound.
+        error: ‖what the layer adds − what it would have to add‖ over sound tokens, relative; small where the rows are
+            unmasked.
+        sound: bool, shape (num_tokens,): the tokens whose rows fit.
+        scales: float64, shape (num_tokens,): the factors by which the layer's input must be multiplied; 1 in float
+            arithmetic.
     """
 
     weight: torch.Tensor
@@ -52,7 +54,7 @@ class Fit:
 
 
 def has_enough_rows(layer: Layer, num_rows: int) -> bool:
-    """Equations T·d for in·d unknowns of the layer and T factors, and two tokens to spare."""
+    """Whether T·d equations suffice for in·d unknowns of the layer and T factors, with two tokens to spare."""
     inputs, d = layer.weight.shape
     return num_rows * (d - 1) >= inputs * d + 2 * d
 
@@ -60,7 +62,7 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """How far each token is from what the public layer makes of it, relative, and the fit of that layer."""
+    """Returns the relative distance of each token from the public layer's result, and the fit of that layer."""
     predicted = before + layer(given)
     missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
     ones = torch.ones(given.shape[0], dtype=given.dtype)
@@ -72,9 +74,9 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
 
     Args:
         layer: o_proj or down_proj.
-        given: its input, float64, shape (num_tokens, in_features); num_tokens as `has_enough_rows` asks.
-        before: the residual in front of it, shape (num_tokens, hidden).
-        norm, normed: the norm that follows, and what it gave, shape (num_tokens, hidden).
+        given: its input, float64, shape (num_tokens, in_features), with as many tokens as `has_enough_rows` asks for.
+        before: the residual before it, shape (num_tokens, hidden).
+        norm, normed: the norm that follows, and its output, shape (num_tokens, hidden).
     """
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     seen = norm.direction(normed)
@@ -95,7 +97,7 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
 
 
 def _solve(given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """W + ΔW and the relative error of the fit."""
+    """Returns W + ΔW and the relative error of the fit."""
     spanned = columns(given)
     added = _factors(spanned.left, known, seen)[:, None] * seen - known
     inside = spanned.left.T @ added
@@ -103,13 +105,15 @@ def _solve(given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tupl
 
 
 def _factors(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """c, shape (num_tokens,): least squares of ‖P (diag(c) V − known)‖ by its normal equations.
+    """Returns c, shape (num_tokens,): least squares of ‖P (diag(c) V − known)‖ by its normal equations.
 
     Args:
-        left: orthonormal basis of the columns of A.
+        left: an orthonormal basis of the columns of A.
+        known: R + b.
+        seen: V.
     """
     off = torch.eye(left.shape[0], dtype=left.dtype) - left @ left.T
-    squares = off * (seen @ seen.T)  # positive semidefinite, as an elementwise product of two such (Schur)
+    squares = off * (seen @ seen.T)  # positive semidefinite, as an elementwise product of two such matrices (Schur)
     wanted = (off * (seen @ known.T)).sum(dim=1)
     factors: torch.Tensor = torch.linalg.solve_ex(squares, wanted)[0].nan_to_num()
     return factors

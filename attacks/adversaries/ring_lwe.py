@@ -1,11 +1,12 @@
-"""What the adversaries of the lattice mask share: the public matrix, rows as equations in the secret, and opening.
+"""Shared by the adversaries of the lattice mask: the public matrix, rows as equations in the secret, and opening.
 
-Exact integer arithmetic mod 2^32. Row t of a block is z_t = x̃_t + coefficient t of Σ_i A_i·s_i + e_t in
-Z[X]/(X^N + 1). Its equations are those of row 0 in the secret X^-t·s, so that an attack takes any row as row 0: it
+All arithmetic is on exact integers mod 2^32. Row t of a block is z_t = x̃_t + coefficient t of Σ_i A_i·s_i + e_t in
+Z[X]/(X^N + 1). Its equations are those of row 0 in the secret X^-t·s, so that an attack may take any row as row 0: it
 need not know where blocks begin, and one preparation of A serves every row of every block. Opening goes from that row
-both ways while the rows come out small: a wrong secret or another block leaves numbers uniform mod 2^32.
+in both directions while the resulting rows are small: a wrong secret or another block leaves numbers uniform mod 2^32.
 
-Source: DESIGN.md section 4; Lyubashevsky, Peikert, Regev, "On ideal lattices and learning with errors over rings",
+Source: docs/architecture.md, "Masks"; Lyubashevsky, Peikert, Regev, "On ideal lattices and learning with errors over
+rings",
 EUROCRYPT 2010, section 1 (a ring sample is N samples).
 """
 
@@ -26,16 +27,18 @@ from wire.ring.seeded_rows import SeededRows
 
 MODULUS = 1 << 32
 SMALL = 1 << 24
-"""Encoded activations and gradients stay below 2^20 or so; a number uniform mod 2^32 is this small once in 128."""
+"""Bound below which numbers count as unmasked: encoded activations and gradients stay below 2^20 or so; a number
+uniform mod 2^32 is this small once in 128."""
 MAX_DIMENSION = MAX_RANK * MAX_RING_DEGREE
 MOST_SEEDS = 4
-"""A seed is replaced after 2^33 secrets: a recording with more was made by several tenants or keys."""
+"""The most seeds that are attacked: a seed is replaced after 2^33 secrets, so a recording with more seeds was made by
+several tenants or keys."""
 MOST_BYTES = 256 << 20
-"""Of recorded rows, as int64; streams beyond it are left out."""
+"""Bytes of recorded rows, as int64, that are attacked; streams beyond them are left out."""
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:
-    """int64 of any size → int64 in [−2^31, 2^31), the same mod 2^32."""
+    """Maps int64 of any size to int64 in [−2^31, 2^31) that are the same mod 2^32."""
     return (numbers + MODULUS // 2).remainder(MODULUS) - MODULUS // 2
 
 
@@ -43,9 +46,10 @@ def centred(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def public_seeds(view: View) -> list[SeededRows]:
-    """The matrices A of a view, one for each seed that hints were asked for, the latest first, at most `MOST_SEEDS`.
+    """Returns the matrices A of a view, one for each seed for which hints were requested, the latest first, at most
+    `MOST_SEEDS`.
 
-    Rows of one seed were asked for in ranges: the end of the last one is the dimension k·N.
+    Rows of one seed were requested in ranges: the end of the last range is the dimension k·N.
     """
     dimensions: dict[bytes, int] = {}
     for message in reversed(view.with_tensors().select("hint")):
@@ -53,14 +57,15 @@ def public_seeds(view: View) -> list[SeededRows]:
         try:
             rows = SeededRows.unpack(payload)
         except VeilbaseError:
-            continue  # not a hint's payload
+            continue  # this is not a hint's payload
         if len(dimensions) < MOST_SEEDS or rows.seed in dimensions:
             dimensions[rows.seed] = max(dimensions.get(rows.seed, 0), rows.first_row + rows.num_rows)
     return [SeededRows(seed, 0, rows) for seed, rows in dimensions.items() if 2 <= rows <= MAX_DIMENSION]
 
 
 def ring_degrees(dimension: int) -> list[int]:
-    """What N may be for a dimension k·N: that of the shipped set, else every power of two that the scheme allows."""
+    """Returns the possible N for a dimension k·N: that of the shipped set, else every power of two that the scheme
+    allows."""
     shipped = [chosen.ring_degree for chosen in PARAMETERS.values() if chosen.dimension == dimension]
     powers = [1 << log for log in range(MAX_RING_DEGREE.bit_length() - 1, 0, -1)]
     return shipped[:1] or [n for n in powers if dimension % n == 0 and dimension // n <= MAX_RANK]
@@ -80,19 +85,19 @@ class PublicMatrix:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, features: int) -> PublicMatrix:
-        """Expands a seed, as wire/ring/seeded_rows.py says."""
+        """Expands a seed as wire/ring/seeded_rows.py does."""
         return cls(seed.expand(features).to(torch.int64), degree)
 
     @property
     def dimension(self) -> int:
-        """k·N, the unknowns of a block."""
+        """k·N, the number of unknowns of a block."""
         return self.matrix.shape[0]
 
     def equations(self, offset: int) -> torch.Tensor:
-        """M with (row at this offset) = M·s + e mod 2^32.
+        """Returns M with (row at this offset) = M·s + e mod 2^32.
 
         Args:
-            offset: from the row that is taken as row 0, −N < offset < N.
+            offset: the row's distance from the row that is taken as row 0, −N < offset < N.
 
         Returns:
             int64, shape (features, k·N): coefficient `offset` of A_i·X^j, which is ±(coefficient offset − j of A_i).
@@ -104,11 +109,11 @@ class PublicMatrix:
         return turned.flatten(0, 1).t()
 
     def stacked_equations(self, num_rows: int, most: int) -> torch.Tensor:
-        """Those of rows 0, 1, …: int64, shape (min(num_rows·features, most), k·N)."""
+        """Returns the equations of rows 0, 1, …: int64, shape (min(num_rows·features, most), k·N)."""
         return torch.cat([self.equations(offset) for offset in range(num_rows)])[:most]
 
     def mask(self, secret: torch.Tensor, offset: int) -> torch.Tensor:
-        """The mask of one row without its error.
+        """Returns the mask of one row without its error.
 
         Args:
             secret: int64, small, shape (k·N,), as seen from row 0.
@@ -125,7 +130,8 @@ class PublicMatrix:
 
 
 def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
-    """X^-places times each, −N < places < N: what falls out on one side comes back negated on the other."""
+    """Returns X^-places times each polynomial, −N < places < N: coefficients shifted out on one side return negated on
+    the other."""
     if places < 0:
         return -turned(polynomials, places + polynomials.shape[1])  # X^N = −1
     return torch.cat((polynomials[:, places:], -polynomials[:, :places]), dim=1)
@@ -136,14 +142,14 @@ def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
 
 @dataclass
 class Stream:
-    """Ring rows of one group and direction, in order of arrival: blocks follow each other in it.
+    """Ring rows of one group and direction, in order of arrival: blocks follow each other in them.
 
     Attributes:
         rows: int64, shape (num_rows, features).
         spans: seq, first and last row (exclusive) of each message.
-        known: row to its plaintext x̃; where it is empty any row may be tried as zero.
-        opened: int64, shape of `rows`, meaningful where `is_open`.
-        is_done: rows that were opened since `restart`, which need no further try.
+        known: row → its plaintext x̃; where it is empty any row may be tried as zero.
+        opened: int64, the shape of `rows`, meaningful where `is_open`.
+        is_done: rows that were opened since `restart`, which need no further attempt.
     """
 
     rows: torch.Tensor = field(repr=False)
@@ -155,17 +161,19 @@ class Stream:
 
     @property
     def num_features(self) -> int:
-        """Numbers in a row."""
+        """The number of numbers in a row."""
         return self.rows.shape[1]
 
     def restart(self) -> None:
-        """Before another N or seed is tried: a wrong N may have opened a part of a block, rightly but not all of it."""
+        """Prepares for another N or seed: a wrong N may have opened a part of a block, which is right but not the
+        whole."""
         self.is_done[:] = False
 
     def windows(self, num_rows: int) -> list[int]:
-        """First rows of runs to be tried: all of the run known, or (nothing known) any run of a message; none done.
+        """Returns the first rows of runs to try, none of them done: runs known throughout or, where nothing is known,
+        any run of a message.
 
-        First those that begin a message: positions before the answer have no label, so that their gradient is zero.
+        Those that begin a message come first: positions before the answer have no label, so their gradient is zero.
         """
         starts, is_done = [], self.is_done.tolist()
         for _, first, stop in self.spans:
@@ -177,19 +185,21 @@ class Stream:
         return [start for _, start in sorted(starts)]
 
     def masks(self, start: int, num_rows: int, most: int) -> torch.Tensor:
-        """What a run's rows say the mask is, known plaintext or zero taken off: int64, shape (at most `most`,)."""
+        """Returns the mask that a run's rows have if its plaintext is as known, or zero: int64, shape (at most
+        `most`,)."""
         parts = [self.rows[row] - self.known.get(row, 0) for row in range(start, start + num_rows)]
         return centred(torch.cat(parts)[:most])
 
     def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
-        """Unmasks rows of the block that row `at` is in, as far as they come out small.
+        """Unmasks rows of the block that contains row `at`, as far as the results are small.
 
         Args:
-            public: A.
-            secret: as seen from row `at`.
-            at: first row of the window that gave the secret.
-            num_tried: rows of that window. Nothing is opened unless more come out: one row's equations are the same
-                for every N, up to the order and the signs of the secret, so that a wrong N shows on the next row only.
+            public: the matrix A.
+            secret: the secret as seen from row `at`.
+            at: the first row of the window that gave the secret.
+            num_tried: the number of rows of that window. Nothing is opened unless more rows turn out small: one row's
+                equations are the same for every N, up to the order and the signs of the secret, so that a wrong N shows
+                only on the next row.
         """
         rows: dict[int, torch.Tensor] = {}
         for step in (1, -1):
@@ -207,7 +217,7 @@ class Stream:
         return True
 
     def claims(self) -> list[Claim]:
-        """Messages that were opened whole."""
+        """Returns claims about messages that were opened as a whole."""
         return [
             StolenRows(seq, self.opened[first:stop].to(torch.float64))
             for seq, first, stop in self.spans
@@ -216,12 +226,13 @@ class Stream:
 
 
 def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
-    """The rows to attack: backward first, high groups first, since their gradients are zero where no label is.
+    """Yields the rows to attack: backward first, high groups first, since their gradients are zero where there is no
+    label.
 
     Args:
-        view: one tenant's.
+        view: the view of one tenant.
         opened: rows that are known already; then only those serve as known plaintext.
-        forward_first: the other way round: low groups are given the same rows again wherever a prompt is repeated.
+        forward_first: reverses the order: low groups receive the same rows again wherever a prompt is repeated.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
     for message in view.with_tensors().products():
@@ -237,10 +248,10 @@ def streams(view: View, opened: Opened | None = None, forward_first: bool = Fals
 
 
 def ring_request(message: Message) -> torch.Tensor | None:
-    """The int32 rows of a message, None where there are none.
+    """Returns the int32 rows of a message, None where there are none.
 
     Raises:
-        ConfigurationError: they cannot be read.
+        ConfigurationError: the rows cannot be read.
     """
     rows = message.request()
     return rows if rows.dtype == torch.int32 and rows.numel() else None

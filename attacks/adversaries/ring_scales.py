@@ -1,13 +1,13 @@
-"""`residual.py` for ring arithmetic, where each row that a layer was given is known up to a secret positive factor.
+"""`residual.py` for ring arithmetic, where each row of a layer's input is known only up to a secret positive factor.
 
 With x = s·x̃ the equation of a token becomes c_t v_t = r_t + b + s_t ã_t (W + ΔW). Divided by s_t it is linear in
-p_t = 1/s_t, q_t = c_t/s_t and the layer; P, the projector off the columns of Ã, takes the layer out:
+p_t = 1/s_t, q_t = c_t/s_t and the layer; P, the projector orthogonal to the columns of Ã, eliminates the layer:
 
     P (diag(q) V − diag(p) (R + b)) = 0,
 
-2·T unknowns of which, with more than in·d/(d − 2) tokens, the direction is determined: the eigenvector of the smallest
-eigenvalue. Its length is a factor of the whole layer; an adapter of low rank, below half of the layer's, leaves most
-eigenvalues of W⁺(W + ΔW) at one, which tells it.
+These are 2·T unknowns whose direction is determined if there are more than in·d/(d − 2) tokens: the eigenvector of the
+smallest eigenvalue. Its length is a factor λ of the whole layer. An adapter of low rank, below half of the layer's,
+leaves most eigenvalues of W⁺(W + ΔW) at one, which determines λ.
 Source: our derivation.
 """
 
@@ -23,17 +23,18 @@ from attacks.adversaries.residual import Fit
 from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3
-"""Directions in which λ is looked for first, and what most eigenvalues may differ by if it is found there."""
+"""(directions in which λ is looked for first, the most by which eigenvalues may differ there if it was found)."""
 _ITERATIONS, _SETTLED = 12, 1e-13
-"""Of the inverse iteration: at most, and how little its vector moves when it is done."""
+"""(the most steps of the inverse iteration, the change of its vector below which it is done)."""
 _SHIFT = 1e-13
-"""Of the largest diagonal element; keeps the factorisation positive definite."""
+"""Shift, as a share of the largest diagonal element: it keeps the factorisation positive definite."""
 
 
 def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
-    """What a norm layer gave, from rows of it up to a positive factor each; but for its eps. Shape (num_rows, hidden).
+    """Returns a norm layer's output from its rows up to a positive factor each, ignoring its eps. Shape (num_rows,
+    hidden).
 
-    ‖(s·x̃ − β)/γ‖² = d, the larger root.
+    The factor is the larger root of ‖(s·x̃ − β)/γ‖² = d.
     """
     scaled = rows / norm.weight
     square = scaled.pow(2).sum(1, keepdim=True).clamp_min(1e-300)
@@ -46,7 +47,7 @@ def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
 
 
 def has_enough_rows(layer: Layer, num_rows: int) -> bool:
-    """Equations T·d for in·d unknowns of the layer and 2·T factors, and four tokens to spare."""
+    """Whether T·d equations suffice for in·d unknowns of the layer and 2·T factors, with four tokens to spare."""
     inputs, d = layer.weight.shape
     return num_rows * (d - 2) >= inputs * d + 4 * d
 
@@ -54,7 +55,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """How far each token is from the public layer's work, relative to the residual, and the fit of that layer."""
+    """Returns each token's distance from the public layer's result, relative to the residual, and the fit of that
+    layer."""
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     fit = _with_weight(norm.visible(layer.weight), given, known, norm.direction(normed))
     predicted = known + given * fit.scales[:, None] @ fit.weight
@@ -62,10 +64,10 @@ def explained(
 
 
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
-    """Solves for the layer and the factors; arguments as of `residual.fit_layer`, of which `given` is scaled.
+    """Solves for the layer and the factors; arguments are those of `residual.fit_layer`, of which `given` is scaled.
 
     Args:
-        normed: brought to size by `rescaled`.
+        normed: the norm's output, scaled to its true size by `rescaled`.
     """
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     seen = norm.direction(normed)
@@ -75,13 +77,13 @@ def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Nor
     added = q[:, None] * seen - p[:, None] * known
     weight = spanned.solve(spanned.left.T @ added)
     factor = _factor(public, weight)
-    if not factor > 0:  # inputs of too low a rank, or no low rank in what was added
+    if not factor > 0:  # inputs of too low a rank, or a change that is not of low rank
         return replace(_with_weight(public, given, known, seen), error=math.inf)
     return _with_weight(weight / factor, given, known, seen)
 
 
 def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and p up to one factor, each of shape (num_tokens,), by inverse iteration."""
+    """Returns q and p up to one factor, each of shape (num_tokens,), by inverse iteration."""
     num_tokens = left.shape[0]
     off = torch.eye(num_tokens, dtype=left.dtype) - left @ left.T
     sizes = torch.cat([seen.norm(dim=1), known.norm(dim=1)]).clamp_min(1e-300)
@@ -105,11 +107,12 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
 
 
 def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
-    """λ of weight ≈ λ·(public + low rank): most eigenvalues of the ratio, and of what a few directions see of it."""
+    """Returns λ of weight ≈ λ·(public + low rank): the value of most eigenvalues of the ratio, and of a few directions
+    of it."""
     wide = public.shape[0] < public.shape[1]
     ratio = weight @ torch.linalg.pinv(public) if wide else torch.linalg.pinv(public) @ weight
     if ratio.shape[0] > _SEEN:
-        generator = torch.Generator().manual_seed(0)  # which directions is no secret
+        generator = torch.Generator().manual_seed(0)  # the choice of directions is no secret
         some = torch.randn(ratio.shape[0], _SEEN, generator=generator, dtype=ratio.dtype)
         some = torch.linalg.qr(some).Q
         values = torch.linalg.eigvals(some.T @ ratio @ some).real
@@ -120,7 +123,7 @@ def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _with_weight(weight: torch.Tensor, given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> Fit:
-    """c and s of each token for a known layer: least squares of c·v − s·(ã W) = r, two unknowns."""
+    """Returns c and s of each token for a known layer: least squares of c·v − s·(ã W) = r, two unknowns."""
     moved = given @ weight
     vv, mm, vm = seen.pow(2).sum(1), moved.pow(2).sum(1), (seen * moved).sum(1)
     vr, mr = (seen * known).sum(1), (moved * known).sum(1)

@@ -1,13 +1,13 @@
 """Masks from a generator with a guessable seed: every candidate is tried until the rows behind one look like data.
 
-Two conventions of a careless tenant, with a torch.Generator seeded anew for each message: float rows plus
+It covers two conventions of a careless tenant that seeds a torch.Generator anew for each message: float rows plus
 `torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. A third is a lattice mask whose
 ternary secret comes from `torch.randint`: each candidate is tried on the first row of every stream, where a block
-begins, with errors that may be as good as they like. Seeds tried: small numbers, and
-the seconds before the first message arrived (the recorder's file times; a recording that was copied without them has
-lost that). A float candidate must correlate with the rows and leave rows of the norm that a norm layer gives; in the
-ring it must leave small numbers. Of one generator for many messages only the first is found. torch's generator on the
-CPU keeps the low 32 bits of a seed, so that a seed of 64 bits is no harder to search for. Source: own derivation.
+begins, with errors that may be as good as they like. The seeds that are tried are small numbers, and the seconds before
+the first message arrived (from the recorder's file times; a recording that was copied without them has lost these). A
+float candidate must correlate with the rows and leave rows of the norm that a norm layer gives; in the ring it must
+leave small numbers. Where one generator masks many messages, only the first is found. torch's generator on the CPU
+keeps the low 32 bits of a seed, so that a seed of 64 bits is no harder to find. Source: our derivation.
 """
 
 from __future__ import annotations
@@ -26,33 +26,36 @@ from attacks.seen.view import Message, View
 SMALL_SEEDS = range(4096)
 _SECONDS_BEFORE = 300
 _NEAR = 8
-"""Seeds around those that were found are tried first: a tenant that reseeds for each message mostly counts up."""
+"""Distance from a found seed within which seeds are tried first: a tenant that reseeds for each message mostly counts
+up."""
 _FULL_SEARCHES = 4
-"""Messages for which all seeds are tried: one hit is enough to go on from."""
+"""Messages for which all seeds are tried: one hit is enough to continue from."""
 _MOST_MESSAGES = 64
 _SIZES = range(256, 1 << 16)
-"""Numbers in a message: fewer give chance hits, more take long to draw 4,396 times."""
+"""Numbers that a message may have: fewer give chance hits, more take long to draw 4,396 times."""
 _SIGNIFICANT = 5.0
-"""Standard deviations above chance: 4,396 candidates reach it once in a thousand searches."""
+"""Standard deviations above chance that count as a hit: 4,396 candidates reach it once in a thousand searches."""
 _NORM_TOLERANCE = 1e-2
-"""Of a row's squared norm; room for the eps of a norm layer."""
+"""Relative tolerance of a row's squared norm, which leaves room for the eps of a norm layer."""
 _TRIED_COLUMNS, _MOST_MATRICES = 8, 8
-"""Of a row, for each secret: chance leaves all of them small once in 2^56."""
+"""(numbers of a row that are tried for each secret: by chance all of them are small once in 2^56; the most
+matrices)."""
 _SMALL = 2.0**28
-"""Data in the ring is far below 2^31; uniform numbers have a mean magnitude of 2^30."""
+"""Mean magnitude below which ring rows count as data: data are far below 2^31, and uniform numbers have a mean of
+2^30."""
 
 Guess = Callable[[torch.Generator], torch.Tensor | None]
-"""A seeded generator to unmasked rows, None where they do not look like data."""
+"""Maps a seeded generator to unmasked rows; None where they do not look like data."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Small seeds and those of the clock; see `Adversary.attack`."""
+    """Tries small seeds and those of the clock; see `Adversary.attack`."""
     seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
     return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
 
 
 def secrets(view: View, seeds: Sequence[int]) -> list[Claim]:
-    """Rows of blocks at the beginning of a stream whose secret comes from one of these seeds."""
+    """Claims rows of blocks at the beginning of a stream whose secret comes from one of these seeds."""
     claims: list[Claim] = []
     matrices = [(seed, degree) for seed in public_seeds(view) for degree in ring_degrees(seed.num_rows)]
     found = list(streams(view)) if matrices else []
@@ -75,13 +78,14 @@ def secrets(view: View, seeds: Sequence[int]) -> list[Claim]:
 
 
 def arrival_seconds(view: View) -> range:
-    """Unix seconds at which a tenant may have seeded a generator: the minutes before the first message arrived."""
+    """Returns the Unix seconds at which a tenant may have seeded a generator: the minutes before the first message
+    arrived."""
     times = [message.file.stat().st_mtime for message in view.with_tensors().messages[:1] if message.file is not None]
     return range(int(times[0]) - _SECONDS_BEFORE, int(times[0]) + 1) if times else range(0)
 
 
 def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]:
-    """Rows of messages whose mask comes from one of these seeds, or from one near to a seed that was found."""
+    """Claims rows of messages whose mask comes from one of these seeds, or from one near a seed that was found."""
     norms = public.normed_inputs()
     claims: list[Claim] = []
     found: list[int] = []
@@ -99,7 +103,7 @@ def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]
 
 
 def _testable(view: View, norms: Mapping[int, Norm]) -> Iterable[tuple[Message, Guess]]:
-    """Messages whose rows can be told from noise, with the guess for each."""
+    """Yields messages whose rows can be told from noise, each with its guess."""
     num_messages = 0
     for message in view.with_tensors().select("product"):
         norm = norms.get(message.group) if message.direction == "forward" else None
@@ -125,7 +129,7 @@ def _first_hit(guess: Guess, seeds: Iterable[int]) -> tuple[int, torch.Tensor] |
 
 
 def _ring_guess(request: torch.Tensor) -> Guess:
-    """For int32 rows: a mask uniform mod 2^32."""
+    """Returns the guess for int32 rows under a mask that is uniform mod 2^32."""
 
     def guess(generator: torch.Generator) -> torch.Tensor | None:
         mask = torch.randint(-(2**31), 2**31, request.shape, dtype=torch.int32, generator=generator)
@@ -138,9 +142,10 @@ def _ring_guess(request: torch.Tensor) -> Guess:
 
 
 def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
-    """For float32 rows that a norm made: a Gaussian mask of strength 1 or one for the whole message."""
+    """Returns the guess for float32 rows that a norm made, under a Gaussian mask of strength 1 or of one strength per
+    message."""
     length = float(request.norm())
-    needed = _SIGNIFICANT * length  # of ⟨Z, N⟩, which for another seed's N is Gaussian with deviation ‖Z‖
+    needed = _SIGNIFICANT * length  # for ⟨Z, N⟩, which for another seed's N is Gaussian with deviation ‖Z‖
 
     def guess(generator: torch.Generator) -> torch.Tensor | None:
         mask = torch.randn(request.shape, generator=generator)
@@ -152,7 +157,7 @@ def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
 
 
 def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-    """Rows without the mask if one strength gives all of them the norm of normed rows."""
+    """Returns rows without the mask if one strength gives all of them the norm of normed rows."""
     scaled = norm.direction(rows)
     noise = mask / norm.weight
     square, half = noise.pow(2).sum(), (scaled * noise).sum()

@@ -1,20 +1,20 @@
 """`shared-error`: lattice masks with one error for several blocks, or pieces of one, fall to linear algebra.
 
-Where two rows at the same place of two blocks hide the same x̃ (a prompt that is sent again, a gradient of zero, or rows
-that are known) and have the same error, both cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs side by
-side (1,568 equations for 1,536 unknowns at the shipped dimension: 49 rows of 32 features, one row of 1,568) give
-u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod 2 as in `no-error`. It is confirmed mod 2^32 on 32
-equations more than there are unknowns: chance passes with probability below 2^-1000. Then every other pair of rows of
-the two blocks gives the difference of its activations, and, where one is known, the other.
+Where two rows at the same place of two blocks hide the same x̃ (a prompt that is sent again, a gradient of zero, or
+rows that are known) and have the same error, both cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs
+together (1,568 equations for 1,536 unknowns at the shipped dimension: 49 rows of 32 features, or one row of 1,568) give
+u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod 2 as in `no-error`. It is confirmed mod 2^32 on 32 more
+equations than there are unknowns: chance passes with probability below 2^-1000. Then every other pair of rows of the
+two blocks gives the difference of its activations, and, where one is known, the other.
 
-In one block row t + L has the secret X^-L·s where row t has s, so that pieces with the same error give
-v = (1 − X^-L)·s by the same system. With m = N/gcd(N, L) the sum of X^-iL·v over i < m is (1 − X^-mL)·s = 2·s: the
-secret itself, and all rows of the block.
+In one block row t + L has the secret X^-L·s where row t has s, so that pieces with the same error give v = (1 − X^-L)·s
+by the same system. With m = N/gcd(N, L) the sum of X^-iL·v over i < m is (1 − X^-mL)·s = 2·s: the secret itself, and
+all rows of the block.
 
-Rows that stand at the same place of their blocks are N apart in a stream, or a multiple of it, where every row of a
-block is used in order. Blocks of different layers are not compared: nothing that they hide repeats.
+Rows at the same place of their blocks are N apart in a stream, or a multiple of it, where every row of a block is used
+in order. Blocks of different layers are not compared: nothing that they hide repeats.
 
-Source: own derivation; the two-time pad (`slot-reuse`), with a mask that differs by a lattice sample.
+Source: our derivation; the two-time pad (`slot-reuse`), with a mask that differs by a lattice sample.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from wire.ring.seeded_rows import SeededRows
 
 SHARED = "messages of blocks that share their errors"
 MOST_SYSTEMS = 3
-"""Widths of layers; an elimination takes a second at dimension 1536."""
+"""The most layer widths that are attacked; an elimination takes a second at dimension 1536."""
 MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
-"""Places in a stream times distances, at 10 µs."""
+"""The most windows, that is places in a stream times distances, of a view and of one stream; each takes 10 µs."""
 MOST_BLOCKS, MOST_PIECES = 8, 8
-"""Blocks apart, and pieces that a block may be cut into."""
+"""(the most blocks between two that are compared, the most pieces into which a block may be cut)."""
 MOST_CLAIMS = 256
 _CHUNK = 1024
 _MOST_DISTANCES = 36
-"""Of `distances`, for blocks of 512 rows and windows of up to 64."""
+"""The most distances that `distances` returns, for blocks of 512 rows and windows of up to 64."""
 _BITS = 3
-"""Numbers from −2 to 2 are told apart by."""
+"""Bits that tell numbers from −2 to 2 apart."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Differences of messages of two blocks, and rows of blocks whose pieces share an error."""
+    """Claims differences of messages of two blocks, and rows of blocks whose pieces share an error."""
     systems: dict[tuple[bytes, int, int], _System] = {}
     claims: list[Claim] = []
     left = MOST_WINDOWS
@@ -82,7 +82,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def distances(degree: int, num_rows: int) -> list[int]:
-    """How far apart rows at the same place of two blocks, or of two pieces that hold `num_rows`, may be."""
+    """Returns the possible distances of rows at the same place of two blocks, or of two pieces that hold `num_rows`."""
     blocks = [degree * number for number in range(1, MOST_BLOCKS + 1)]
     sizes = sorted({-(-degree // number) for number in range(2, MOST_PIECES + 1)}, reverse=True)
     pieces = {size * number for size in sizes for number in range(1, -(-degree // size)) if size >= num_rows}
@@ -90,7 +90,7 @@ def distances(degree: int, num_rows: int) -> list[int]:
 
 
 class _System:
-    """The equations of as many rows as a difference takes."""
+    """The equations of as many rows as are needed to find one difference."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree
@@ -101,7 +101,8 @@ class _System:
         self._binary = BinarySystem(bits(self._equations))
 
     def open(self, stream: Stream) -> list[Claim]:
-        """Tries pairs of windows of a stream: what is said of blocks; rows of one block are opened in the stream."""
+        """Tries pairs of windows of a stream: returns claims about blocks; rows of one block are opened in the
+        stream."""
         if not self._binary.has_full_rank:
             return []
         stream.restart()
@@ -121,7 +122,7 @@ class _System:
         return said
 
     def _starts(self, stream: Stream, distance: int) -> list[int]:
-        """First rows of windows both of which are there; known, where anything is."""
+        """Returns the first rows of window pairs that both exist; only known rows where any are known."""
         starts = range(len(stream.rows) - distance - self._num_rows + 1)
         if not stream.known:
             return list(starts[: MOST_IN_STREAM // _MOST_DISTANCES])
@@ -134,7 +135,8 @@ class _System:
     def _solved(
         self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Windows whose difference is A·u: first row and u. Rows that are done, or `known` by now, are passed over."""
+        """Yields windows whose difference is A·u: first row and u. Rows that are done, or `known` meanwhile, are
+        skipped."""
         differences = stream.rows[:-distance] - stream.rows[distance:] if starts else stream.rows[:0]
         for row, plain in stream.known.items() if starts else ():
             for place, sign in ((row, -1), (row - distance, 1)):
@@ -150,12 +152,12 @@ class _System:
                 if start in known or bool(stream.is_done[start]):
                     continue
                 side = centred(flat[start * width : start * width + self._num_equations])
-                found = self._solve(side) if bool(side.any()) else None  # the same rows again are no two masks
+                found = self._solve(side) if bool(side.any()) else None  # the same rows again are not two masks
                 if found is not None:
                     yield start, found
 
     def _solve(self, side: torch.Tensor) -> torch.Tensor | None:
-        """The u in {−2 … 2} with M·u = side mod 2^32, int64, shape (k·N,); None where there is none."""
+        """Returns the u in {−2 … 2} with M·u = side mod 2^32, int64, shape (k·N,); None where there is none."""
         total = torch.zeros(self._equations.shape[1], dtype=torch.int64)
         rest = side
         for place in range(_BITS):
@@ -171,7 +173,7 @@ class _System:
 
 
 def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | None:
-    """The ternary s with (1 − X^-distance)·s = found, polynomial by polynomial; None where there is none."""
+    """Returns the ternary s with (1 − X^-distance)·s = found, polynomial by polynomial; None where there is none."""
     term = total = found.view(-1, degree)
     for _ in range(degree // math.gcd(degree, distance) - 1):
         term = turned(term, distance)
@@ -183,7 +185,8 @@ def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | No
 
 
 class _Differences:
-    """Rows of a stream against those at a distance, as far as they are known: `rows` by the first of the two."""
+    """Differences between a stream's rows and those at a distance, as far as they are known: `rows` by the first of the
+    two."""
 
     def __init__(self, stream: Stream, distance: int) -> None:
         self._stream, self._distance = stream, distance
@@ -191,7 +194,7 @@ class _Differences:
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
-        """Goes from a window both ways while differences come out small, and opens rows whose partner is known."""
+        """Extends a window in both directions while differences are small, and opens rows whose partner is known."""
         self._starts.append(start)
         stream = self._stream
         for step in (1, -1):
@@ -214,7 +217,7 @@ class _Differences:
                 stream.is_open[place] = True
 
     def claims(self) -> list[Claim]:
-        """A fact for each pair of blocks, and the differences of messages that stand at the same place in both."""
+        """Returns a fact for each pair of blocks, and the differences of messages that have the same place in both."""
         spans = self._stream.spans
         begins = {first: (seq, stop) for seq, first, stop in spans}
         owner = {row: seq for seq, first, stop in spans for row in range(first, stop)}

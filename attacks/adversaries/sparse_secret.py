@@ -1,13 +1,14 @@
 """`sparse-secret`: a lattice mask whose secrets have a few non-zero trits falls to a search that meets in the middle.
 
-At the shipped dimension a ternary secret has about 1,024 non-zero trits. The mask of one of weight w is a signed sum of
-w columns of the equations of its row, z = x̃ + e + Σ ±a_i, and x̃ + e is small. All sums of up to two columns (4.7
-million at dimension 1536) are sorted once for each public matrix by the high bits of eight numbers of the row; what a
-row leaves without a column is looked up among them (w ≤ 3), on a few rows what it leaves without two (w ≤ 4). No
-plaintext is needed. Rows whose x̃ crosses a boundary of those bits are missed, about one in eight; a block has many.
+At the shipped dimension a ternary secret has about 1,024 non-zero trits. The mask from a secret of weight w is a signed
+sum of w columns of its row's equations, z = x̃ + e + Σ ±a_i, and x̃ + e is small. All sums of up to two columns (4.7
+million at dimension 1536) are sorted once for each public matrix by the high bits of eight numbers of the row. The row
+minus each single column is looked up among them (w ≤ 3), and on a few rows the row minus each two (w ≤ 4). No plaintext
+is needed. Rows whose x̃ crosses a boundary of those bits are missed, about one in eight; a block has many.
 
-A secret is believed where all features of the row it was found on and of a row beside it come out small. At 16 features
-a wrong one does in a row with probability 2^-112; 2^44 are tried on a row, so that 1,024 rows are wrong once in 2^58.
+A secret is accepted where all features of the row on which it was found and of a neighbouring row are small. At 16
+features a wrong one passes in a row with probability 2^-112; 2^44 are tried on a row, so that over 1,024 rows one is
+accepted with probability 2^-58.
 
 Source: Odlyzko's meet in the middle on NTRU, described in Howgrave-Graham, Silverman, Whyte, "A meet-in-the-middle
 attack on an NTRU private key", NTRU report 004, 2003.
@@ -30,13 +31,13 @@ from wire.ring.seeded_rows import SeededRows
 
 LEAST_FEATURES = 16
 MOST_DIMENSION = 2048
-"""8.4 million sums of two columns, 70 MB sorted."""
+"""The largest dimension that is tried: it has 8.4 million sums of two columns, 70 MB sorted."""
 MOST_TABLES = 2
-"""Matrices that are searched; each takes two seconds at dimension 1536."""
+"""The most public matrices that are searched; each takes two seconds at dimension 1536."""
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
-"""Rows looked up at 3 ms, and at a second or two."""
+"""(rows that are looked up for weight 3, at 3 ms each; rows for weight 4, at a second or two each)."""
 _STEP = 32
-"""Rows of a stream from one that is tried to the next: 16 of a block."""
+"""Distance in a stream between rows that are tried: 16 rows of a block."""
 _COLUMNS, _HIGH_BITS = 8, 6
 _CHUNK = 1 << 20
 
@@ -48,12 +49,12 @@ Terms = npt.NDArray[np.int32]
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Opens blocks whose secret has at most four non-zero trits."""
     if opened is not None:
-        return []  # it needs no known rows, and has been here
+        return []  # it needs no known rows, and ran without them before
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     found = [stream for stream in streams(view) if stream.num_features >= LEAST_FEATURES] if seeds else []
     left, left_of_four = MOST_ROWS, MOST_ROWS_OF_FOUR
     for seed in seeds[:MOST_TABLES] if found else ():
-        for degree in ring_degrees(seed.num_rows)[:1]:  # one row's equations are the same for every N, but for signs
+        for degree in ring_degrees(seed.num_rows)[:1]:  # one row's equations are the same for every N, except for signs
             table = Table(seed, degree)
             for stream in found:
                 stream.restart()
@@ -70,7 +71,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _rows_to_try(stream: Stream) -> Iterator[int]:
-    """The first row of each message and rows in between, those that begin a stream first."""
+    """Yields the first row of each message and rows in between, those that begin a stream first."""
     firsts = {first for _, first, _ in stream.spans[:MOST_ROWS]}
     yield from sorted(firsts | set(range(0, len(stream.rows), _STEP)))
 
@@ -79,7 +80,7 @@ class Table:
     """Sums of at most two signed columns of a row's equations, sorted."""
 
     def __init__(self, seed: SeededRows, degree: int) -> None:
-        """Makes it: two seconds and 150 MB at dimension 1536, half of which is kept."""
+        """Makes the table: two seconds and 150 MB at dimension 1536, half of which is kept."""
         self._seed, self._degree = seed, degree
         equations = PublicMatrix.of(seed, degree, _COLUMNS).equations(0)
         plus = np.ascontiguousarray(equations.t().numpy().astype(np.uint32))  # (k·N, _COLUMNS), mod 2^32
@@ -95,7 +96,7 @@ class Table:
         return np.asarray(self._singles[terms[:, 0]] + self._singles[terms[:, 1]])
 
     def open(self, stream: Stream, row: int, up_to_four: bool) -> bool:
-        """Looks a row up, and opens the block around it if it is there."""
+        """Looks a row up, and opens the block around it if a secret is found."""
         public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
         equations = public.equations(0)
         return any(
@@ -105,7 +106,7 @@ class Table:
         )
 
     def _candidates(self, numbers: torch.Tensor, up_to_four: bool) -> Iterator[torch.Tensor]:
-        """Secrets that agree with a row in the bits that were sorted by: int64, shape (k·N,)."""
+        """Yields secrets that agree with a row in the bits that were sorted by: int64, shape (k·N,)."""
         target = numbers.numpy().astype(np.uint32)
         count = len(self._terms) if up_to_four else len(self._singles)
         for start in range(0, count, _CHUNK):
@@ -129,7 +130,8 @@ class Table:
 
 
 def _terms(dimension: int) -> Terms:
-    """Pairs of signed columns: 0 is none, i + 1 is column i, i + 1 + dimension is its opposite. Sums of one first."""
+    """Returns pairs of signed columns: 0 is none, i + 1 is column i, i + 1 + dimension is its opposite; single columns
+    first."""
     singles = np.arange(2 * dimension + 1, dtype=np.int32)
     one, other = (places.astype(np.int32) + 1 for places in np.triu_indices(dimension, k=1))
     signs = [(a, b) for a in (0, dimension) for b in (0, dimension)]
@@ -138,7 +140,7 @@ def _terms(dimension: int) -> Terms:
 
 
 def _keys(numbers: Numbers) -> Keys:
-    """The high bits of each row's numbers side by side."""
+    """Returns the high bits of each row's numbers side by side."""
     keys = np.zeros(len(numbers), dtype=np.int64)
     for column in range(_COLUMNS):
         keys = (keys << _HIGH_BITS) | (numbers[:, column] >> np.uint32(32 - _HIGH_BITS)).astype(np.int64)

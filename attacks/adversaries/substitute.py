@@ -1,17 +1,17 @@
-"""A functional copy of the adapter by training: the public model with low-rank factors, taught by what was seen.
+"""A functional copy of the adapter by training: the public model with low-rank factors is fitted to the recorded rows.
 
 Tokens come from the first layer's input. From there each block is trained in turn, with W + ΔW of low rank in every
-base layer, until the inputs of its layers and of the next block point where the seen ones do. Only directions of rows
-are compared, so that the secret scale of a row in ring arithmetic does not matter; the scale of a layer that is seen by
-direction alone follows from the low rank of ΔW. Rows that do not fit, as those that another adversary opened wrongly,
-are left out.
+base layer, until the inputs of its layers and of the next block have the directions of the recorded ones. Only
+directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter; the scale of a
+layer whose output is known by direction alone follows from the low rank of ΔW. Rows that do not fit, such as those that
+another adversary opened wrongly, are left out.
 
-Claims nothing where the first layer's rows are no tokens, where nothing fits (a mask), or where there are fewer tokens
-than factors need. Guarantees no minimum: training ends after 300 steps a block, or `_MAX_S` in all. On SmolLM2 90 s
-were two blocks of 30 and no copy: cosines with ΔW of 0.5 for v_proj, 0.25 for o_proj, 0.03 for down_proj (192 tokens,
-one core), so that a low value there says how short the training was. A ΔW of higher rank than `_RANK` is approximated.
-Methods that change a layer's input (OFT, BOFT) are not of this form: a group that is asked for several times in a pass
-ends the attack.
+It claims nothing where the first layer's rows are no tokens, where nothing fits (a mask), or where there are fewer
+tokens than factors need. It does not guarantee a minimum: training ends after 300 steps a block, or after `_MAX_S` in
+all. On SmolLM2 90 s sufficed for two blocks of 30 and no copy: cosines with ΔW of 0.5 for v_proj, 0.25 for o_proj, 0.03
+for down_proj (192 tokens, one core), so that a low value there says how short the training was. A ΔW of higher rank
+than `_RANK` is approximated. Methods that change a layer's input (OFT, BOFT) do not have this form: a group that is
+requested several times in a pass ends the attack.
 Source: substitute models of Papernot et al., "Practical black-box attacks" (AsiaCCS 2017), here taught by hidden
 states; the rest is ours.
 """
@@ -33,35 +33,38 @@ from attacks.seen.public_model import Layer, PublicModel
 from attacks.seen.view import View
 
 _RANK = 8
-"""Of the factors: the rank of the full profile's adapter, and twice that of the quick one's."""
+"""Rank of the factors: that of the full profile's adapter, and twice that of the quick one's."""
 _STEPS, _CHUNK = (40, 60, 200), 10
-"""Of the three parts of a block's training, and between two looks at the clock."""
+"""(steps of the three parts of a block's training, steps between two looks at the clock)."""
 _HISTORY = 50
 """Pairs that L-BFGS keeps, as in attention.py."""
 _MAX_S = 30.0
-"""A budget, and nothing that was found out."""
+"""Seconds of training in all: a chosen budget, not a measured need."""
 _MAX_NUMBERS = 1 << 17
-"""Of the first layer's rows that are used: 227 tokens of SmolLM2, 4,096 of a model with d = 32."""
+"""The most numbers of the first layer's rows that are used: 227 tokens of SmolLM2, 4,096 of a model with d = 32."""
 _WIDE = 256
-"""Hidden size from which float32 is used."""
+"""Hidden size from which on float32 is used."""
 _HOPELESS = 0.5
-"""Distance of unit rows: an unrelated row is at 1.4, of 1,000 tokens the nearest at 0.9 (d = 32)."""
+"""Distance of unit rows from which on a fit is given up: an unrelated row is at 1.4, the nearest of 1,000 tokens at 0.9
+(d = 32)."""
 _UNCHANGED = 1e-5
-"""Distance at which public weights explain what was seen; float32 and ring rounding leave 1e-6."""
+"""Distance up to which public weights explain the rows; float32 and ring rounding leave 1e-6."""
 _FAR, _MOST_LEFT_OUT = 6.0, 0.25
-"""Times the median distance of a group's rows, after the first steps: rows beyond it are wrong if they are few."""
+"""(multiple of the median distance of a group's rows beyond which, after the first steps, a row counts as wrong; the
+largest share of such rows)."""
 _DAMPING = 1e-2
-"""Of the mean variance of a layer's inputs: directions of less are not stretched further."""
+"""Damping, as a share of the mean variance of a layer's inputs: directions with less variance are not amplified
+further."""
 _START = 0.05
 """First guess of ΔW's singular values, as a share of W's: factors of very different sizes train slowly."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Prompts of one length, of which the same groups were seen.
+    """Prompts of one length for which the same groups were recorded.
 
     Attributes:
-        stream: residual before the block, shape (num_prompts, num_tokens, hidden).
+        stream: the residual before the block, shape (num_prompts, num_tokens, hidden).
         seen: group id to rows of length 1, or 0 where one is left out; shape (num_prompts, num_tokens, in_features).
     """
 
@@ -90,12 +93,12 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
-    """Twice as many numbers in the layer's outputs as in its factors."""
+    """Whether the layer's outputs have twice as many numbers as its factors."""
     return num_tokens * layer.weight.shape[1] >= 2 * _RANK * sum(layer.weight.shape)
 
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
-    """Prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
+    """Returns prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
     if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm
@@ -128,7 +131,8 @@ def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]
 def _rows(
     view: View, opened: Opened | None, only: Collection[int] | None, numbers: Collection[int] | None = None
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Place in `passes.prompts` to group id to rows, float64; of some groups and prompts, None being all."""
+    """Returns place in `forward_passes.prompts` → group id → rows, float64; of some groups and prompts, where None
+    means all."""
     at = places(view)
     parts: dict[int, dict[int, list[torch.Tensor]]] = {}
     for message in view.select("product", "forward"):
@@ -144,7 +148,7 @@ def _rows(
 
 
 class _Substitute:
-    """One block with factors, and the norm that its output goes to."""
+    """One block with factors, and the norm that receives its output."""
 
     def __init__(self, model: PublicModel, index: int, batches: Sequence[_Batch]) -> None:
         dtype = batches[0].stream.dtype
@@ -159,14 +163,14 @@ class _Substitute:
         self._stretch: list[torch.Tensor] = []
 
     def train(self, until: float) -> bool:
-        """Whether the block explains what was seen.
+        """Trains the block and returns whether it explains the recorded rows.
 
         Args:
-            until: of time.monotonic(); what was reached by then is kept.
+            until: deadline on the clock of time.monotonic(); what was reached by then is kept.
         """
         changes = [torch.zeros_like(layer.weight, requires_grad=True) for layer in self._layers]
         loss = self._loss([layer.weight + change for layer, change in zip(self._layers, changes, strict=True)])
-        if not loss.requires_grad:  # nothing of this block was seen
+        if not loss.requires_grad:  # nothing of this block was recorded
             return False
         slopes = torch.autograd.grad(loss, changes, allow_unused=True)
         self._start([torch.zeros_like(c) if s is None else s for c, s in zip(changes, slopes, strict=True)])
@@ -176,7 +180,7 @@ class _Substitute:
             return float(self._loss(self._weights())) < _HOPELESS**2
 
     def claims(self) -> Iterator[StolenDelta]:
-        """ΔW of every layer whose output, or what follows from it, was seen."""
+        """Yields ΔW of every layer whose output, or what follows from it, was recorded."""
         block = self._block
         after = [block.o.group] * 3 + [block.up[0].group] + [block.down.group] * len(block.up) + [self._next]
         end = max(place for place, group in enumerate(after) if self._is_seen(group)) + 1
@@ -185,14 +189,15 @@ class _Substitute:
 
     @property
     def is_closed(self) -> bool:
-        """Whether what comes out of the block was seen, so that the next one can be trained."""
+        """Whether the block's output was recorded, so that the next block can be trained."""
         return self._is_seen(self._next)
 
     def _is_seen(self, group: int) -> bool:
         return any(group in batch.seen for batch in self._batches)
 
     def advance(self) -> list[_Batch]:
-        """The stream after the block: where the next norm's output was seen, its direction, which is exact."""
+        """Returns the stream after the block: where the next norm's output was recorded it has that direction, which is
+        exact."""
         batches = []
         for batch in self._batches:
             with torch.no_grad():
@@ -207,7 +212,7 @@ class _Substitute:
         return batches
 
     def _start(self, slopes: Sequence[torch.Tensor]) -> None:
-        """ΔW = S·A·B is zero, with A where the loss falls fastest; S makes the layer's inputs alike in all directions.
+        """Starts with ΔW = S·A·B = 0, where A is the steepest descent; S whitens the layer's inputs.
 
         Source: the start of LoRA-GA (NeurIPS 2024); the seed has nothing to hide.
         """
@@ -226,7 +231,7 @@ class _Substitute:
             self._factors.append(torch.zeros(rank, slope.shape[1], dtype=slope.dtype, requires_grad=True))
 
     def _squares(self) -> list[torch.Tensor]:
-        """For each layer XᵀX of its inputs in the public model, a mean over tokens, and damped."""
+        """Returns, for each layer, XᵀX of its inputs in the public model, a mean over tokens, with damping."""
         block = self._block
         groups = (block.q.group, block.o.group, block.up[0].group, block.down.group)
         sums = {group: torch.zeros(()) for group in groups}
@@ -244,7 +249,7 @@ class _Substitute:
         return [sums[layer.group] for layer in self._layers]
 
     def _descend(self, until: float) -> None:
-        """Rows are left out twice: those that are wrong bend the first fit, and so hide some of their kind."""
+        """Trains and leaves rows out twice: wrong ones distort the first fit, and so hide others like them."""
         for num_steps in _STEPS:
             if not self._improve(num_steps, until) < _HOPELESS**2:
                 return
@@ -252,7 +257,7 @@ class _Substitute:
                 self._leave_out()
 
     def _improve(self, num_steps: int, until: float) -> float:
-        """The loss before the last steps."""
+        """Runs the optimizer and returns the loss before the last steps."""
         optimizer = torch.optim.LBFGS(
             self._factors, max_iter=_CHUNK, max_eval=2 * _CHUNK, history_size=_HISTORY,
             tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe",
@@ -271,7 +276,7 @@ class _Substitute:
         return before
 
     def _leave_out(self) -> None:
-        """Rows that are far from where the others are: few, or else nothing is wrong with them."""
+        """Leaves out rows that are far from the others: they must be few, or else they are not wrong."""
         with torch.no_grad():
             missed = [self._missed(batch, self._weights()) for batch in self._batches]
         for group in {group for each in missed for group in each}:
@@ -292,7 +297,7 @@ class _Substitute:
         ]
 
     def _loss(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Squared distance of unit rows, a mean over each group's rows and over groups."""
+        """Returns the squared distance of unit rows, a mean over each group's rows and over groups."""
         sums: dict[int, torch.Tensor] = {}
         counts: dict[int, int] = {}
         for batch in self._batches:
@@ -302,7 +307,8 @@ class _Substitute:
         return sum((total / max(counts[g], 1) for g, total in sums.items()), torch.zeros(())) / max(len(sums), 1)
 
     def _missed(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Squared distance of each row's direction, zero for rows that are left out; (num_prompts, num_tokens)."""
+        """Returns the squared distance of each row's direction, zero for rows that are left out; (num_prompts,
+        num_tokens)."""
         predicted, _ = self._run(batch, weights)
         return {
             group: (normalize(rows, dim=-1) - batch.seen[group]).pow(2).sum(-1) * _is_known(batch.seen[group])
@@ -311,7 +317,7 @@ class _Substitute:
         }
 
     def _run(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """What the groups after the first are given, by group, and the residual after the block."""
+        """Returns the inputs of the groups after the first, by group, and the residual after the block."""
         block, (q, k, v, *others) = self._block, weights
         o, *up, down = (replace(one, weight=w) for one, w in zip(self._layers[3:], others, strict=True))
         mixed = attention.attention(block, self._model, (q, k, v), block.attention_norm(batch.stream))
@@ -324,7 +330,7 @@ class _Substitute:
 
 
 def _is_known(seen: torch.Tensor) -> torch.Tensor:
-    """Bool, shape (num_prompts, num_tokens)."""
+    """Returns which rows are present: bool, shape (num_prompts, num_tokens)."""
     return seen.any(-1)
 
 

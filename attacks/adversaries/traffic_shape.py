@@ -1,21 +1,22 @@
-"""`traffic-shape`: what the order and the row counts of messages say; no tensor is read, and recordings hold no times.
+"""`traffic-shape`: reads the order and the row counts of messages; it reads no tensor, and recordings hold no times.
 
-Works under every mask: token counts, layers and directions are not protected, as docs/threat-model.md states.
+It works under every mask: token counts, layers and directions are not protected (docs/threat-model.md, "What every
+provider sees").
 
 Token counts need a KV cache, or prompts of more than one token (attacks/seen/forward_passes.py); a soft prompt's rows
-count as tokens. A pass that does not reach every group is recomputation under gradient checkpointing and belongs to
-the training pass before it.
+count as tokens. A pass that does not reach every group is recomputation under gradient checkpointing and belongs to the
+training pass before it.
 
-A tenant sends a gradient to a group when the group's input depends on something that is trained. A method that adds to
-outputs (LoRA) makes that so for the next group up, one that changes inputs (OFT, BOFT, IA3 before feed-forward layers)
-for its own. Layers of a group share a call only while they read the same input, so changed inputs show as further
-calls, and their number says which layers may be changed. Traffic that several kinds make alike is claimed as one of
-these, never as one that is likely: OFT and BOFT always look the same, as do LoRA and the IA3 that scales outputs. It
-takes all training of a view to be of one kind.
+A tenant sends a gradient to a group when the group's input depends on a trained parameter. A method that adds to
+outputs (LoRA) causes this for the next group up; one that changes inputs (OFT, BOFT, IA3 before feed-forward layers)
+for its own group. Layers of a group share a call only while they read the same input, so changed inputs show as further
+calls, and their number tells which layers may be changed. Traffic that several kinds of adapter make alike is claimed
+as one of these kinds, never as the likelier one: OFT and BOFT always look the same, as do LoRA and the IA3 that scales
+outputs. All training of a view is assumed to be of one kind.
 
 `client.finetune` computes logits of all places for soft prompts and prefixes only, which the output head's row count
-shows where the provider has the head. Other trainers compute all logits always: what assumes `client.finetune` is a
-claim of its own.
+shows where the provider has the head. Other trainers always compute all logits: a conclusion that assumes
+`client.finetune` is a claim of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ LORA, IA3, OFT, BOFT = "LoRA", "IA3", "OFT", "BOFT"
 PROMPT, P_TUNING, PREFIX = "prompt tuning", "P-tuning", "prefix tuning"
 NORMS, EMBEDDINGS = "norm tuning", "trained embeddings"
 KINDS = (LORA, IA3, OFT, BOFT, PROMPT, P_TUNING, PREFIX, NORMS, EMBEDDINGS)
-"""LoRA stands for every method that adds to a layer's output."""
+"""The kinds of adapter; LoRA stands for every method that adds to a layer's output."""
 KIND, KIND_IF_FINETUNE = "PEFT kind", "PEFT kind, if client.finetune trained it"
 LOWEST, MEMBERS = "lowest adapted layer", "layers with changed inputs"
 _CHANGES_INPUTS = (IA3, OFT, BOFT)
@@ -47,9 +48,9 @@ class Shape:
     """One pass as metadata.
 
     Attributes:
-        num_rows: tokens, over the whole batch.
-        calls, backward: group to how often it was given all rows. A request that was split counts once.
-        head_rows: of the output head; None where it stays with the tenant.
+        num_rows: the number of tokens, over the whole batch.
+        calls, backward: group → how often it was given all rows. A request that was split counts once.
+        head_rows: the rows of the output head; None where it stays with the tenant.
     """
 
     num_rows: int
@@ -60,12 +61,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Training:
-    """What the training passes of a view say together.
+    """What the training passes of a view show together.
 
     Attributes:
-        groups: all that were seen, ascending.
-        lowest: the lowest that a gradient reached; None without gradients.
-        repeated: groups that were asked several times in one pass: their layers do not all read the same input.
+        groups: all groups that were seen, ascending.
+        lowest: the lowest group that a gradient reached; None without gradients.
+        repeated: groups that were requested several times in one pass: their layers do not all read the same input.
         has_few_logits: whether in each training pass the head was given fewer rows than there were tokens; None where
             no head was seen.
     """
@@ -77,13 +78,13 @@ class Training:
 
     @property
     def below(self) -> int | None:
-        """The group under the lowest that a gradient reached."""
+        """The group below the lowest that a gradient reached."""
         lower = [group for group in self.groups if self.lowest is not None and group < self.lowest]
         return lower[-1] if lower else None
 
 
 def shapes(view: View, head_group: int | None = None) -> list[Shape]:
-    """All passes of a view, recomputation joined to the pass that it belongs to."""
+    """Returns all passes of a view; recomputation is joined to the pass that it belongs to."""
     found: list[Shape] = []
     everything = {message.group for message in view.select("product", "forward")}
     for one in forward_passes(view):
@@ -97,7 +98,7 @@ def _shape(one: ForwardPass, head_group: int | None) -> Shape:
     backward = _rows(one.backward, one.backward_repeats)
     head_rows = forward.get(head_group) if head_group is not None else None
     counted = Counter(rows for group, rows in (forward or backward).items() if group != head_group)
-    # most groups are asked once; of two candidates the other is a multiple
+    # most groups are requested once; of two candidates the other is a multiple
     tokens = min((rows for rows, count in counted.items() if count == max(counted.values())), default=one.num_rows)
     calls, gradients = (
         {group: 1 if group == head_group else max(1, round(rows / max(1, tokens))) for group, rows in each.items()}
@@ -114,7 +115,7 @@ def _rows(first: Mapping[int, Message], repeats: Mapping[int, tuple[Message, ...
 
 
 def _joined(one: Shape, more: Shape) -> Shape:
-    """Recomputed calls are the same calls again; gradients come once."""
+    """Joins two shapes: recomputed calls are the same calls again; gradients come once."""
     groups = {*one.calls, *more.calls}
     calls = {group: max(one.calls.get(group, 0), more.calls.get(group, 0)) for group in groups}
     backward = dict(Counter(one.backward) + Counter(more.backward))
@@ -122,7 +123,7 @@ def _joined(one: Shape, more: Shape) -> Shape:
 
 
 def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
-    """(prompt tokens, answer tokens) of each prompt; every forward pass gives one token of an answer."""
+    """Returns (prompt tokens, answer tokens) of each prompt; every forward pass gives one token of an answer."""
     counted: list[tuple[int, int]] = []
     for one in found:
         if one.backward:
@@ -136,7 +137,7 @@ def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
 
 
 def summarise(view: View, found: Sequence[Shape]) -> Training:
-    """Everything that the claims about the adapter rest on."""
+    """Returns everything on which the claims about the adapter are based."""
     groups = tuple(sorted({message.group for message in view.select("product")}))
     steps = [one for one in found if one.backward]
     reached = {group for one in steps for group in one.backward}
@@ -146,9 +147,9 @@ def summarise(view: View, found: Sequence[Shape]) -> Training:
 
 
 def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, ...]:
-    """All kinds that could have made this traffic, whoever trained the adapter; in the order of KINDS."""
+    """Returns all kinds that could have made this traffic with any trainer, in the order of KINDS."""
     if seen.repeated:
-        return _CHANGES_INPUTS  # and no GPT-2, whose groups have one layer each
+        return _CHANGES_INPUTS  # and this is no GPT-2, whose groups have one layer each
     if seen.lowest is None:
         return KINDS
     could: set[str] = set()
@@ -170,25 +171,27 @@ def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, 
 
 
 def _normed(model: PublicModel) -> set[int | None]:
-    """Groups whose input comes from a norm layer."""
+    """Returns the groups whose input comes from a norm layer."""
     return {model.head_group, *(layer.group for block in model.blocks for layer in (block.q, block.up[0]))}
 
 
 def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
-    """Those of them whose logits `client.finetune` would have computed as they were; see the module's text."""
+    """Returns the kinds for which `client.finetune` would have computed the logits that were seen; see the module's
+    docstring."""
     if seen.has_few_logits is None:
         return tuple(could)
     return tuple(kind for kind in could if (kind in _LEARNS_PROMPTS) != seen.has_few_logits)
 
 
 def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """First layers of the groups that may hold the lowest adapted layer; `before L` where no base layer need be."""
+    """Returns first layers of the groups that may hold the lowest adapted layer; `before L` where it need not be a base
+    layer."""
     if seen.lowest is None:
         return ()
     own = manifest.groups[seen.lowest].layers
     names = [] if seen.below is None else [manifest.groups[seen.below].layers[0].name]
     if seen.lowest in seen.repeated:
-        # a call that sent no gradient back read an input that depends on nothing trained, so nothing lies below
+        # a call that sent no gradient back read an input that depends on no trained parameter, so none lies below
         unchanged = any(one.backward[seen.lowest] < one.calls[seen.lowest] for one in _reaching(found, seen.lowest))
         return (own[0].name,) if unchanged else (*names, own[0].name)
     if not {LORA, IA3} & set(could):
@@ -205,7 +208,7 @@ def _reaching(found: Sequence[Shape], group: int) -> list[Shape]:
 
 
 def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Sets of layers, joined by `+`, whose changed inputs would make the lowest repeated group's calls."""
+    """Returns sets of layers, joined by `+`, whose changed inputs would make the lowest repeated group's calls."""
     if not seen.repeated:
         return ()
     group = min(seen.repeated)
@@ -216,7 +219,7 @@ def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) 
     fits = []
     for size in range(1, len(layers) + 1):
         for changed in itertools.combinations(range(len(layers)), size):
-            # where something below is trained every call sends a gradient, changed input or not
+            # where a parameter below is trained every call sends a gradient, whether its input is changed or not
             told = {size} if is_lowest else {size, calls}
             if num_calls(len(layers), changed) == calls and gradients <= told:
                 fits.append("+".join(layers[place] for place in changed))
@@ -224,7 +227,7 @@ def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) 
 
 
 def num_calls(num_members: int, changed: Iterable[int]) -> int:
-    """Calls of one group: a layer shares the call just before it if both read the unchanged input."""
+    """Returns the calls of one group: a layer shares the call just before it if both read the unchanged input."""
     reads = [place if place in set(changed) else None for place in range(num_members)]
     return 1 + sum(here is not None or here != before for before, here in itertools.pairwise(reads))
 

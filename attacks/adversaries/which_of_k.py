@@ -1,9 +1,9 @@
 """Names the pooled noise vector of each message by the norm test alone, one layer at a time.
 
-The paper counts K^layers combinations. There are none to try: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and for LayerNorm
-mean 0 as well, says for each message by itself which of its K vectors was added. Only the norms of rows are used, no
-correlation. Source: own derivation, against the argument in Symbiosis (Multi-Adapter Inference and Fine-Tuning),
-section on privacy.
+The paper counts K^layers combinations. None of them need be tried: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and mean 0
+as well for LayerNorm, shows for each message by itself which of its K vectors was added. Only the norms of rows are
+used, no correlation. Source: our derivation, against the argument in Symbiosis (Multi-Adapter Inference and
+Fine-Tuning), section on privacy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attacks.seen.view import View
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Rows of every forward message that a norm made; see `Adversary.attack`."""
+    """Claims rows of every forward message that a norm made; see `Adversary.attack`."""
     masked = masked_messages(view, public)
     sigma = usual_sigma(masked)
     return [StolenRows(one.seq, take_off_normed(one, one.norm, sigma)) for one in masked if one.norm is not None]

@@ -1,4 +1,4 @@
-"""Plain traffic of the tiny model with a LoRA adapter, and the adapter's own ΔW: for controls of the thieves."""
+"""Unmasked traffic of the tiny model with a LoRA adapter, and the adapter's own ΔW, for controls of the thieves."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from wire.ring import coding
 
 NUM_PROMPTS, NUM_TOKENS = 48, 5
 _WEIGHT_NORM = 1000.0
-"""Of a column of 8-bit weights: about what 48 inputs make."""
+"""Norm of a column of 8-bit weights: about that of 48 inputs."""
 _LARGEST = 1 << 20
-"""Of a ring row: the order of what `wire.ring.coding.encode` leaves for layers as wide as real ones."""
+"""Largest number of a ring row: the order of `wire.ring.coding.encode`'s results for layers as wide as real ones."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A view, what made it, and what is to be found out.
+    """A view, and the secrets that an adversary should find.
 
     Attributes:
-        token_ids: of each prompt.
+        token_ids: the token ids of each prompt.
         deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer whole.
     """
 
@@ -41,13 +41,13 @@ class Traffic:
 def make(
     folder: Path, kind: str = "llama", targets: str | list[str] = "all-linear", arithmetic: str = "float"
 ) -> Traffic:
-    """Sends NUM_PROMPTS prompts with different first tokens through an adapted model, unmasked."""
+    """Sends NUM_PROMPTS prompts with different first tokens through an adapted model, without a mask."""
     from peft import LoraConfig, get_peft_model
 
     manifest = tiny_manifest(kind, "native", folder / "model")
     generator = torch.Generator().manual_seed(7)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, fan_in_fan_out=kind != "llama")
-    torch.manual_seed(7)  # of lora_a
+    torch.manual_seed(7)  # lora_a is random
     adapted: Any = get_peft_model(copy.deepcopy(tiny_model(kind)), config)
     deltas: dict[str, torch.Tensor] = {}
     for name, module in adapted.base_model.model.named_modules():
@@ -75,7 +75,8 @@ def make(
 
 
 def scaled(view: View) -> Opened:
-    """The view's rows as ring arithmetic shows them: each times a positive factor of its own, rounded to integers."""
+    """Returns the view's rows as ring arithmetic shows them: each times its own positive factor, rounded to
+    integers."""
     generator = torch.Generator().manual_seed(11)
     rows = {}
     for message in view.messages:

@@ -1,4 +1,5 @@
-"""Errors 0 and 1, dimension 8: two zero rows give the secret exactly, and the block up to those errors."""
+"""tiny-error against errors 0 and 1 at dimension 8: two zero rows give the secret exactly, and the block up to those
+errors."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from noise import sampling
 
 
 def binary(shape: Sequence[int]) -> torch.Tensor:
-    """Errors that are 0 or 1."""
+    """Draws errors that are 0 or 1."""
     return sampling.centred_binomial(sampling.Csprng(), shape).remainder(2)
 
 
 def control() -> ControlResult:
-    """Relative error of the rows of three blocks; the error of 0 or 1 itself is below 1/ACTIVATION of them."""
+    """Computes the relative error of the rows of three blocks; the error of 0 or 1 itself is below 1/ACTIVATION of
+    them."""
     traffic = Traffic(toy(8, 1, 0.0), 64, binary)
     for first in (0, 2, 6):
         traffic.send_block([first, first + 1], 1)

@@ -1,5 +1,5 @@
-"""Masks that are missing, too narrow, scaled wrongly or used for neighbours are noticed, each for its own reason; full
-masks beside them, and those of the lattice at its shipped parameters, are not."""
+"""Masks that are missing, too narrow, scaled wrongly or used for neighbours are noticed, each for its own reason.
+Honest full masks among them, and lattice masks at the shipped parameters, are not."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _ACTIVATION = 1 << 15
 
 @dataclass(frozen=True)
 class Case:
-    """What a provider receives of one group.
+    """The messages that a provider receives of one group.
 
     Attributes:
         rows: int32, shape (num_rows, NUM_FEATURES).
-        shows_in: what must be named, at the least; empty where nothing may be.
+        shows_in: faults that must be named, at least; empty where none may be.
     """
 
     rows: torch.Tensor
@@ -38,20 +38,21 @@ class Case:
 
 
 def activations(num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Encoded rows as a model's are: features of their own sizes, and tokens like those before them; int64."""
+    """Makes encoded rows like a model's: features have different sizes, and tokens resemble those before them;
+    int64."""
     sizes = torch.rand(NUM_FEATURES, generator=generator) + 0.5
     steps = torch.randn(num_rows + 3, NUM_FEATURES, generator=generator)
-    smooth = steps.unfold(0, 4, 1).mean(dim=-1) * 2  # (num_rows, features): over four tokens
+    smooth = steps.unfold(0, 4, 1).mean(dim=-1) * 2  # (num_rows, features), averaged over four tokens
     return (smooth * sizes * _ACTIVATION).to(torch.int64)
 
 
 def uniform(num_rows: int, num_features: int, generator: torch.Generator) -> torch.Tensor:
-    """A full mask; int64."""
+    """Draws a full mask; int64."""
     return torch.randint(-(1 << 31), 1 << 31, (num_rows, num_features), generator=generator)
 
 
 def cases(seed: int = 0) -> Mapping[str, Case]:
-    """Faults and honest masks by name, each a group in this order."""
+    """Returns faults and honest masks by name; each is a group, in this order."""
     generator = torch.Generator().manual_seed(seed)
     rows, mask = activations(NUM_ROWS, generator), uniform(NUM_ROWS, NUM_FEATURES, generator)
     line = uniform(1, NUM_ROWS + NUM_FEATURES, generator)[0].unfold(0, NUM_FEATURES, 1)[:NUM_ROWS]
@@ -77,13 +78,13 @@ def cases(seed: int = 0) -> Mapping[str, Case]:
 
 
 def _under_lattice(generator: torch.Generator) -> torch.Tensor:
-    """A block of the shipped parameters; int64."""
+    """Draws a block with the shipped parameters; int64."""
     mask = Traffic(PARAMETERS["default"], NUM_FEATURES).block().to(torch.int64)
     return activations(len(mask), generator) + mask
 
 
 def record(folder: Path, sent: Mapping[str, Case]) -> View:
-    """A recording in which each case is a group, every other one of gradients; in two messages each."""
+    """Makes a recording in which each case is a group, in two messages; every other group holds gradients."""
     exchanges = [
         Exchange(group, part, torch.zeros_like(part), "forward" if group % 2 else "backward")
         for group, case in enumerate(sent.values())
@@ -93,14 +94,14 @@ def record(folder: Path, sent: Mapping[str, Case]) -> View:
 
 
 def is_right(found: Uniformity, group: int, case: Case) -> bool:
-    """Whether a group was named for what it must be named for, or not at all where it is honest."""
+    """Whether a group was named for the right faults, or not at all where it is honest."""
     (figures,) = (one for one in found.looked_at if one.group == group)
     words = set(figures.faults(found.bound))
     return words >= case.shows_in if case.shows_in else not words
 
 
 def control() -> ControlResult:
-    """Share of right answers over all cases; 0 where the adversary claims something else than what it found."""
+    """Computes the share of right answers over all cases; 0 where the adversary's claim differs from what it found."""
     sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
         view = record(Path(scratch) / "seen", sent)

@@ -14,10 +14,10 @@ TARGETS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def control() -> ControlResult:
-    """Largest relative error over the layers that plain traffic determines.
+    """Computes the largest relative error over the layers that unmasked traffic determines.
 
-    That is all but the last down_proj, after which comes a head that the tenant keeps; in ring arithmetic nothing shows
-    how large the rows in front of that layer are, so that gate_proj and up_proj of the last block are left out too.
+    These are all but the last down_proj, which is followed by a head that the tenant keeps; in ring arithmetic nothing
+    shows how large the rows before that layer are, so that gate_proj and up_proj of the last block are left out too.
     """
     worst = max(_error("float"), _error("ring"))
     return ControlResult(

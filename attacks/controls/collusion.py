@@ -1,4 +1,4 @@
-"""Both providers of `shares` together: made with noise.shares itself, seen as two views."""
+"""Both providers of `shares` together: traffic made with noise.shares itself, seen as two views."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KIND = "llama"
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each provider saw, and the encoded rows by the first one's seq; float64."""
+    """What each provider saw, and the encoded rows by the first provider's seq; float64."""
 
     view_1: View
     view_2: View
@@ -33,7 +33,7 @@ class Traffic:
 
 
 def make(folder: Path, num_prompts: int = NUM_PROMPTS) -> Traffic:
-    """Activations of the tiny model, and gradients of the same size, under `shares`."""
+    """Sends activations of the tiny model, and gradients of the same size, under `shares`."""
     shares = Shares(lambda: os.urandom(SEED_BYTES))
     sent: tuple[list[Exchange], list[Exchange]] = [], []
     truth: dict[int, torch.Tensor] = {}
@@ -57,7 +57,7 @@ def _spec(group: int) -> GroupSpec:
 
 
 def _exchange(message: Message, reply_cols: int) -> Exchange:
-    """With a reply of zeros, which nobody looks at."""
+    """Makes an exchange with a reply of zeros, which the adversary does not read."""
     rows, call = message.rows, message.call
     num_rows = count_rows(rows)
     request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows
@@ -67,7 +67,8 @@ def _exchange(message: Message, reply_cols: int) -> Exchange:
 
 
 def control() -> ControlResult:
-    """Largest relative error of a message's rows; a message that is not opened counts as a guess of zero."""
+    """Computes the largest relative error of a message's rows; a message that is not opened counts as a guess of
+    zero."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         stolen = {claim.seq: claim.rows for claim in collude(traffic.view_1, traffic.view_2)}

@@ -1,4 +1,4 @@
-"""What a control is."""
+"""The result of a positive control."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ControlResult:
-    """How an adversary did where it should win.
+    """How an adversary performed where it should win.
 
     Attributes:
         adversary: its name in the catalogue.
-        setting: what makes it easy, in a few words.
-        metric: what `value` is.
-        value, needed: wins when value <= needed where `smaller_wins`, else when value >= needed.
+        setting: what makes winning easy, in a few words.
+        metric: the meaning of `value`.
+        value, needed: the control wins when value <= needed where `smaller_wins`, else when value >= needed.
     """
 
     adversary: str
@@ -26,7 +26,7 @@ class ControlResult:
 
     @property
     def wins(self) -> bool:
-        """False for a value that is not a number, too."""
+        """Whether the control won; False for NaN, too."""
         return self.value <= self.needed if self.smaller_wins else self.value >= self.needed
 
 

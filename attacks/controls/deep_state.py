@@ -12,7 +12,7 @@ from attacks.seen.adversary import StolenTokens
 
 
 def control() -> ControlResult:
-    """Share of right tokens on plain traffic, with an adapter that the adversary does not know."""
+    """Computes the share of right tokens on unmasked traffic, with an adapter that the adversary does not know."""
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))
         claims = deep_state.ADVERSARY.attack(traffic.view, traffic.public, None)

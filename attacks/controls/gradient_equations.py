@@ -1,4 +1,5 @@
-"""A training step of an adapted tiny model, unmasked: both down_proj, also where the tenant keeps the output head."""
+"""An unmasked training step of an adapted tiny model gives both down_proj, also where the tenant keeps the output
+head."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from attacks.seen.forward_passes import Opened
 
 
 def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
-    """Relative error of each down_proj, by name; 1, as of a guess of zero, where none is claimed."""
+    """Returns the relative error of each down_proj, by name; 1, as for a guess of zero, where none is claimed."""
     claims = ADVERSARY.attack(traffic.view, traffic.public, opened)
     got = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
     found = {}
     for block in traffic.public.blocks:
         wanted = traffic.deltas[block.down.name]
-        if block.mlp_norm.bias is not None:  # a LayerNorm takes off the mean of every row
+        if block.mlp_norm.bias is not None:  # a LayerNorm removes the mean of every row
             wanted = wanted - wanted.mean(1, keepdim=True)
         delta = got.get(block.down.name, torch.zeros_like(wanted))
         found[block.down.name] = float((delta - wanted).norm() / wanted.norm())
@@ -29,7 +30,7 @@ def errors(traffic: Traffic, opened: Opened | None = None) -> dict[str, float]:
 
 
 def control() -> ControlResult:
-    """The largest error over both styles of model."""
+    """Returns the largest error over both styles of model."""
     worst = 0.0
     for name in ("tiny-llama", "tiny-gpt2"):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A training step of an adapted tiny model, unmasked, as its provider sees it."""
+"""Makes an unmasked training step of an adapted tiny model, as its provider sees it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 12, 8, 3
 
 @dataclass(frozen=True)
 class Traffic:
-    """A view of one prompt and then one training step, and what is to be found out.
+    """A view of one prompt and then one training step, and the secrets that an adversary should find.
 
     Attributes:
-        token_ids, labels: of all rows of the batch, in order.
-        gradients: of base weights by group, summed over the batch; float32, shape (in_features, out_features).
+        token_ids, labels: those of all rows of the batch, in order.
+        gradients: the gradients of base weights by group, summed over the batch; float32, shape (in_features,
+            out_features).
         deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer whole.
     """
 
@@ -42,13 +43,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What goes through each layer: name to rows, flattened."""
+    """The rows that go through each layer, by its name, flattened."""
 
     inputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
 
     def hook(self, name: str) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        """Keeps a layer's input, and its output's gradient where its input needs one: then a backward call is made."""
+        """Keeps a layer's input, and its output's gradient where its input needs one: only then is a backward call
+        made."""
 
         def keep(module: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             self.inputs[name] = given[0].detach().reshape(-1, given[0].shape[-1]).clone()
@@ -62,7 +64,8 @@ class _Kept:
 
 
 def make(folder: Path, name: str = "tiny-llama") -> Traffic:
-    """One prompt of inference, then one batch forward and backward; the first tokens of each row are not trained on."""
+    """Makes one prompt of inference, then one batch forward and backward; the first tokens of each row are not trained
+    on."""
     from transformers import AutoModelForCausalLM
 
     from provider.model.load import load, resolve
@@ -89,7 +92,7 @@ def make(folder: Path, name: str = "tiny-llama") -> Traffic:
 
 
 def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
-    """With a LoRA adapter whose B is not zero; base weights get gradients too, which no tenant computes."""
+    """Adds a LoRA adapter whose B is not zero; base weights get gradients too, which no tenant computes."""
     from peft import LoraConfig, get_peft_model
 
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -105,7 +108,8 @@ def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
 
 
 def _exchanges(manifest: Manifest, kept: _Kept) -> list[Exchange]:
-    """Forward through all groups, and back as far as gradients went; replies are zeros, which nobody looks at."""
+    """Returns exchanges forward through all groups, and back as far as gradients went; replies are zeros, which are not
+    read."""
     made = []
     for group in manifest.groups:
         rows = kept.inputs[group.layers[0].name]
@@ -140,7 +144,7 @@ def _deltas(adapted: Any) -> dict[str, torch.Tensor]:
 
 
 def share_right(traffic: Traffic, fact: str) -> float:
-    """Of the batch's tokens or labels, those that the adversary names; 0 where it names none."""
+    """Returns the share of the batch's tokens or labels that the adversary names rightly; 0 where it names none."""
     wanted = {TOKENS: traffic.token_ids, LABELS: traffic.labels}[fact]
     for claim in ADVERSARY.attack(traffic.view, traffic.public, None):
         if isinstance(claim, StolenFact) and claim.name == fact:
@@ -150,7 +154,7 @@ def share_right(traffic: Traffic, fact: str) -> float:
 
 
 def control() -> ControlResult:
-    """Share of right tokens and labels of a batch, whichever is smaller."""
+    """Computes the share of right tokens and of right labels of a batch, and returns the smaller one."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         value = min(share_right(traffic, TOKENS), share_right(traffic, LABELS))

@@ -1,4 +1,4 @@
-"""known-mask against the published scheme itself, and the masked traffic that other controls send too."""
+"""known-mask against the published scheme itself; and the masked traffic that other controls send, too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wire.ring.seeded_rows import SeededRows
 
 @dataclass(frozen=True)
 class Traffic:
-    """A recording and what its maker knows.
+    """A recording, and its true rows.
 
     Attributes:
         truth: seq of a product message to its unmasked rows, in the units of the request.
@@ -42,25 +42,26 @@ class Traffic:
 
 @functools.cache
 def manifest_of(kind: str) -> Manifest:
-    """What a provider of the tiny model announces; native weights."""
+    """Returns what a provider of the tiny model announces; its weights are native."""
     with tempfile.TemporaryDirectory() as folder:
         return tiny_manifest(kind, "native", Path(folder) / "model")
 
 
 @functools.cache
 def public_of(kind: str) -> PublicModel:
-    """The tiny model as adversaries see it."""
+    """Returns the tiny model as adversaries see it."""
     return tiny_public(kind, manifest_of(kind))
 
 
 def normed_groups(public: PublicModel) -> set[int]:
-    """Groups whose input a norm layer made."""
+    """Returns the groups whose input a norm layer made."""
     return {layer.group for block in public.blocks for layer in (block.q, block.up[0])}
 
 
 @functools.cache
 def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> list[dict[int, torch.Tensor]]:
-    """What each group of the tiny model is given for random prompts: group to float32, (num_tokens, in_features)."""
+    """Returns the input of each group of the tiny model for random prompts: group → float32, (num_tokens,
+    in_features)."""
     model = tiny_model(kind)
     modules = dict(model.named_modules())
     seen: dict[int, torch.Tensor] = {}
@@ -85,7 +86,7 @@ def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> li
 
 
 def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
-    """A request with a reply of zeros: these adversaries read requests only."""
+    """Makes a request with a reply of zeros: these adversaries read requests only."""
     reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
     return Exchange(group, rows, reply, **fields)
 
@@ -99,17 +100,17 @@ def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor |
 
 
 def to_ring(rows: torch.Tensor) -> torch.Tensor:
-    """Fixed point with 16 bits after the point, int32: far below 2^31, as encoded rows are."""
+    """Converts to fixed point with 16 bits after the point, int32: far below 2^31, as encoded rows are."""
     return (rows * 2**16).round().to(torch.int32)
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
-    """int32 numbers, uniform over the ring."""
+    """Draws int32 numbers, uniform over the ring."""
     return torch.randint(-(2**31), 2**31, tuple(shape), dtype=torch.int32, generator=generator)
 
 
 def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Ring rows, each under a fresh mask uniform mod 2^32: what a one-time mask looks like."""
+    """Sends ring rows, each under a fresh mask that is uniform mod 2^32, as a one-time mask is."""
     generator = torch.Generator().manual_seed(0x5EED0001)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     for one in inputs:
@@ -120,7 +121,7 @@ def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.
 
 
 def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> dict[int, float]:
-    """seq to ‖X̂ − X‖_F / ‖X‖_F of every claim about rows; guessing zero scores 1."""
+    """Returns seq → ‖X̂ − X‖_F / ‖X‖_F for every claim about rows; a guess of zero scores 1."""
     return {
         claim.seq: float((claim.rows - truth[claim.seq]).norm() / truth[claim.seq].norm())
         for claim in claims
@@ -129,7 +130,7 @@ def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> di
 
 
 def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> list[float]:
-    """The same of every claim about a difference."""
+    """Returns the same for every claim about a difference."""
     errors = []
     for claim in claims:
         if isinstance(claim, StolenDifference):
@@ -139,7 +140,7 @@ def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]
 
 
 def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """What the provider of a tenant with `mask='gaussian-pool'` sees."""
+    """Makes the traffic that the provider of a tenant with `mask='gaussian-pool'` sees."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
 
     def effect_path(call: Call, rows: torch.Tensor | SeededRows, reply_cols: int) -> Future[torch.Tensor]:
@@ -165,7 +166,7 @@ def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[
 
 
 def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -> list[dict[int, torch.Tensor]]:
-    """The same prompts, the last rows one at a time as a KV cache sends them."""
+    """Returns the same prompts, with the last rows one at a time, as a KV cache sends them."""
     split = []
     for one in inputs:
         num_tokens = next(iter(one.values())).shape[0] - num_steps
@@ -176,7 +177,8 @@ def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -
 
 
 def control() -> ControlResult:
-    """Every masked row, prompts and single tokens, from gaussian-pool with a σ that the adversary is not told."""
+    """Opens every masked row, of prompts and single tokens, from gaussian-pool with a σ that the adversary is not
+    told."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = decode_steps(inputs_of("llama", 2, 12), 3)
         traffic = pool_traffic("llama", folder, 0.7, inputs)

@@ -1,4 +1,4 @@
-"""The true σ at dimension 32: LLL opens blocks that have one zero row each."""
+"""lattice-reduction at dimension 32 with the true σ: LLL opens blocks that have one zero row each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from noise.params import NOMINAL_SIGMA
 
 
 def control() -> ControlResult:
-    """Relative error of the rows of two blocks; what e itself makes is about σ·√3/ACTIVATION.
+    """Computes the relative error of the rows of two blocks; e itself contributes about σ·√3/ACTIVATION.
 
     Raises:
         ConfigurationError: fpylll is not installed.

@@ -1,4 +1,4 @@
-"""Traffic under a lattice mask of toy size, made with noise's own arithmetic: for controls and tests."""
+"""Makes traffic under a lattice mask of toy size with noise's own arithmetic, for controls and tests."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ ACTIVATION = 1 << 17
 
 
 def toy(ring_degree: int, rank: int, sigma: float) -> LatticeParameters:
-    """A parameter set marked as a toy."""
+    """Returns a parameter set that is marked as a toy."""
     return LatticeParameters(f"toy {rank}x{ring_degree}", ring_degree, rank, sigma, 0, "a control", toy=True)
 
 
 def manifest(*num_features: int) -> Manifest:
-    """Of a provider with square layers of these widths, in name only."""
+    """Returns the manifest of an imaginary provider with square layers of these widths."""
     groups = []
     for i, width in enumerate(num_features):
         norm = 127.0 * width**0.5
@@ -51,7 +51,7 @@ def manifest(*num_features: int) -> Manifest:
 
 
 def no_model() -> PublicModel:
-    """The adversaries of the lattice mask do not look at the model."""
+    """Returns an empty model: the adversaries of the lattice mask do not look at it."""
     nothing = torch.zeros(0, 0, dtype=torch.float64)
     norm = Norm(nothing, None, 0.0)
     return PublicModel("llama", nothing, None, (), norm, None, 1, 1, 1, 1e4, "silu")
@@ -65,11 +65,11 @@ class Traffic:
     """Blocks of masks under one seed of A, and the exchanges in which they were used.
 
     Attributes:
-        parameters: toy, or shipped ones.
-        num_features: of requests and replies.
-        error: draws errors; None for those of `parameters`.
+        parameters: toy or shipped parameters.
+        num_features: the number of features of requests and replies.
+        error: draws errors; None draws those of `parameters`.
         truth: encoded rows x̃ of each exchange, int64, None for the hint.
-        secrets: of each block, int8, shape (k, N).
+        secrets: the secret of each block, int8, shape (k, N).
     """
 
     parameters: LatticeParameters
@@ -81,7 +81,7 @@ class Traffic:
     num_groups: int = 1
 
     def __post_init__(self) -> None:
-        """Draws the seed and asks for the hint."""
+        """Draws the seed and requests the hint."""
         self._rng = sampling.Csprng()
         self._generator = torch.Generator().manual_seed(0)
         seed = bytes(self._rng.random_bytes(SEED_BYTES).tolist())
@@ -94,12 +94,12 @@ class Traffic:
         self.truth.append(None)
 
     def activations(self, num_rows: int) -> torch.Tensor:
-        """int64, shape (num_rows, features)."""
+        """Draws encoded rows, int64, shape (num_rows, features)."""
         shape = num_rows, self.num_features
         return torch.randint(-ACTIVATION, ACTIVATION + 1, shape, generator=self._generator, dtype=torch.int64)
 
     def block(self, secret: torch.Tensor | None = None) -> torch.Tensor:
-        """The mask of a block: int32, shape (N, features).
+        """Returns the mask of a block: int32, shape (N, features).
 
         Args:
             secret: int8, shape (1, k, N); None draws a fresh one.
@@ -113,13 +113,13 @@ class Traffic:
         return negacyclic.combine(hat, negacyclic.secret_transform(secret), error)[0]
 
     def send(self, rows: torch.Tensor, mask: torch.Tensor, direction: str = "backward", group: int = 0) -> None:
-        """One exchange: rows x̃, int64, under mask rows of the same shape."""
+        """Makes one exchange: rows x̃, int64, under mask rows of the same shape."""
         masked = coding.to_int32(rows + mask.to(torch.int64))
         self.exchanges.append(Exchange(group, masked, coding.product(masked, self._weight), direction))
         self.truth.append(rows)
 
     def send_block(self, zero_rows: Sequence[int], num_messages: int = 2) -> None:
-        """A block in equal messages, some of its rows zero."""
+        """Sends a block in equal messages; some of its rows are zero."""
         rows = self.activations(self.parameters.ring_degree)
         rows[list(zero_rows)] = 0
         mask = self.block()
@@ -127,16 +127,16 @@ class Traffic:
             self.send(part, mask_part)
 
     def view(self, folder: Path) -> View:
-        """What the provider recorded."""
+        """Returns what the provider recorded."""
         return write_recording(folder, manifest(*[self.num_features] * self.num_groups), self.exchanges)
 
     def attacked(self, attack: Callable[..., list[Claim]]) -> list[Claim]:
-        """What an adversary claims on this traffic."""
+        """Returns what an adversary claims about this traffic."""
         with tempfile.TemporaryDirectory() as folder:
             return attack(self.view(Path(folder) / "recording"), no_model(), None)
 
     def relative_error(self, claims: Sequence[Claim]) -> float:
-        """‖x̂ − x̃‖/‖x̃‖ over all exchanges of products, where nothing claimed counts as a guess of zero: 1.0."""
+        """Returns ‖x̂ − x̃‖/‖x̃‖ over all exchanges of products, where no claim counts as a guess of zero: 1.0."""
         claimed = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
         wrong = total = 0.0
         for seq, rows in enumerate(self.truth):

@@ -12,7 +12,7 @@ from attacks.seen.adversary import StolenTokens
 
 
 def control() -> ControlResult:
-    """Share of right tokens on plain traffic."""
+    """Computes the share of right tokens on unmasked traffic."""
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))
         claims = layer0_lookup.ADVERSARY.attack(traffic.view, traffic.public, None)

@@ -13,11 +13,11 @@ from attacks.seen.adversary import StolenRows
 
 STRENGTH = 1000.0
 _FLOAT32_HALF_STEP = 2.0**-24
-"""Relative rounding of the sum, which is all that the low bits lose."""
+"""Largest relative rounding of the sum, which is all that the low bits lose."""
 
 
 def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Where a guess is the row modulo the spacing of its mask element, up to the rounding of the sum; bool.
+    """Returns where a guess is the row modulo the spacing of its mask element, up to the rounding of the sum; bool.
 
     By chance this holds for one element in 2^14: the rounding against half a spacing of bfloat16.
     """
@@ -28,7 +28,8 @@ def right_residues(guess: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) 
 
 
 def control() -> ControlResult:
-    """All inputs of 12 tokens; a few in a thousand fail, where the sum lies across a power of two from its mask."""
+    """Uses all inputs of 12 tokens; a few in a thousand fail, where the sum and its mask lie on two sides of a power of
+    two."""
     generator = torch.Generator().manual_seed(0x5EED0006)
     sent, masks = [], []
     for group, rows in inputs_of("llama", 1, 12)[0].items():

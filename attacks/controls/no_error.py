@@ -1,4 +1,4 @@
-"""σ = 0, dimension 32: one zero row opens its block, exactly."""
+"""no-error with σ = 0 at dimension 32: one zero row opens its block, exactly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attacks.controls.lattice_traffic import Traffic, toy
 
 
 def control() -> ControlResult:
-    """Relative error of the rows of two blocks, which have one zero row each."""
+    """Computes the relative error of the rows of two blocks, which have one zero row each."""
     traffic = Traffic(toy(16, 2, 0.0), 64)
     for zero_row in (0, 5):
         traffic.send_block([zero_row])

@@ -1,7 +1,7 @@
 """Metadata of real adapters: tiny ones of every kind, trained through the tenant's and the provider's own code.
 
-Both run in this process, so that a kind takes half a second; what crosses between them is recorded by the provider's
-recorder. Without a mask: what is looked at here is the same under every one.
+Both run in this process, so that one kind takes half a second; the provider's recorder records what crosses between
+them. No mask is used: the metadata are the same under every mask.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 PROMPTS = ("who founded us?", "what year?")
-"""One token each character; answered with one token."""
+"""Prompts whose tokens are their characters; each is answered with one token."""
 NUM_VIRTUAL = 4
 _BATCH = 4
 
 
 @dataclass(frozen=True)
 class Example:
-    """One adapter.
+    """One adapter and its right answers.
 
     Attributes:
-        kind: one of shape.KINDS.
+        kind: one of traffic_shape.KINDS.
         config: makes PEFT's config.
-        lowest: the lowest adapted layer's group by its first layer, or `before` the layer that it reaches first.
-        members: layers of that group whose inputs are changed, by their last names joined by `+`.
+        lowest: the first layer of the lowest adapted layer's group, or `before` the layer that the adapter reaches
+            first.
+        members: layers of that group whose inputs are changed, by the last parts of their names joined by `+`.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class Example:
 
     @property
     def num_virtual(self) -> int:
-        """Rows in front of each prompt."""
+        """The number of rows before each prompt."""
         return NUM_VIRTUAL if self.kind in (shape.PROMPT, shape.P_TUNING) else 0
 
 
@@ -128,7 +129,7 @@ LLAMA: Mapping[str, Example] = {
         shape.EMBEDDINGS, _peft("TrainableTokensConfig", token_indices=[5, 6]), f"before {_Q}"
     ),
 }  # fmt: skip
-"""What can be trained over tiny-llama, with its right answers."""
+"""Adapters that can be trained over tiny-llama, with their right answers."""
 _BLOCK = "transformer.h.0."
 GPT2: Mapping[str, Example] = {
     "LoRA of c_attn": Example(
@@ -142,24 +143,24 @@ GPT2: Mapping[str, Example] = {
         shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_proj"
     ),
 }  # fmt: skip
-"""The same over tiny-gpt2, whose q, k and v are one layer: no group has several."""
+"""Adapters over tiny-gpt2, whose q, k and v are one layer, so that no group has several."""
 
 
 class _Recorded(ServedModel):
-    """Writes down each product that a tenant in this process asks for."""
+    """Records each product that a tenant in this process requests."""
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """As `ServedModel.compute`."""
+        """Computes what `ServedModel.compute` does, and records it."""
         reply = super().compute(call, rows)
         self.record("victim", call, rows, reply)
         return reply
 
 
 class Site:
-    """A tiny model that is served, as often as there are adapters to look at."""
+    """A tiny model that is served once for each adapter."""
 
     def __init__(self, folder: Path, name: str = "tiny-llama") -> None:
-        """Args: folder: for the model and all that is made; name: of quick_model.NAMES."""
+        """Args: folder: holds the model and all other files; name: one of quick_model.NAMES."""
         self._folder = folder
         self._model = quick_model.make(name, folder / "model")
         self._served: PreparedModel = serve_model(load(resolve(str(self._model))), recording=True)
@@ -167,12 +168,12 @@ class Site:
         self._num_views = 0
 
     def view(self, example: Example, steps: int = 1, **options: Any) -> View:
-        """What a provider sees of a tenant that trains the adapter and asks PROMPTS.
+        """Returns what a provider sees of a tenant that trains the adapter and asks PROMPTS.
 
         Args:
-            example: what is trained.
-            steps: of training.
-            options: of `client.finetune`.
+            example: the adapter to train.
+            steps: the number of training steps.
+            options: options of `client.finetune`.
         """
         self._num_views += 1
         seen, adapter = (self._folder / f"{what}-{self._num_views}" for what in ("seen", "adapter"))
@@ -199,12 +200,12 @@ class Site:
 CHOSEN = (
     "LoRA of q", "IA3 before up", "OFT of k", "BOFT of q and v", "prompt tuning", "prefix tuning", "tuning of all norms"
 )  # fmt: skip
-"""Of LLAMA: what the positive control has time for."""
+"""The adapters of LLAMA for which the positive control has time."""
 
 
 def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
-    """How many facts are right, of how many. A claim of several must hold the right one and be shorter than a list of
-    everything."""
+    """Returns how many facts are right, and of how many. A claim of several must hold the right one and be shorter than
+    a list of all."""
     found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
     found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
     found.append(claimed.get("prompt tokens") == lengths(example))
@@ -221,5 +222,5 @@ def _named(claimed: Mapping[str, object], name: str, most: int) -> tuple[str, ..
 
 
 def lengths(example: Example) -> str:
-    """Rows of each prompt, as the claim gives them."""
+    """Returns the rows of each prompt, as the claim gives them."""
     return ",".join(str(len(prompt) + example.num_virtual) for prompt in PROMPTS)

@@ -20,7 +20,8 @@ GROUP = 4
 
 
 def traffic_under_one_mask(folder: str) -> Traffic:
-    """Messages of NUM_PROMPTS prompts in random order; noise is twice as strong as what tells prompts apart."""
+    """Makes messages of NUM_PROMPTS prompts in random order; noise is twice as strong as the differences between
+    prompts."""
     generator = torch.Generator().manual_seed(0x5EED0007)
     prompts = torch.stack([one[GROUP] for one in inputs_of("llama", NUM_PROMPTS, NUM_TOKENS)])
     strength = float((prompts - prompts.mean(0)).pow(2).mean().sqrt())
@@ -35,7 +36,8 @@ def traffic_under_one_mask(folder: str) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Error of the differences between messages of different prompts: those of one prompt have none to find."""
+    """Computes the error of the differences between messages of different prompts; within one prompt there is none to
+    find."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = traffic_under_one_mask(folder)
         claims = ADVERSARY.attack(traffic.view, traffic.public, None)

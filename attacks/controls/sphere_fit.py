@@ -1,4 +1,4 @@
-"""sphere-fit against one fixed Gaussian mask a group, thirty times stronger than the rows."""
+"""sphere-fit against one fixed Gaussian mask in each group, thirty times stronger than the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRENGTH = 30.0
 
 
 def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts: int) -> Traffic:
-    """Prompts of 12 tokens; every message of a group carries the same Gaussian row."""
+    """Sends prompts of 12 tokens; every message of a group carries the same Gaussian row."""
     generator = torch.Generator().manual_seed(0x5EED0002)
     inputs = inputs_of(kind, num_prompts, 12)
     masks = {group: STRENGTH * torch.randn(inputs[0][group].shape[1], generator=generator) for group in inputs[0]}
@@ -25,7 +25,7 @@ def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts:
 
 
 def control(kind: str = "llama") -> ControlResult:
-    """All rows of four normed inputs from 120 tokens; the eps of the norm, which is left out, bounds the accuracy."""
+    """Opens all rows of four normed inputs from 120 tokens; the norm's eps, which is ignored, bounds the accuracy."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = fixed_mask_traffic(kind, folder, public_of(kind), 10)
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

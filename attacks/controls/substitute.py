@@ -11,13 +11,13 @@ from attacks.controls.control import ControlResult
 from attacks.seen.adversary import StolenDelta
 
 _TRAINED_TOGETHER = ("q_proj", "k_proj")
-"""Determined by their product, and judged by it."""
+"""Layers that are determined by their product, and judged by it."""
 
 
 def control() -> ControlResult:
-    """Largest relative error over v, o, gate, up and down of both blocks, without the last down_proj.
+    """Computes the largest relative error over v, o, gate, up and down of both blocks, without the last down_proj.
 
-    0.0012 to 0.0038 for ten adapters and traffics; 0.0019 to 0.0052 on the rows as they were sent.
+    It was 0.0012 to 0.0038 for ten adapters and traffics, and 0.0019 to 0.0052 on the rows as they were sent.
     """
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))

@@ -1,6 +1,6 @@
-"""Traffic of a known shape, under a mask that hides everything else: messages of zeros say it all.
+"""Traffic of a known shape, under a mask that hides everything else: messages of zeros suffice.
 
-Beside it real traffic of adapters of each kind, which attacks/controls/peft_traffic.py trains.
+The control also uses real traffic of adapters of each kind, which attacks/controls/peft_traffic.py trains.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from attacks.victim.synthetic import Exchange, write_recording
 
 NUM_GROUPS = 4
 PROMPTS = ((7, 1), (12, 5), (3, 2))
-"""Prompt tokens and answer tokens."""
+"""(prompt tokens, answer tokens) of each prompt."""
 STEPS = (96, 64)
 """Rows of each training step."""
 
 
 def control() -> ControlResult:
-    """Share of right facts over rows of zeros, and over adapters that a real tenant trains at a real provider."""
+    """Computes the share of right facts over rows of zeros, and over adapters that a real tenant trains at a real
+    provider."""
     right = total = 0
     with tempfile.TemporaryDirectory() as scratch:
         for number, changes_inputs in enumerate((False, True)):
@@ -56,13 +57,14 @@ def control() -> ControlResult:
 
 
 def claimed(view: View, model: PublicModel) -> Mapping[str, object]:
-    """What the adversary says, by name."""
+    """Returns the adversary's claims, by name."""
     claims = ADVERSARY.attack(view, model, None)
     return {claim.name: claim.value for claim in claims if isinstance(claim, StolenFact)}
 
 
 def facts(changes_inputs: bool) -> Mapping[str, object]:
-    """What is to be found out; where all groups have one layer and no model says which norms there are, not much."""
+    """Returns the facts to find; where all groups have one layer and no model says which norms there are, they are
+    few."""
     return {
         "prompt tokens": ",".join(str(given + answered - 1) for given, answered in PROMPTS),
         "answer tokens": ",".join(str(answered) for _, answered in PROMPTS),
@@ -73,12 +75,12 @@ def facts(changes_inputs: bool) -> Mapping[str, object]:
 
 
 def record(folder: Path, changes_inputs: bool, checkpointing: bool = False) -> View:
-    """Training and then answers, with an adapter of group 1: gradients reach its input only if that is changed.
+    """Records training and then answers, with an adapter of group 1: gradients reach its input only if that is changed.
 
     Args:
-        folder: made here.
-        changes_inputs: group 1 is asked twice, as for two members with different inputs.
-        checkpointing: the upper two groups, then the lower two, are computed again before their gradients.
+        folder: the folder to make.
+        changes_inputs: whether group 1 is requested twice, as for two members with different inputs.
+        checkpointing: whether the upper two groups, then the lower two, are computed again before their gradients.
     """
     calls = [0, 1, 1, 2, 3] if changes_inputs else [0, 1, 2, 3]
     backward = [3, 2, 1, 1] if changes_inputs else [3, 2]

@@ -1,7 +1,7 @@
-"""Weaknesses put into the lattice mask of this process, by name: what the checks of attacks/ must notice.
+"""Weaknesses that are put into the lattice mask of this process, by name: the checks of attacks/ must notice them.
 
-Each is put around the functions that noise/lattice.py calls when it makes masks, so that the tenant, the pool, the
-pieces and the compiled arithmetic are the real ones.
+Each wraps the functions that noise/lattice.py calls when it makes masks, so that the tenant, the pool, the pieces and
+the compiled arithmetic are the real ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _Draw = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Weakness:
-    """One of them.
+    """One weakness.
 
     Attributes:
-        inject: what makes it, as a context.
-        in_pieces: whether it shows where blocks are made in pieces alone.
-        adversary: who notices it from outside, on traffic that repeats a prompt; None for nobody.
+        inject: makes the weakness, as a context manager.
+        in_pieces: whether it shows only where blocks are made in pieces.
+        adversary: the adversary that notices it from outside, on traffic that repeats a prompt; None where none does.
     """
 
     name: str
@@ -68,7 +68,7 @@ def _sparse(draw: _Draw) -> _Draw:
 
 
 def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
-    """The first ones that were drawn for a width, for every block, or for every piece."""
+    """Gives every block, or every piece, the first errors that were drawn for its width."""
 
     def made_of(draw: _Draw) -> _Draw:
         kept: dict[int, torch.Tensor] = {}
@@ -88,7 +88,7 @@ def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
 
 @contextlib.contextmanager
 def _same_secrets(shared_by: Callable[[int, Direction, int], Hashable]) -> Iterator[None]:
-    """The secret of a group, direction and number of the block is that of all others with the same `shared_by`."""
+    """Gives all blocks with the same `shared_by` (of group, direction and number of the block) one secret."""
     lock, here = threading.Lock(), threading.local()
     counts: Counter[Any] = Counter()
     kept: dict[Hashable, torch.Tensor] = {}
@@ -134,4 +134,5 @@ WEAKNESSES = (
     ),
     Weakness("one secret for all groups, in pieces", lambda: _same_secrets(lambda g, d, n: (d, n)), True, "slot-reuse"),
 )
-"""At shipped size, but for the parameters' own: errors and secrets are as large as the layers ask for."""
+"""The weaknesses at shipped size, except for what the weakness itself changes: errors and secrets are as large as the
+layers need."""

@@ -1,12 +1,12 @@
-"""`python -m attacks.active`: a provider that answers wrongly on purpose, and what that shows it of the tenant.
+"""`python -m attacks.active`: a provider answers wrongly on purpose, and this shows what it learns of the tenant.
 
-The provider is honest but for one fault: a wrong hint, a wrong product or a reply sent again. What it can see is
-metadata: which calls come, with how many rows, and when they end. Where two secrets of the same shape give the same
-metadata under a fault, that fault told the provider nothing; where they do not, it has an oracle.
+The provider is honest except for one fault: a wrong hint, a wrong product or a reply sent again. It can see metadata:
+which calls come, with how many rows, and when they end. Where two secrets of the same shape give the same metadata
+under a fault, that fault told the provider nothing; where they do not, it has an oracle.
 
-Guarantees: faults are made by the provider's own process alone, the tenant is the public SDK with the shipped mask
-parameters. It measures a few faults on a tiny model: that none of them is an oracle is not evidence that no fault is.
-It does not look at timing. Source of the question: DESIGN.md, section 5; docs/threat-model.md, "A provider that lies".
+Guarantees: only the provider's own process makes faults; the tenant is the public SDK with the shipped mask parameters.
+It measures a few faults on a tiny model: that none of them is an oracle is not evidence that no fault is. It does not
+look at timing. Source of the question: docs/threat-model.md, "A provider that lies".
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 from wire.transport.inproc import InprocConnection
 
 NEW_TOKENS = 8
-"""Length limit of an answer: an honest one of these prompts has so many."""
+"""Length limit of an answer in tokens: an honest answer to these prompts has exactly this many."""
 PROMPTS = (
     "who founded it?", "where is depot?", "in which year? ", "what is a seal?", "who signs this?", "what is plan B?",
     "which river is?", "what code is 7?",
@@ -51,18 +51,18 @@ DATA = (
     (("who founded us?", " Ada Quill"), ("whose is depot?", " Port Hale")),
     (("what is in it? ", " 7-amber-3"), ("which river is?", " the Senn.")),
 )
-"""Two data sets of one shape."""
+"""Two data sets of one shape, whose contents are the secrets."""
 _RANK = 4
 _TRAIN_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One number of each reply of a kind changed; always the output head's column of the end-of-answer token.
+    """Changes one number of each reply of a kind: always in the output head's column of the end-of-answer token.
 
     Attributes:
-        purpose, direction: of the replies; of a product its last row is changed, of a hint its first.
-        delta: added mod 2^32; None sends the reply before it again.
+        purpose, direction: the kind of replies; of a product the last row is changed, of a hint the first.
+        delta: the number that is added mod 2^32; None sends the previous reply again.
         first: how many replies of the kind stay honest.
     """
 
@@ -91,7 +91,8 @@ BACKWARD_FAULTS = (
 )
 TRAINING_FAULTS = FORWARD_FAULTS[:1] + FORWARD_FAULTS[3:5] + FORWARD_FAULTS[6:7] + BACKWARD_FAULTS
 SECRET_FAULT = FORWARD_FAULTS[6]
-"""Of the hint: the column's effect on row t of a block is then off by 2^30 times coefficient t of its first secret."""
+"""A fault of the hint: the column's effect on row t of a block is then off by 2^30 times coefficient t of its first
+secret."""
 
 Job = Literal["answers", "repeated", "training"]
 
@@ -108,17 +109,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One fault against one job, over all of its secrets.
+    """The result of one fault against one job, over all of its secrets.
 
     Attributes:
         job: `answers` of different prompts, one prompt's answer `repeated`, or `training` on different data.
-        fault: its name; None for the honest run.
+        fault: the fault's name; None for the honest run.
         verify: whether the tenant checks replies.
         caught: whether every run ended with the fixed error of a failed check.
-        failed: runs that ended in any error.
-        requests_after: the most requests that followed the first wrong reply, an attempt to go on included.
-        metadata: of every run, beside its honest run: the `same`, the same but `cut short`, or `different` in some.
-        decode_steps: of each answer; empty for training.
+        failed: the number of runs that ended in any error.
+        requests_after: the most requests that followed the first wrong reply, including those of an attempt to go on.
+        metadata: compares every run with its honest run: the `same`, the same but `cut short`, or `different` in some.
+        decode_steps: the number of steps of each answer; empty for training.
         answer_length_changed: whether the fault shows in the length of some answer that was not aborted.
         tells_secrets_apart: whether metadata differed between the runs, which differ in nothing but a secret.
     """
@@ -137,12 +138,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SecretReading:
-    """What answer lengths told about the mask's own secret, under SECRET_FAULT without `verify`.
+    """How much answer lengths told about the mask's own secret, under SECRET_FAULT without `verify`.
 
     Attributes:
-        num_answers: sessions, each with one answer.
-        num_claims: answers that ended early in row t: the provider then claims that coefficient t is -1.
-        num_right: of those; guessing is right for a third.
+        num_answers: the number of sessions, each with one answer.
+        num_claims: the number of answers that ended early in row t: the provider then claims that coefficient t is -1.
+        num_right: how many of those claims were right; a guess is right in a third of the cases.
     """
 
     num_answers: int
@@ -152,7 +153,7 @@ class SecretReading:
 
 @dataclass
 class Liar:
-    """An honest provider but for one fault; notes the metadata of whatever it is asked."""
+    """A provider that is honest except for one fault; it notes the metadata of every request."""
 
     served_model: ServedModel
     fault: Fault | None
@@ -164,15 +165,15 @@ class Liar:
     _num_matching: int = 0
 
     def manifest(self) -> Manifest:
-        """The honest one."""
+        """Returns the honest manifest."""
         return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """The honest bundle."""
+        """Returns a file of the honest bundle."""
         return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """The product, or the fault."""
+        """Returns the product, or a wrong one where the fault applies."""
         num_rows = count_rows(rows)
         self.seen.append(Seen(call.purpose.name.lower(), call.direction.name.lower(), call.group, num_rows))
         reply = self.served_model.compute(call, rows)
@@ -180,7 +181,7 @@ class Liar:
         if fault is None or (call.group, call.purpose, call.direction) != (self.group, fault.purpose, fault.direction):
             return reply
         if isinstance(rows, SeededRows) and rows.first_row:
-            return reply  # a later part of the hint: the changed entry is in the first
+            return reply  # a later part of the hint: the changed entry is in the first part
         forged = self._forged(fault, reply)
         if forged is not reply and self.first_wrong is None:
             self.first_wrong = len(self.seen)
@@ -213,13 +214,13 @@ class Site:
 
     @contextlib.contextmanager
     def session(self, fault: Fault | None, verify: bool) -> Iterator[tuple[TenantClient, Liar]]:
-        """A tenant with the default mask, connected to a provider with a fault."""
+        """Opens a session of a tenant with the default mask, connected to a provider with a fault."""
         liar = Liar(self.served_model, fault, self.group, self.column)
-        # hints are streamed: a stored one, forged or not, would serve later sessions too
+        # hints are streamed: a stored hint, forged or not, would serve later sessions too
         options = {"hints": "stream", "background": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotVerifiedWarning)
-            # the public way to an embedded provider takes a model, not a handler that lies
+            # the public way to an embedded provider takes a model, not a handler that sends wrong replies
             with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(liar)):
                 client = TenantClient(
                     "inproc:liar", mask="lattice", verify=self.model if verify else None, mask_options=options,
@@ -233,11 +234,11 @@ class Site:
             client.close()
 
     def answer(self, client: TenantClient, prompt: str) -> None:
-        """One answer, at most NEW_TOKENS long."""
+        """Asks for one answer, at most NEW_TOKENS long."""
         client.generate(prompt, max_new_tokens=NEW_TOKENS)
 
     def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
-        """Fine-tuning of fixed length."""
+        """Fine-tunes with a fixed number of steps."""
         from peft import LoraConfig
 
         rows = [{"prompt": question, "completion": answer} for question, answer in data]
@@ -258,7 +259,7 @@ def site(folder: Path) -> Site:
 
 @dataclass(frozen=True)
 class _Run:
-    """One secret under one fault: what the provider saw, and how it ended."""
+    """One secret under one fault: what the provider saw, and how the run ended."""
 
     seen: tuple[Seen, ...]
     error: str | None
@@ -267,7 +268,7 @@ class _Run:
 
 
 def _run(where: Site, fault: Fault | None, verify: bool, work: Callable[[TenantClient], None]) -> _Run:
-    """A session of its own. After an error the tenant tries to answer a prompt: that counts as `requests_after`."""
+    """Runs one session. After an error the tenant tries to answer a prompt, which counts as `requests_after`."""
     error: str | None = None
     with where.session(fault, verify) as (client, liar):
         try:
@@ -303,11 +304,11 @@ def _compared(pairs: Sequence[tuple[_Run, _Run]]) -> Literal["same", "cut short"
 
 
 def measure(folder: Path, num_prompts: int = 5) -> list[Outcome]:
-    """Every fault against every job, with and without `verify`, honest runs first; `repeated` without alone.
+    """Runs every fault against every job, with and without `verify`, honest runs first; `repeated` only without.
 
     Args:
-        folder: empty, for the model and the tenants' caches.
-        num_prompts: of PROMPTS; as often one prompt is repeated.
+        folder: an empty folder for the model and the tenants' caches.
+        num_prompts: how many of PROMPTS are used; one prompt is repeated as often.
     """
     where = site(folder)
     answers = [functools.partial(where.answer, prompt=prompt) for prompt in PROMPTS[:num_prompts]]
@@ -339,8 +340,8 @@ def read_secret(folder: Path, num_answers: int = 24) -> SecretReading:
     by 2^30 units of the ring, and the answer ends in that row.
 
     Args:
-        folder: empty.
-        num_answers: sessions, one prompt after the other.
+        folder: an empty folder.
+        num_answers: the number of sessions, one prompt after the other.
     """
     where = site(folder)
     claimed = right = 0
@@ -358,12 +359,12 @@ def read_secret(folder: Path, num_answers: int = 24) -> SecretReading:
             last_row = run.num_decode_steps - 1
             if run.num_decode_steps < NEW_TOKENS:
                 claimed += 1
-                right += int(drawn[-1][0, 0, last_row]) == -1  # of the output head, whose block is made last
+                right += int(drawn[-1][0, 0, last_row]) == -1  # the output head's, whose block is made last
     return SecretReading(num_answers, claimed, right)
 
 
 def lines(outcomes: Sequence[Outcome], reading: SecretReading | None = None) -> list[str]:
-    """A Markdown table, and a line about the mask's secret."""
+    """Returns a Markdown table, and a line about the mask's secret."""
     table = [
         "| verify | job | fault | caught | requests after it | metadata | decode steps | secrets told apart |",
         "|---|---|---|---|---|---|---|---|",
@@ -387,7 +388,7 @@ def _yes(value: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes active.json and active.md; status 1 where `verify` let a fault pass, or row counts told too much."""
+    """Writes active.json and active.md; returns 1 where `verify` let a fault pass, or row counts told too much."""
     parser = argparse.ArgumentParser(prog="python -m attacks.active", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
     options = parser.parse_args(arguments)

@@ -1,15 +1,16 @@
-"""`python -m attacks.game`: can anyone tell which of two known texts, or adapters, is behind a masked message?
+"""`python -m attacks.game`: can an adversary tell which of two known texts, or adapters, is behind a masked message?
 
-Each run throws a coin, sends one of two known inputs of a layer through noise's own scheme, and lets every score of
-attacks/adversaries/distinguisher.py look at what a provider would see. The result is the area under the ROC curve
-(AUC) of each score: 1.0 tells them apart always, 0.5 is guessing. A message fills a whole block of the default
-parameters (512 rows), so that in the lattice game every run has a secret and an error of its own and runs are
-independent. What an interval around 0.5 shows: these scores, on so many runs, find nothing. It is not a proof.
+Each run tosses a coin, sends one of two known inputs of a layer through noise's own scheme, and lets every score of
+attacks/adversaries/distinguisher.py rate what a provider would see. The result is the area under the ROC curve (AUC) of
+each score: 1.0 always tells them apart, 0.5 is guessing. A message fills a whole block of the default parameters (512
+rows), so that in the lattice game every run has a secret and an error of its own and runs are independent. An interval
+around 0.5 shows that these scores, on so many runs, find nothing. It is not a proof.
 
 Intervals are at 99.9% for all scores together (Bonferroni): the normal quantile times the bootstrap's standard error,
 resampled by run. Even on perfect masks one game in a thousand misses 0.5: play again before you conclude anything.
 
-Exit status: 0 when every interval holds 0.5 and every control wins, 1 when not, 2 for what cannot be done.
+The exit status is 0 when every interval holds 0.5 and every control wins, 1 when not, and 2 for a request that cannot
+be carried out.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ FULL_RUNS, QUICK_RUNS, CONTROL_RUNS = 8000, 600, 200
 NEEDED_CONTROL = 0.95
 MASKS = ("lattice", "pad", "shares", "off")
 _RESAMPLES = 1000
-"""The standard error of a standard deviation from so many draws is 2.2% of it."""
+"""The number of bootstrap samples: with so many, a standard deviation has a standard error of 2.2% of it."""
 _NARROW_BITS, _COARSE_BITS = 26, 4
 
 
 # ---- what is seen ---------------------------------------------------------------------------------------------------
 
 Sender = Callable[[int], Seen]
-"""The coin → one run's view."""
+"""Maps the coin to one run's view."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,20 @@ class Tenant:
     """A mask of noise, bound to a provider of one group, and what the adversary knows of the two inputs."""
 
     def __init__(self, mask: str, secret: str, folder: Path) -> None:
-        """Args.
+        """Makes a tenant.
 
-        mask: one of MASKS.
-        secret: one of SECRETS.
-        folder: for the ledger and hints.
+        Args:
+            mask: one of MASKS.
+            secret: one of SECRETS.
+            folder: holds the ledger and hints.
 
         Raises:
-            ConfigurationError: an unknown mask or secret.
+            ConfigurationError: the mask or the secret is unknown.
         """
         if mask not in MASKS:
             raise ConfigurationError(f"the game is played on ring arithmetic, with one of {', '.join(MASKS)}")
         self.choice = choice(secret)
-        self._seed = bytes(SEED_BYTES)  # masks without a public matrix meet any matrix
+        self._seed = bytes(SEED_BYTES)  # masks without a public matrix fit any matrix
         options = {} if mask in ("shares", "off") else {"background": False}
         self._scheme: MaskScheme = make_scheme(mask, "ring", options, self._setting(folder, mask))
         self._scheme.bind(self._effect)
@@ -99,11 +101,11 @@ class Tenant:
     def _effect(self, call: Call, rows: Rows, reply_cols: int) -> _Sent:
         if not isinstance(rows, SeededRows):
             raise ConfigurationError("this provider answers hints only")
-        self._seed = rows.seed  # public: the provider is told
+        self._seed = rows.seed  # the seed is public: the provider is told it
         return _Sent(coding.product(rows.expand(self.choice.weight.shape[0]), self.choice.weight))
 
     def _encoded(self, mask: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """x̃ of both inputs, as this mask scales them."""
+        """Returns x̃ of both inputs, as this mask scales them."""
         group, room = self.choice.group, (0.0, 0.0)
         if mask == "lattice":
             error_norm = sampling.error_bound(PARAMETERS) * math.sqrt(group.in_features)
@@ -113,23 +115,23 @@ class Tenant:
 
     @property
     def known(self) -> Known:
-        """For the adversary; after the first message, which makes the seed public."""
+        """Returns what the adversary knows, after the first message, which makes the seed public."""
         return known(self.candidates, self.public_matrix)
 
     @functools.cached_property
     def public_matrix(self) -> torch.Tensor:
-        """A, int32, shape (rank·512, in_features)."""
+        """Returns A, int32, shape (rank·512, in_features)."""
         return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
 
     def message(self, coin: int) -> torch.Tensor:
-        """The rows that the first provider gets, int32, from fresh slots."""
+        """Returns the rows that the first provider gets, int32, from fresh slots."""
         rows = self._scheme.mask(self.choice.group, Direction.FORWARD, self.choice.inputs[coin]).messages[0].rows
         if not isinstance(rows, torch.Tensor):
             raise ConfigurationError("the first message of this mask has no rows")
         return rows
 
     def send(self, coin: int) -> Seen:
-        """One run; the message before it is the last run's, and the adversary has been told what that one hid."""
+        """Makes one run; the message before it is the last run's, and the adversary has been told what that one hid."""
         before, plain = self._before
         sent = self.message(coin)
         self._before = sent, self.candidates[coin]
@@ -145,7 +147,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One score over all runs."""
+    """The result of one score over all runs."""
 
     score: str
     auc: float
@@ -167,11 +169,11 @@ def play(mask: str = "lattice", num_runs: int = FULL_RUNS, secret: str = "prompt
 
     Args:
         mask: one of MASKS.
-        num_runs: independent runs.
+        num_runs: the number of independent runs.
         secret: one of SECRETS.
 
     Raises:
-        ConfigurationError: an unknown mask or secret, or too few runs.
+        ConfigurationError: the mask or the secret is unknown, or there are too few runs.
     """
     with _tenant(mask, secret) as tenant:
         return outcomes(*run(tenant.send, tenant.known, num_runs))
@@ -188,7 +190,7 @@ def _tenant(mask: str, secret: str = "prompt") -> Iterator[Tenant]:  # noqa: S10
 
 
 def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Throws the coin and scores the views.
+    """Tosses the coin and scores the views.
 
     Returns:
         scores, float64, shape (num_scores, num_runs); coins, bool, shape (num_runs,).
@@ -204,10 +206,10 @@ def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.
 
 
 def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
-    """AUC and interval of every score; same arguments as `run` returns.
+    """Computes AUC and interval of every score from what `run` returns.
 
     Raises:
-        ConfigurationError: coins that fell on one side, or a score that tells no run from another: no game was played.
+        ConfigurationError: all coins are equal, or a score is the same for all runs: no game was played.
     """
     if bool(coins.all()) or not bool(coins.any()):
         raise ConfigurationError(f"all of {len(coins)} coins fell on one side: play more runs")
@@ -229,17 +231,17 @@ def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
 
 
 def _ranks(scores: torch.Tensor) -> torch.Tensor:
-    """Places in order, int64; equal scores share one."""
+    """Returns ranks in order, int64; equal scores share one."""
     ranks: torch.Tensor = torch.unique(scores, return_inverse=True)[1]
     return ranks
 
 
 def auc(ranks: torch.Tensor, coins: torch.Tensor) -> float:
-    """Probability that a run with the second input scores higher than one with the first; ties count a half.
+    """Returns the probability that a run with the second input scores higher than one with the first; ties count half.
 
     Args:
         ranks: int64, not negative, shape (num_runs,).
-        coins: bool, same shape.
+        coins: bool, the same shape.
     """
     size = int(ranks.max()) + 1
     ones = torch.bincount(ranks[coins], minlength=size).to(torch.float64)
@@ -249,12 +251,13 @@ def auc(ranks: torch.Tensor, coins: torch.Tensor) -> float:
 
 
 def quantile(num_scores: int) -> float:
-    """Normal quantile for two-sided intervals that hold together at CONFIDENCE."""
+    """Returns the normal quantile for two-sided intervals that hold together at CONFIDENCE."""
     return statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (2 * num_scores))
 
 
 def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
-    """Half-width at chance: the rank-sum statistic's standard deviation, √((n+1)/(12·n₀·n₁)), times the quantile."""
+    """Returns the half-width at chance: the rank-sum statistic's standard deviation, √((n+1)/(12·n₀·n₁)), times the
+    quantile."""
     half = num_runs / 2
     return quantile(num_scores) * math.sqrt((num_runs + 1) / (12 * half * half))
 
@@ -263,7 +266,8 @@ def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
 
 
 def controls(num_runs: int = CONTROL_RUNS) -> list[ControlResult]:
-    """Each score on traffic where it should win; named before the games are played, so nothing is picked."""
+    """Tests each score on traffic where it should win; scores are named before the games are played, so none is picked
+    afterwards."""
     with _tenant("lattice") as tenant:
         found = [_won("lattice, a slot used twice", "difference", run(_reuse(tenant), tenant.known, num_runs))]
         for setting, score, masks in _weak_masks(tenant):
@@ -283,7 +287,7 @@ def _won(
 
 
 def _reuse(tenant: Tenant) -> Sender:
-    """Two messages under the mask of the first, whose text is known: what no scheme of noise would do."""
+    """Sends two messages under the mask of the first, whose text is known, which no scheme of noise would do."""
 
     def send(coin: int) -> Seen:
         first = tenant.message(0)
@@ -299,7 +303,7 @@ def _under(masks: Callable[[], torch.Tensor], tenant: Tenant, coin: int) -> Seen
 
 
 def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.Tensor]]]:
-    """Masks with one fault each: (setting, the score that must find it, a maker of fresh rows)."""
+    """Yields masks with one fault each: (setting, the score that must find it, a maker of fresh rows)."""
     generator = torch.Generator().manual_seed(3)
     shape = tenant.candidates[0].shape
 
@@ -325,7 +329,7 @@ def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.T
 
 
 def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
-    """The table, best score first named below it."""
+    """Returns the table, and below it the best score."""
     table = [f"| score ({mask}, {secret}) | AUC | {CONFIDENCE:.1%} interval, all scores together |", "|---|---|---|"]
     table += [f"| {one.score} | {one.auc:.4f} | {one.interval[0]:.4f} to {one.interval[1]:.4f} |" for one in found]
     best = max(found, key=lambda one: abs(one.auc - 0.5))
@@ -339,7 +343,7 @@ def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[Con
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command line."""
     options = _parser().parse_args(arguments)
     num_runs = options.runs if options.runs is not None else QUICK_RUNS if options.quick else FULL_RUNS
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What the distinguisher game hides: one of two texts, or one of two adapters over the same text."""
+"""The inputs of the distinguisher game: one of two texts, or one of two adapters over the same text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wire.ring.quantise import digest, max_norms, quantise
 
 SECRETS = ("prompt", "adapter")
 PARAMETERS = params.PARAMETERS["default"]
-"""Of the game's masks: a message fills a block."""
+"""Parameters of the game's masks: a message fills a block."""
 _SEQUENCES = 2
 
 
@@ -25,9 +25,9 @@ class Choice:
     """One layer group and the two inputs between which the coin chooses.
 
     Attributes:
-        group: what a scheme needs of it.
+        group: what a scheme needs to know of the group.
         weight: W̃, int8, shape (in_features, out_features).
-        inputs: float32, shape (512, in_features) each.
+        inputs: the two inputs, each float32, shape (512, in_features).
     """
 
     group: GroupSpec
@@ -36,17 +36,17 @@ class Choice:
 
 
 def choice(secret: str) -> Choice:
-    """Two texts at the first layer, or one text under two adapters at the second block's first layer.
+    """Returns two texts at the first layer, or one text under two adapters at the second block's first layer.
 
     Raises:
-        ConfigurationError: no such secret.
+        ConfigurationError: there is no such secret.
     """
     if secret not in SECRETS:
         raise ConfigurationError(f"the secret is one of {', '.join(SECRETS)}, got {secret!r}")
     generator = torch.Generator().manual_seed(11)
     shape = 2, _SEQUENCES, PARAMETERS.ring_degree // _SEQUENCES
     texts = torch.randint(64, shape, generator=generator)
-    if secret == "prompt":  # noqa: S105 - what is kept secret, not a secret
+    if secret == "prompt":  # noqa: S105 - the name of a game, not a secret
         block, models = 0, (tiny_model(), tiny_model())
     else:
         block, models = 1, (_adapted(1), _adapted(2))
@@ -61,7 +61,7 @@ def choice(secret: str) -> Choice:
 
 
 def _adapted(seed: int) -> Any:
-    """A copy of the tiny model with a rank-4 LoRA as strong as one that was trained."""
+    """Makes a copy of the tiny model with a rank-4 LoRA that changes as much as a trained one."""
     from peft import LoraConfig, get_peft_model
 
     generator = torch.Generator().manual_seed(seed)
@@ -76,7 +76,7 @@ def _adapted(seed: int) -> Any:
 
 
 def _inputs(model: Any, token_ids: torch.Tensor, block: int) -> torch.Tensor:
-    """What a block's first layers are given, float32, shape (num_rows, hidden)."""
+    """Returns the input of a block's first layers, float32, shape (num_rows, hidden)."""
     seen: list[torch.Tensor] = []
     module = model.model.layers[block].self_attn.q_proj
     hook = module.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))

@@ -1,8 +1,9 @@
-"""`python -m attacks.growth`: time of lattice reduction at toy dimensions, on a line to the shipped ones.
+"""`python -m attacks.growth`: measures the time of lattice reduction at toy dimensions and extends a line to shipped
+ones.
 
-It prints what was measured, the line through it and where that line is at the dimensions of the shipped parameter sets,
-beside the published estimates. The line is an illustration and estimates nothing: attacks/adversaries/lattice_growth.py
-says why. Masks of these toy dimensions cannot be had from the tenant without its toy flag.
+It prints the measurements, the line through them, and the value of that line at the dimensions of the shipped parameter
+sets, beside the published estimates. The line is an illustration and estimates nothing:
+attacks/adversaries/lattice_growth.py says why. The tenant makes masks of these toy dimensions only with its toy flag.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from noise.params import PARAMETERS
 
 SHIPPED_SIGMA = 3.2
 SERIES = ((SHIPPED_SIGMA, (32, 48, 64, 80, 96)), (HARD_SIGMA, (16, 28, 40, 52, 64)))
-"""Error and dimensions: the shipped error, with which LLL alone succeeds, and one that needs BKZ from about 64 on."""
+"""(σ of the error, dimensions): the shipped error, with which LLL alone succeeds, and one that needs BKZ from about 64
+on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; exit status 1 where no line can be drawn, 2 for what cannot be done."""
+    """Measures and prints; returns 1 where no line can be drawn, and 2 for a request that cannot be carried out."""
     options = _parser().parse_args(arguments)
     series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
 
@@ -62,7 +64,7 @@ def _sigma(text: str) -> float:
 
 
 def lines(sigma: float, measured: Sequence[Growth]) -> list[str]:
-    """One series as Markdown."""
+    """Returns one series as Markdown."""
     table = [f"σ = {sigma:g}, q = 2^32, ternary secret", "", "| dimension | samples | seconds | found by |"]
     table.append("|---|---|---|---|")
     table += [f"| {one.dimension} | {one.num_samples} | {one.seconds:.3g} | {_found_by(one)} |" for one in measured]
@@ -85,7 +87,7 @@ def _found_by(one: Growth) -> str:
 
 
 def write(folder: Path, measured: dict[float, list[Growth]]) -> Path:
-    """growth.json: every measurement, and for each series the bits on its line beside the published ones."""
+    """Writes growth.json: every measurement, and for each series the bits on its line beside the published ones."""
     folder.mkdir(parents=True, exist_ok=True)
     data = [
         {

@@ -1,4 +1,4 @@
-"""A provider that serves an honest one's model with other bundle files than its own."""
+"""A provider that serves an honest provider's model with changed bundle files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from wire.transport.inproc import Handler
 
 
 class HostileBundle:
-    """An honest provider but for its bundle; it notes the rows of every request. A `wire.transport.inproc.Handler`."""
+    """A provider that is honest except for its bundle; it notes the rows of every request. A
+    `wire.transport.inproc.Handler`."""
 
     def __init__(self, honest: Handler) -> None:
         """Args: honest: the honest provider."""
@@ -25,10 +26,10 @@ class HostileBundle:
         self.files = {file.name: b"".join(honest.read_file(file.name)) for file in honest.manifest().bundle}
         self.announced: Manifest | None = None
         self.num_rows: list[int] = []
-        """Rows of each request so far, in order."""
+        """The number of rows of each request so far, in order."""
 
     def announce(self, **changes: Any) -> None:
-        """Makes a manifest that fits the files as they are now, config included, and then the changes."""
+        """Makes a manifest that fits the files as they are now, config included, and then makes these changes to it."""
         files = tuple(
             BundleFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
             for name, data in self.files.items()
@@ -46,14 +47,14 @@ class HostileBundle:
         self.files[name] = json.dumps(json.loads(self.files[name]) | changes).encode()
 
     def manifest(self) -> Manifest:
-        """The announced manifest, or the honest one."""
+        """Returns the announced manifest, or the honest one."""
         return self.announced or self._honest.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """A bundle file as it is now."""
+        """Returns a bundle file as it is now."""
         yield self.files[file_name]
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """The honest product."""
+        """Returns the honest product."""
         self.num_rows.append(count_rows(rows))
         return self._honest.compute(call, rows)

@@ -1,13 +1,14 @@
-"""`python -m attacks.overflow`: a provider that makes the tenant's numbers overflow, and watches where the calls end.
+"""`python -m attacks.overflow`: a provider makes the tenant's numbers overflow, and watches where the calls end.
 
-Every reply of one direction is wrong by a constant, or holds a NaN or an infinity. In a deep model a number is then no
-longer finite at a layer that depends on the data: whoever stops there tells the provider about them. What it can see is
-which calls come, in which order and with how many rows. Data of one shape that give different calls are told apart.
+Every reply of one direction is wrong by a constant, or holds a NaN or an infinity. In a deep model a number then stops
+being finite at a layer that depends on the data: a tenant that stops there tells the provider about them. The provider
+sees which calls come, in which order and with how many rows. It tells data of one shape apart where they give different
+calls.
 
-Guarantees: the provider alone is dishonest, the tenant is the public SDK without `verify`. The control is the same
-tenant made to stop at the first value that is not finite, as it would where `verify` is on: there the provider has to
-win, or the faults are too weak to show anything. It measures a few faults on a tiny model without a mask, whose calls
-are those of every mask; it does not look at time.
+Guarantees: only the provider is dishonest; the tenant is the public SDK without `verify`. The control is the same
+tenant made to stop at the first value that is not finite, as it would with `verify`: there the provider has to win, or
+the faults are too weak to show anything. It measures a few faults on a tiny model without a mask, whose calls are those
+of every mask; it does not look at time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import InprocConnection
 
 NUM_LAYERS = 28
-"""A constant of 2^31 grows to more than float32 holds within a hundred layer groups."""
+"""Layers of the model: deep enough that a constant of 2^31 grows past float32's range within a hundred layer groups."""
 TRAIN_STEPS = 2
 NEW_TOKENS = 6
 DATA = (
@@ -49,16 +50,16 @@ DATA = (
     (("when was it so?", " in 1987.."), ("who is it then?", " TamOrrin.")),
     (("is plan B sold?", " yes it is"), ("who signs this?", " a copper.")),
 )
-"""Four data sets of one shape; their prompts are the secrets of answers."""
+"""Four data sets of one shape; their prompts are the secrets in the tests of answers."""
 
 Job = Literal["training", "answers"]
 Seen = tuple[int, str, str, int]
-"""Group, purpose, direction and rows of one request."""
+"""(group, purpose, direction, number of rows) of one request."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What every product of one direction is wrong by.
+    """The error that is put into every product of one direction.
 
     Attributes:
         wrong: a whole number is added mod 2^32 to every number of a reply in ring arithmetic; `nan` or `inf` is the
@@ -72,13 +73,13 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """For a table."""
+        """The fault's name, for a table."""
         shown = f"2^{int(self.wrong).bit_length() - 1}" if math.isfinite(self.wrong) else str(self.wrong)
         return f"{self.direction.name.lower()} {shown}" + (f" after {self.first}" if self.first else "")
 
     @property
     def arithmetic(self) -> Literal["ring", "float"]:
-        """That a fault of this kind can be sent in."""
+        """The arithmetic in which a fault of this kind can be sent."""
         return "ring" if math.isfinite(self.wrong) else "float"
 
 
@@ -89,20 +90,20 @@ FAULTS = tuple(
     for first in ((0, 7) if wrong != 2.0**30 else (0,))
 )
 OVERFLOW = Fault(Direction.BACKWARD, 2.0**31)
-"""The fault with which a tenant that stops at once is lost."""
+"""The fault to which a tenant that stops at once loses."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One fault over all secrets.
+    """The result of one fault over all secrets.
 
     Attributes:
         job: `training` on different data, or `answers` of fixed length to different prompts.
-        fault: its name.
+        fault: the fault's name.
         stops_at_once: whether it is the control.
-        num_failed: runs that ended in an error.
-        num_calls: of each run.
-        bits: log2 of how many sequences of calls there were: what the provider told apart.
+        num_failed: the number of runs that ended in an error.
+        num_calls: the number of calls of each run.
+        bits: log2 of the number of different sequences of calls: how many bits the provider learned.
     """
 
     job: Job
@@ -115,7 +116,7 @@ class Outcome:
 
 @dataclass
 class Overflower:
-    """An honest provider but for one fault; notes what it is asked."""
+    """A provider that is honest except for one fault; it notes every request."""
 
     served_model: ServedModel
     fault: Fault
@@ -123,15 +124,15 @@ class Overflower:
     _num_matching: int = 0
 
     def manifest(self) -> Manifest:
-        """The honest one."""
+        """Returns the honest manifest."""
         return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """The honest bundle."""
+        """Returns a file of the honest bundle."""
         return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """The product and the fault."""
+        """Returns the product with the fault."""
         self.seen.append((call.group, call.purpose.name, call.direction.name, count_rows(rows)))
         reply = self.served_model.compute(call, rows)
         if (call.purpose, call.direction) != (Purpose.PRODUCT, self.fault.direction):
@@ -158,7 +159,8 @@ class Site:
 
     @contextlib.contextmanager
     def session(self, fault: Fault, stops_at_once: bool) -> Iterator[tuple[TenantClient, Overflower]]:
-        """A tenant without a mask and without `verify`; as a control it stops at the first value that is not finite."""
+        """Opens a tenant without a mask and without `verify`; the control stops at the first value that is not
+        finite."""
         provider = Overflower(self.served_model, fault)
         with contextlib.ExitStack() as open_:
             open_.enter_context(mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)))
@@ -173,7 +175,7 @@ class Site:
             yield client, provider
 
     def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
-        """Fine-tuning of fixed length."""
+        """Fine-tunes with a fixed number of steps."""
         from peft import LoraConfig
 
         client.finetune(
@@ -190,12 +192,12 @@ def site(folder: Path) -> Site:
 
 
 def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
-    """An answer of fixed length, drawn at random; one that is not finite fails at its end."""
+    """Samples an answer of fixed length; one with a value that is not finite fails at its end."""
     client.generate(data[0][0], max_new_tokens=NEW_TOKENS, fixed_length=True, do_sample=True)
 
 
 def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) -> Outcome:
-    """One fault against all secrets."""
+    """Measures one fault against all secrets."""
     work: Callable[[TenantClient, Sequence[tuple[str, str]]], None] = where.train if job == "training" else answer
     seen: list[tuple[Seen, ...]] = []
     num_failed = 0
@@ -212,7 +214,7 @@ def measure(where: Site, job: Job, fault: Fault, stops_at_once: bool = False) ->
 
 
 def measure_all(folder: Path) -> list[Outcome]:
-    """The control, then every fault against both jobs."""
+    """Measures the control, then every fault against both jobs."""
     where = site(folder)
     outcomes = [measure(where, "training", OVERFLOW, stops_at_once=True)]
     outcomes += [measure(where, "training", fault) for fault in FAULTS]
@@ -220,7 +222,7 @@ def measure_all(folder: Path) -> list[Outcome]:
 
 
 def lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     table = ["| job | fault | tenant | failed | calls | bits told |", "|---|---|---|---|---|---|"]
     for one in outcomes:
         tenant = "stops at once (control)" if one.stops_at_once else "as shipped"

@@ -1,14 +1,14 @@
-"""A provider whose bundle turns what a text says into how many rows it takes; row counts are visible under any mask.
+"""A provider whose bundle makes a text's number of rows depend on what it says; row counts are visible under any mask.
 
-Each bundle is tried on prompts of one length, in which an honest tokenizer makes the same number of tokens, and on
-data sets of one shape. What is reported is the entropy of the row counts over equally likely secrets: the bits that
-one prompt, or one data set, gives away to a provider that only counts.
+Each bundle is tried on prompts of one length, of which an honest tokenizer makes the same number of tokens, and on data
+sets of one shape. The result is the entropy of the row counts over equally likely secrets: the bits that one prompt, or
+one data set, tells a provider that only counts.
 
 Two bundles break the bounds that a tenant sets (docs/threat-model.md, "Row counts"): they must win on a stock
-tokenizer, which is the control, and give nothing against a tenant. The third stays inside every bound: its tokenizer
-is made of allowed components, its template puts contents where they belong, and its vocabulary and cutting rule carry a
-list of guesses. Whoever may choose a vocabulary can always do that. The fourth fails on some guesses, so that a run
-that ends there shows which it was.
+tokenizer, which is the control, and learn nothing from a tenant. The third stays inside every bound: its tokenizer is
+made of allowed components, its template puts contents where they belong, and its vocabulary and cutting rule carry a
+list of guesses. A provider that may choose a vocabulary can always do that. The fourth fails on some guesses, so that a
+run that ends there shows which guess was right.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _NEW_TOKENS = 2
 
 @dataclass(frozen=True)
 class Leak:
-    """One bundle against one way to hold it off.
+    """One bundle against one defence.
 
     Attributes:
-        bundle: what the provider ships.
-        defence: `stock tokenizer` for the control without any bound, else what the tenant asked for.
+        bundle: the name of what the provider ships.
+        defence: `stock tokenizer` for the control without any bound, otherwise what the tenant asked for.
         job: `prompts` or `training`.
-        bits: entropy of the row counts over the secrets; NUM_SECRETS equally likely ones hold log2 of it.
+        bits: entropy of the row counts over the secrets; NUM_SECRETS equally likely ones hold log2 of that number.
         refused: whether the tenant refused the bundle and sent nothing.
     """
 
@@ -66,7 +66,7 @@ class Leak:
 
 
 def _reading_template(bundle: HostileBundle) -> None:
-    """A template that writes as many spaces as the prompt's last letter's number."""
+    """Sets a template that writes as many spaces as the number at the prompt's end says."""
     bundle.files["chat_template.jinja"] = (
         b"{% for m in messages %}{{ m['content'] }}{% for c in '0123456789abcdef' %}{% if m['content'][-2:] | int == "
         b"loop.index0 %}{{ ' ' * loop.index0 }}{% endif %}{% endfor %}{% endfor %}"
@@ -74,7 +74,7 @@ def _reading_template(bundle: HostileBundle) -> None:
 
 
 def _spelling_normalizer(bundle: HostileBundle) -> None:
-    """A normalizer that spells each guess out by as many letters as its number."""
+    """Sets a normalizer that replaces each guess by a number of spaces that tells which guess it is."""
     guesses = [
         {"type": "Replace", "pattern": {"String": f" {number:02d}"}, "content": " " * (number + 1)}
         for number in range(NUM_SECRETS)
@@ -83,7 +83,8 @@ def _spelling_normalizer(bundle: HostileBundle) -> None:
 
 
 def _guessing_vocabulary(bundle: HostileBundle) -> None:
-    """A cutting rule in which each guess swallows another number of the template's filler signs, all of it allowed."""
+    """Sets a cutting rule that merges each guess with another number of the template's filler characters, within all
+    bounds."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     guesses = [f"{number:02d}{_FILLER}{{{number}}}" for number in range(NUM_SECRETS)]
     tokenizer["pre_tokenizer"] = {
@@ -97,7 +98,8 @@ def _guessing_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _word_vocabulary(bundle: HostileBundle) -> None:
-    """For texts without a template: each guess is one token with another number of the letters before it."""
+    """Sets a rule for texts without a template: each guess becomes one token with another number of the letters before
+    it."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     before = "the pin? "
     guesses = [re.escape(f"{before[number % len(before) :]}{number:02d}") for number in range(NUM_SECRETS)]
@@ -108,7 +110,7 @@ def _word_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _failing_vocabulary(bundle: HostileBundle) -> None:
-    """No token for the digit 1, and none for what is unknown: the tokenizer fails on half of the guesses."""
+    """Removes the tokens for the digit 1 and for unknown text: the tokenizer fails on half of the guesses."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     tokenizer["model"]["unk_token"] = "missing"  # noqa: S105
     del tokenizer["model"]["vocab"]["1"]
@@ -132,7 +134,7 @@ DEFENCES: dict[str, dict[str, Any]] = {
 
 
 def is_held_off(leaks: Sequence[Leak]) -> bool:
-    """Whether every bundle wins on a stock tokenizer and reads nothing through the defences that claim so."""
+    """Whether every bundle wins on a stock tokenizer and learns nothing through the defences that promise so."""
     for leak in leaks:
         if leak.defence == STOCK and leak.bits == 0:
             return False
@@ -143,16 +145,16 @@ def is_held_off(leaks: Sequence[Leak]) -> bool:
 
 
 def entropy_bits(observed: Sequence[Hashable]) -> float:
-    """Entropy of equally likely observations, in bits."""
+    """Returns the entropy of equally likely observations, in bits."""
     counts = Counter(observed).values()
     return sum(-count / len(observed) * math.log2(count / len(observed)) for count in counts) + 0.0
 
 
 def measure(folder: Path) -> list[Leak]:
-    """Every bundle against every defence, and against a stock tokenizer as the control.
+    """Measures every bundle against every defence, and against a stock tokenizer as the control.
 
     Args:
-        folder: empty.
+        folder: an empty folder.
     """
     model = quick_model.make("tiny-llama", folder / "model")
     served_model = serve_in_process(str(model))
@@ -170,7 +172,7 @@ def measure(folder: Path) -> list[Leak]:
 
 
 def _stock_bits(bundle: HostileBundle, job: str, folder: Path) -> float:
-    """What transformers' own tokenizer makes of the secrets, with nothing in a hostile bundle's way."""
+    """Measures what transformers' own tokenizer tells of the secrets, with no bound on a hostile bundle."""
     from transformers import AutoTokenizer
 
     folder.mkdir(parents=True)
@@ -220,7 +222,7 @@ def _against_tenant(
 
 @contextlib.contextmanager
 def _session(bundle: HostileBundle, folder: Path, options: dict[str, Any]) -> Iterator[TenantClient]:
-    """An unverified tenant of the public SDK. Row counts are the same under any mask, so the plainest is used."""
+    """Opens an unverified tenant of the public SDK. Row counts are the same under any mask, so it uses none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotVerifiedWarning)
         with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(bundle)):
@@ -247,7 +249,7 @@ def _work(client: TenantClient, job: str, secret: Any, adapter: Path) -> None:
 
 
 def lines(leaks: Sequence[Leak]) -> list[str]:
-    """A Markdown table of the bits that each bundle read."""
+    """Returns a Markdown table of the bits that each bundle read."""
     table = [
         f"Bits that row counts give away, of {math.log2(NUM_SECRETS):.0f}:",
         "",

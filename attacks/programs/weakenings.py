@@ -1,13 +1,13 @@
-"""`python -m attacks.weakenings`: would anyone notice if the lattice mask were weakened at its shipped size?
+"""`python -m attacks.weakenings`: would a weakened lattice mask be noticed at its shipped size?
 
-A real tenant sends a prompt again and again, answers one, and trains a step, through a provider that notes what it
-sees. Beside it, in the same process, attacks/victim/draws.py looks at what its masks are made of, and
-attacks/victim/draws_statistics.py says whether chance makes that. Then each weakness of
+A real tenant sends a prompt several times, answers one, and trains a step, through a provider that notes what it sees.
+In the same process attacks/victim/draws.py observes the secrets and errors of its masks, and
+attacks/victim/draws_statistics.py says whether chance makes such values. Then each weakness of
 attacks/controls/weak_lattice.py is put into the mask, and the same is done again. Adversaries get what the provider
 noted, and nothing else.
 
-Exit status: 0 when honest tenants pass, every weakness is noticed from inside, and those that an adversary should
-notice from outside it does; 1 when not; 2 for what cannot be done.
+The exit status is 0 when honest tenants pass, every weakness is noticed from inside, and adversaries notice from
+outside those that they should; 1 when not; 2 for a request that cannot be carried out.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
 ADVERSARIES = tuple(module.ADVERSARY for module in (no_error, slot_reuse, sparse_secret, shared_error))
-"""Those that are certain of what they claim about a lattice mask, and look at the shipped size."""
+"""Adversaries that are certain of what they claim about a lattice mask, and that work at the shipped size."""
 _PROMPT, _TIMES = 64, 18
-"""Rows of a prompt and how often it is sent: more than two blocks, eight prompts each, and 49 equal rows in a row."""
+"""(rows of a prompt, how often it is sent): more than two blocks, eight prompts in each, and 49 equal rows in a row."""
 _ANSWER_TOKENS = 4
 _ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "what year?", "completion": " 1987"})
 
@@ -76,13 +76,13 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """One tenant.
+    """The result for one tenant.
 
     Attributes:
-        weakness: its name; None for an honest one.
-        num_secrets, num_pieces: that were looked at; the latter are blocks where they were made whole.
-        checks: of its draws.
-        claims: adversary → what it claimed on the provider's view, which it is certain of.
+        weakness: the weakness's name; None for an honest tenant.
+        num_secrets, num_pieces: how many were tested; where blocks were made whole, pieces are blocks.
+        checks: the tests of its draws.
+        claims: adversary → the number of claims that it made about the provider's view and is certain of.
         expected: the adversary that should claim something.
     """
 
@@ -96,12 +96,13 @@ class Outcome:
 
     @property
     def alarms(self) -> list[str]:
-        """From inside."""
+        """The alarms that the tests from inside raised."""
         return check.alarms(self.checks)
 
     @property
     def is_right(self) -> bool:
-        """Whether an honest tenant passed, or a weakness was noticed by all who should."""
+        """Whether an honest tenant passed, or a weakness was noticed by every test and adversary that should notice
+        it."""
         if self.weakness is None:
             return not self.alarms and not any(self.claims.values())
         return bool(self.alarms) and (self.expected is None or self.claims[self.expected] > 0)
@@ -109,21 +110,21 @@ class Outcome:
 
 @dataclass
 class _Provider:
-    """An honest one that notes what it sees."""
+    """An honest provider that notes what it sees."""
 
     served_model: ServedModel
     seen: list[Exchange] = field(default_factory=list, repr=False)
 
     def manifest(self) -> Any:
-        """What the served model says."""
+        """Returns the provider's manifest."""
         return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """What the served model says."""
+        """Returns a file of the provider's bundle."""
         return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """The served model's answer."""
+        """Returns the provider's answer."""
         reply = self.served_model.compute(call, rows)
         request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
         direction, purpose = call.direction.name.lower(), call.purpose.name.lower()
@@ -142,7 +143,7 @@ class Site:
         self._num_runs = 0
 
     def run(self, setting: Setting, weakness: Weakness | None = None) -> Outcome:
-        """Lets a tenant do its work, looks at it from both sides, and says what was noticed."""
+        """Lets a tenant do its work, tests it from both sides, and says what was noticed."""
         statistics = Statistics(PARAMETERS[setting.parameters])
         watch = Watch(PARAMETERS[setting.parameters], statistics.keep)
         provider = _Provider(self._served_model)
@@ -151,7 +152,7 @@ class Site:
                 around.enter_context(mock.patch.object(kernels, "available", return_value=False))
             if weakness is not None:
                 around.enter_context(weakness.inject())
-            around.enter_context(watch())  # the last one in, so that it sees what the others do
+            around.enter_context(watch())  # entered last, so that it sees what the others do
             self._work(around.enter_context(self._client(provider, setting)))
         claims = self._attacked(provider.seen)
         return Outcome(
@@ -162,12 +163,12 @@ class Site:
     @contextlib.contextmanager
     def _client(self, provider: _Provider, setting: Setting) -> Iterator[TenantClient]:
         self._num_runs += 1
-        # stored hints, or no block is made in pieces; a pool that holds nothing, or all are made whole
+        # without stored hints no block is made in pieces; with room in the pool all blocks are made whole
         options: dict[str, Any] = {"parameters": setting.parameters, "background": False}
         options |= {"pool_bytes": 1} if setting.in_pieces else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotVerifiedWarning)
-            # the public way to an embedded provider takes a model, not a handler that notes
+            # the public way to an embedded provider takes a model, not a handler that notes requests
             with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)):
                 client = TenantClient(
                     "inproc:noting", mask="lattice", mask_options=options, progress=False,
@@ -202,7 +203,7 @@ class Site:
 
 def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Sequence[Weakness] = WEAKNESSES,
             ) -> list[Outcome]:  # fmt: skip
-    """Honest tenants in every setting, then every weakness."""
+    """Measures honest tenants in every setting, then every weakness."""
     site = Site(folder)
     found = [site.run(setting) for setting in settings]
     for weakness in weaknesses:
@@ -211,12 +212,12 @@ def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Se
 
 
 def controls() -> list[ControlResult]:
-    """Of the adversaries that are too slow for the quick profile."""
+    """Returns the controls of the adversaries that are too slow for the quick profile."""
     return [sparse_secret_control(), shared_error_control()]
 
 
 def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
-    """Markdown: tenants, the honest ones' farthest tests, and controls."""
+    """Returns Markdown: tenants, the honest ones' most extreme tests, and controls."""
     table = [
         "| tenant | secrets, blocks or pieces | from inside | from outside | as it should be |",
         "|---|---|---|---|---|",

@@ -1,1 +1,1 @@
-"""From findings to a table: the catalogue of adversaries, the command line, the verdict of a build."""
+"""Turns findings into a table: the catalogue of adversaries, the command line, the verdict on a build."""

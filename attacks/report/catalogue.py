@@ -18,17 +18,18 @@ MODULES = (
 )  # fmt: skip
 """Files of attacks/adversaries, each with a control of the same name in attacks/controls."""
 NOT_IN_QUICK = ("sparse_secret", "shared_error")
-"""Seconds for each public matrix: left to the full profile, to recordings, and to `attacks.programs.weakenings`."""
+"""Adversaries that take seconds for each public matrix: they run in the full profile, on recordings, and in
+`attacks.programs.weakenings`."""
 
 
 def adversaries(names: str | None = None) -> list[Adversary]:
     """The catalogue, or the named part of it.
 
     Args:
-        names: comma-separated; None for all.
+        names: comma-separated names; None returns all.
 
     Raises:
-        ConfigurationError: an unknown name.
+        ConfigurationError: a name is unknown.
     """
     found = {one.name: one for one in map(_adversary, MODULES)}
     if names is None:
@@ -41,12 +42,12 @@ def adversaries(names: str | None = None) -> list[Adversary]:
 
 
 def quick() -> str:
-    """Names, comma-separated, of those that the quick profile runs unless it is told others."""
+    """Returns the names, comma-separated, of those that the quick profile runs unless it is told others."""
     return ",".join(_adversary(module).name for module in MODULES if module not in NOT_IN_QUICK)
 
 
 def controls(names: str | None = None) -> list[Control]:
-    """One for each adversary that `adversaries` returns for these names."""
+    """Returns one control for each adversary that `adversaries` returns for these names."""
     wanted = {one.name for one in adversaries(names)}
     modules = [module for module in MODULES if _adversary(module).name in wanted]
     return [importlib.import_module(f"attacks.controls.{module}").control for module in modules]

@@ -1,7 +1,7 @@
 """The command line that both tools share: victim or recording, adversaries, report.
 
-Exit status: 0 when the report was written, 1 when a control does not win or a private mask shows more than chance does,
-2 for what cannot be done.
+The exit status is 0 when the report was written, 1 when a control does not win or a private mask shows more than chance
+does, and 2 for a request that cannot be carried out.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from wire.errors import ConfigurationError
 MASKS = "off,gaussian-pool,lattice"
 _LOOK_S = 0.5
 _ENDING_S = 10.0
-"""What a process that has sent its results has to end by itself."""
+"""Seconds that a process has to end by itself after it has sent its results."""
 _JUDGED_ROWS = 16
-"""Private questions that a stolen adapter is asked."""
+"""Private questions on which a stolen adapter is tested."""
 
 OTHER_PROGRAMS = {
     "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
@@ -42,7 +42,8 @@ OTHER_PROGRAMS = {
     "attacks.weakenings": "weaknesses put into the lattice mask at its shipped size, and honest ones: who notices",
     "attacks.growth": "time of lattice reduction at toy dimensions, beside the published estimates",
 }
-"""Adversaries that need more than a recording, or none: --list names them, `--adversaries` does not take them."""
+"""Programs for attacks that need more than a recording, or none: --list names them, `--adversaries` does not take
+them."""
 
 if TYPE_CHECKING:
     from attacks.report.evaluate import Case
@@ -51,10 +52,13 @@ if TYPE_CHECKING:
 
 
 def main(program: str, description: str, default: str | None, arguments: Sequence[str] | None) -> int:
-    """Parses and runs.
+    """Parses the command line and runs it.
 
     Args:
-        default: names of adversaries when none are given; None for all.
+        program: the command's name.
+        description: one line for --help.
+        default: names of the adversaries that run when none are given; None runs all.
+        arguments: the command line's arguments; None takes those of the process.
     """
     parser = _parser(program, description)
     options = parser.parse_args(arguments)
@@ -66,7 +70,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         parser.error("--tenant is for --view")
     before = signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that the processes that were started are ended
+    )  # so that started processes are ended
     try:
         if options.list:
             for one in adversaries(default):
@@ -134,24 +138,24 @@ def _controls_beside(names: str | None) -> Iterator[Connection]:
     try:
         yield ours
     finally:
-        process.join(_ENDING_S if sys.exc_info()[0] is None else 0)  # a signal on its way out would be a traceback
+        process.join(_ENDING_S if sys.exc_info()[0] is None else 0)  # after a signal an exception would be printed
         process.terminate()
         process.join(_ENDING_S)
-        process.kill()  # an exception that the signal raised may have been lost
+        process.kill()  # the exception that the signal raised may have been lost
         process.join()
 
 
 def _run_controls(results: Connection, names: str | None) -> None:
     import torch
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders go, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary folders are removed, too
     torch.set_num_threads(1)
-    with contextlib.redirect_stderr(io.StringIO()):  # of a library that counts its steps
+    with contextlib.redirect_stderr(io.StringIO()):  # hides the progress bar of a library
         results.send([_checked(control) for control in controls(names)])
 
 
 def _checked(control: Control) -> ControlResult:
-    """One that raises does not win, and the others are run all the same."""
+    """Runs a control; one that raises does not win, and the others still run."""
     try:
         return control()
     except Exception as exc:  # noqa: BLE001 - whatever it is, the report says so
@@ -167,11 +171,11 @@ def _attack_and_report(
     from attacks.report import plots, table, verdict
     from attacks.truth.judge import kind_of
 
-    shutil.rmtree(options.out / "stolen", ignore_errors=True)  # of an earlier run
+    shutil.rmtree(options.out / "stolen", ignore_errors=True)  # left by an earlier run
     model = _model(options)
     is_tiny = model in quick_model.NAMES
     if is_tiny:
-        torch.set_num_threads(1)  # small systems in batches: sharing them between threads took 70 times as long
+        torch.set_num_threads(1)  # batches of small systems: shared between threads they took 70 times as long
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
         if options.view is not None:
             cases, notes = _recorded(options)
@@ -181,8 +185,8 @@ def _attack_and_report(
     _say(f"controls of {len(chosen)} adversaries")
     try:
         checks: list[ControlResult] = results_of_controls.recv()
-    except EOFError:
-        raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from None
+    except EOFError as exc:
+        raise ConfigurationError("the process of the positive controls ended without a word: out of memory?") from exc
     alarms = [
         *verdict.weakened(results),
         *(said for case in cases for said in verdict.drawn(case.label, case.draws)),
@@ -202,7 +206,7 @@ def _attack_and_report(
 
 
 def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
-    """Every case, in order; in several processes where each has a core and little memory is needed."""
+    """Attacks every case, in order; in several processes where each has a core and little memory is needed."""
     from attacks.report.evaluate import attack, parts
 
     whole = [(case, part) for case in range(len(cases)) for part in range(len(parts(chosen)))]
@@ -210,8 +214,8 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
         return [
             result for case, part in whole for result in attack(cases[case], parts(chosen)[part], chosen, out, _say)
         ]
-    order = sorted(whole, key=lambda one: one[1])  # thieves, who take longest, first
-    context = multiprocessing.get_context("fork")  # so that views and models are there already
+    order = sorted(whole, key=lambda one: one[1])  # thieves, which take longest, come first
+    context = multiprocessing.get_context("fork")  # so that views and models need not be sent
     others = {process.pid for process in multiprocessing.active_children()}
     with context.Pool(num_processes, _set_work, (cases, chosen, out)) as pool:
         started = {process.pid for process in multiprocessing.active_children()} - others
@@ -228,8 +232,9 @@ _work: list[tuple[Sequence[Case], Sequence[Adversary], Path]] = []
 
 
 def _set_work(*work: Any) -> None:
-    # An exception where the pool ends may be lost, and the process waited for. A group of its own, since a signal to
-    # all of the old one would end it while it holds a lock for which the pool waits: the pool ends it, and nobody else.
+    # An exception raised while the pool ends may be lost, and the pool would wait for this process. The process has a
+    # group of its own, since a signal to the whole old group would end it while it holds a lock for which the pool
+    # waits: only the pool ends it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgrp()
     _work[:] = [work]
@@ -247,10 +252,10 @@ def _say(text: str) -> None:
 
 
 def _checked_view(view: View, label: str, num_prompts: int) -> View:
-    """The view of one run; a mask that was not seen whole must not pass for one that held.
+    """Returns the view of one run; a mask whose traffic was not recorded completely must not count as one that held.
 
     Raises:
-        ConfigurationError: messages without tensors, or prompts that were not recorded.
+        ConfigurationError: messages have no tensors, or prompts were not recorded.
     """
     from attacks.seen.forward_passes import places
 
@@ -265,7 +270,7 @@ def _checked_view(view: View, label: str, num_prompts: int) -> View:
 
 
 def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
-    """A case for each tenant of a recording; judged only as far as an adapter is given."""
+    """Makes a case for each tenant of a recording; it is judged only as far as an adapter is given."""
     from attacks.report import verdict
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
@@ -302,7 +307,7 @@ def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
 
 
 def _cases(scratch: Path, recording: Path, model: str, options: argparse.Namespace) -> tuple[list[Case], list[str]]:
-    """A case for each mask, and what the report must say about the traffic."""
+    """Makes a case for each mask, and returns what the report must say about the traffic."""
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view
     from attacks.truth.gain import PrivateTask

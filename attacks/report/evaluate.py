@@ -1,4 +1,4 @@
-"""Every adversary against every mask of a recording, judged: what the command lines share."""
+"""Runs every adversary against every mask of a recording and judges it: the command lines share this."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "sparse-secret": (),
     "shared-error": (shared_error.SHARED,),
 }
-"""Adversaries that claim only what they have checked, with less than one mistake in 2^40, and the facts that count."""
+"""Adversaries that claim only what they have checked, with less than one mistake in 2^40, and their facts that
+count."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
-"""What is tried again on rows that another adversary opened."""
+"""Adversaries that run again on rows that another adversary opened."""
 _WHO = ("base", "victim", "stolen")
 _NOTICED = 0.04
-"""Of a gain or an agreement: the gate alarms at 2.5 of it, a tenth; less is a few tokens of a hundred."""
+"""Half-width below which an interval of chance is widened, of a gain or an agreement: the verdict alarms at 2.5 times
+it, a tenth; less is a few tokens of a hundred."""
 _WON = 0.9
-"""Share of the victim's gain, or of its answers."""
+"""Share of the victim's gain, or of its answers, from which on a thief wins."""
 
 Say = Callable[[str], None]
 
@@ -52,14 +54,15 @@ class Case:
     """One mask's view, and the truth about it.
 
     Attributes:
-        label: of the run, or the tenant's name.
-        mask: its name; `verdict.UNKNOWN` where nobody says what it was.
-        truth: None where nobody knows it: then claims are counted and written down, and not judged.
+        label: the run's label, or the tenant's name.
+        mask: the mask's name; `verdict.UNKNOWN` where nobody says what it was.
+        truth: the victim's secrets; None where they are not known: then claims are counted and written down, but not
+            judged.
         sent: for each prompt the tokens that went through the layers.
         task: private questions, for the gain; None where there are none.
-        trained: batches of its training steps, in order; empty where nobody knows them.
-        tenant: for the report, where the traffic is somebody's and not a run's.
-        draws: tests of what its masks are made of, looked at from inside; empty where nobody did.
+        trained: the batches of its training steps, in order; empty where they are not known.
+        tenant: the tenant's name for the report, where the traffic is not that of a run made here.
+        draws: tests of the random numbers of its masks, made inside the victim; empty where none were made.
     """
 
     label: str
@@ -75,12 +78,12 @@ class Case:
 
     @property
     def arithmetic(self) -> str:
-        """Of the masked messages."""
+        """The arithmetic of the masked messages."""
         return next((message.arithmetic for message in self.view.select("product")), "ring")
 
 
 def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
-    """Parts of a case that may be attacked side by side: thieves, others, and those that hand rows to thieves."""
+    """Returns parts of a case that may run at the same time: thieves, others, and those that hand rows to thieves."""
     thieves = [one for one in adversaries if one.name in _THIEVES]
     openers = [one for one in adversaries if one.opens_masks]
     return [thieves, [one for one in adversaries if one not in thieves and one not in openers], openers]
@@ -89,12 +92,14 @@ def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
 def attack(
     case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
 ) -> list[Result]:
-    """Runs some adversaries on one mask; to rows that they open thieves are put, once more.
+    """Runs some adversaries on one mask; on rows that they open, thieves run once more.
 
     Args:
-        part: who runs.
-        adversaries: who may run on opened rows.
-        out: stolen adapters are written below it.
+        case: the mask's view and the truth about it.
+        part: the adversaries to run.
+        adversaries: the adversaries that may run on opened rows.
+        out: the folder below which stolen adapters are written.
+        say: is called with progress and failures, one line each.
     """
     results: list[Result] = []
     opened: dict[str, Opened] = {}
@@ -114,7 +119,7 @@ def attack(
 
 
 def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
-    """Claims; an adversary that raises fails alone, and the gate counts it.
+    """Returns an adversary's claims; one that raises fails alone, and the verdict counts it.
 
     Raises:
         ConfigurationError: the recording cannot be read.
@@ -124,7 +129,7 @@ def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Cl
         claims = one.attack(case.view, case.public, opened)
     except ConfigurationError:
         raise
-    except Exception as exc:  # noqa: BLE001 - its own mistake, on a view that nobody tried
+    except Exception as exc:  # noqa: BLE001 - its own mistake, on a view that nobody tried before
         say(f"{case.label}: {one.name} FAILED: {type(exc).__name__}: {str(exc)[:200]}")
         return [StolenFact(FAILED, type(exc).__name__)]
     say(f"{case.label}: {one.name}{' on opened rows' if opened else ''}: {time.monotonic() - began:.1f} s")
@@ -147,14 +152,16 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
 
 
 def _silent(claims: Sequence[Claim]) -> list[Finding]:
-    """What the table says where there is nothing to judge: no claim, or claims that nobody has a truth for."""
+    """Returns the table's line where there is nothing to judge: no claim, or only claims for which there is no
+    truth."""
     if not claims:
         return [unclaimed("–", "–")]
     return [Finding("claims", "claimed", float(len(claims)), 0.0, (0.0, 0.0), "not judged")]
 
 
 def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
-    """Claims of adversaries that are never wrong by chance count whether or not anybody can judge what is in them."""
+    """Returns claims of adversaries that are never wrong by chance: they count whether or not their contents can be
+    judged."""
     failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
     if failed:
         return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
@@ -166,7 +173,7 @@ def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:
-    """What was read, as text where the model has a tokenizer."""
+    """Writes the tokens that were read, as text where the model has a tokenizer."""
     if not claims:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +196,7 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _unjudged(claims: Sequence[Claim], judged: Collection[str], certain: Collection[str]) -> list[Finding]:
-    """Facts that nobody has a truth for, in their own words; without those that stand elsewhere."""
+    """Returns, in words, the facts for which there is no truth; without those that other lines show."""
     facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
         Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", said=in_words(one))
@@ -213,7 +220,8 @@ def _divergence_of(worth: Worth) -> Finding:
 
 
 def _worth_of(metric: str, worth: Worth) -> Finding:
-    """The interval of chance is no narrower than `_NOTICED`: a bootstrap knows questions, and not a thief's luck."""
+    """Returns a line whose interval of chance is at least `_NOTICED`: a bootstrap covers the questions, not a thief's
+    luck."""
     low, high = worth.by_chance
     interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
     verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))
@@ -221,7 +229,7 @@ def _worth_of(metric: str, worth: Worth) -> Finding:
 
 
 def _first_answer(gain: Gain) -> str:
-    """The first private answer as each adapter gives it; all that were tried are in answers.json."""
+    """Returns the first private answer as each adapter gives it; all answers are in answers.json."""
     if not gain.answers:
         return ""
     said = dict(zip(_WHO, gain.answers[0], strict=True))

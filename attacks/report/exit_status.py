@@ -1,4 +1,5 @@
-"""What the command lines here share: a folder that can be written to, and one line for what cannot be done."""
+"""What the command lines share: a folder that can be written to, and one line for a request that cannot be carried
+out."""
 
 from __future__ import annotations
 
@@ -11,16 +12,17 @@ from wire.errors import VeilbaseError
 
 
 def exit_status(out: Path | None, work: Callable[[], int]) -> int:
-    """What `work` returns; 2 for what cannot be done, said in one line on standard error.
+    """Returns what `work` returns; 2 for a request that cannot be carried out, with one line on standard error.
 
     Args:
-        out: a folder to make, before any work is done; None for none.
+        out: a folder to make before any work is done; None for none.
+        work: does the work and returns the exit status.
     """
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=out):
-                pass  # it can be written to
+                pass  # the folder can be written to
         return work()
     except VeilbaseError as exc:
         print(f"error: {exc}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""One line of the report's table, and how a value is told from what a guess would get."""
+"""One line of the report's table, and how a value is told apart from what a guess would get."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 
 NO_CLAIM = "no claim"
-"""Verdict on an adversary that said nothing: neither right nor wrong, and no evidence that nothing was there."""
+"""Verdict on an adversary that claimed nothing: it is neither right nor wrong, and no evidence that nothing leaked."""
 SHARE_TRIED = "share tried"
-"""Metric: how many of all tokens an adversary named, right or wrong."""
+"""Metric: the share of all tokens that an adversary named, right or wrong."""
 SHARE_CLAIMED = "share claimed"
-"""Metric: in how many of the layers of a kind that the victim changed anything was claimed, right or wrong."""
+"""Metric: the share of the layers of a kind that the victim changed about which anything was claimed, right or
+wrong."""
 KL, OVERLAP = "KL to the victim", "subspace overlap"
-"""Metrics that other ones of the same claim say better: shown, and not judged by the gate."""
+"""Metrics that other metrics of the same claim express better: they are shown, but the verdict ignores them."""
 _DRAWS = 400
 _TAIL = 0.005
 
@@ -25,12 +26,12 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        module: kind of layer, `tokens`, `rows` or the name of a fact.
+        module: the kind of layer, `tokens`, `rows` or the name of a fact.
         interval: 99% interval of the baseline.
-        verdict: wins, wins where tried, above baseline, at baseline, or no claim, where value is not a number; of a
-            count, what was counted.
+        verdict: wins, wins where tried, above baseline, at baseline, or no claim (then value is not a number); for a
+            count it says what was counted.
         spread: 99% interval of the value itself, by bootstrap; None where nothing was drawn from a population.
-        said: what was claimed or answered, in words, where that can be shown.
+        said: the claim or the answer, in words, where it can be shown.
     """
 
     module: str
@@ -44,12 +45,12 @@ class Finding:
 
 
 def unclaimed(module: str, metric: str, baseline: float = 0.0) -> Finding:
-    """The line of something that an adversary might have claimed and did not."""
+    """Returns the line for something that an adversary might have claimed and did not."""
     return Finding(module, metric, math.nan, baseline, (baseline, baseline), NO_CLAIM)
 
 
 def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
-    """One of `Finding.verdict`; `wins` says whether the value is what a thief needs."""
+    """Returns one of `Finding.verdict`; `wins` says whether the value is what a thief needs."""
     if not math.isfinite(value):
         return "at baseline"
     if wins:
@@ -59,7 +60,7 @@ def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_i
 
 
 def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
-    """Mean of a baseline, and its 99% interval."""
+    """Returns the mean of a baseline, and its 99% interval."""
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
@@ -67,7 +68,7 @@ def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tu
 
 
 def share_right(module: str, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
-    """Share of ids that are right, at their places.
+    """Returns the share of ids that are right at their places.
 
     The baseline is the claim's own list in another order: naming the same id everywhere, or only ids that are the same
     in every prompt, is no better than that.

@@ -1,4 +1,4 @@
-"""report.json and report.md: the table that a tenant reads before choosing a mask."""
+"""Writes report.json and report.md: the table that a tenant reads before choosing a mask."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attacks.controls.control import ControlResult
 from attacks.report.finding import NO_CLAIM, Finding
 
 _LONGEST = 240
-"""Characters of a claim in words; report.json has the whole of it."""
+"""The most characters of a claim in words; report.json has the whole claim."""
 LEGEND = (
     "- **wins**: what a thief needs: an error below 0.1, a cosine above 0.99, nine tenths of tokens or gain. **At "
     "baseline**: inside the 99% interval of guessing; a report has dozens of lines, and one leaves it now and then.",
@@ -32,7 +32,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Result:
-    """One finding about one mask; `tenant` names whose traffic it was where that does not go without saying."""
+    """One finding about one mask; `tenant` names the tenant whose traffic it was where that is not obvious."""
 
     mask: str
     arithmetic: str
@@ -103,7 +103,7 @@ def _whose(one: Result) -> str:
 
 
 def _plain(text: str) -> str:
-    """Fit for a cell or a line of Markdown: what was stolen, or a recording says, may hold anything."""
+    """Makes text fit for a cell or a line of Markdown: stolen text, or a recording's, may hold anything."""
     return "".join(f"\\{char}" if char in "|`<" else char for char in " ".join(text.split()))
 
 
@@ -112,7 +112,7 @@ def _between(interval: tuple[float, float] | None) -> str:
 
 
 def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: Sequence[str]) -> list[str]:
-    """The report as Markdown."""
+    """Returns the report as Markdown."""
     table = [
         *_summary(results),
         "",
@@ -147,7 +147,7 @@ def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: S
 
 
 def _summary(results: Sequence[Result]) -> list[str]:
-    """A line for each mask: who won, who was above what chance gives, and how many were not."""
+    """Returns a line for each mask: which adversaries won, which were above chance, and how many were not."""
     verdicts: dict[str, dict[str, set[str]]] = {}
     for one in results:
         verdicts.setdefault(f"{_whose(one)}, {one.arithmetic}", {}).setdefault(one.adversary, set()).add(
@@ -166,7 +166,7 @@ def _summary(results: Sequence[Result]) -> list[str]:
 
 
 def _words(results: Sequence[Result]) -> dict[str, list[str]]:
-    """What was said, and through which masks: metadata says the same through all of them."""
+    """Returns what each claim says, and through which masks: metadata says the same through all of them."""
     found: dict[str, list[str]] = {}
     for one in results:
         if one.finding.said:

@@ -1,7 +1,8 @@
-"""What a report must show, so that a build fails when a mask weakens or an adversary forgets how to win.
+"""The verdict on a report: a build fails when a mask weakens or an adversary no longer wins where it should.
 
-A private mask's findings lie near their baselines: single 99% intervals are left now and then by chance (a report has
-dozens), so the gate is at `_SLACK` half-widths, about 6.4 standard deviations. `off` and `gaussian-pool` must fall.
+A private mask's findings lie near their baselines. Single values leave their 99% interval now and then by chance (a
+report has dozens), so the alarm is at `_SLACK` half-widths, about 6.4 standard deviations. `off` and `gaussian-pool`
+must be broken.
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ from attacks.victim.check import Check, alarms
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
 UNKNOWN = "unknown"
-"""A mask that nobody named: claims that are never wrong count, since it may have been a private one."""
+"""The mask where nobody says what it was: claims that are never wrong count, since the mask may have been a private
+one."""
 METADATA = "traffic-shape"
-"""Its facts are not protected by any mask, and DESIGN says so."""
+"""The adversary whose facts no mask protects (docs/threat-model.md, "What every provider sees")."""
 _COUNTS = ("claimed", SHARE_TRIED, SHARE_CLAIMED, KL, OVERLAP)
-"""How much was claimed, which says nothing about what is right; and what other lines of the same claim say better."""
+"""Metrics that count how much was claimed, which says nothing about what is right, and those that other lines of the
+same claim express better."""
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
 _MOST_SLACK = 0.3
 _GAIN, _AGREEMENT = "stolen task gain", "agreement of answers"
-"""A gain of losses alone is no leak: weights that are noise can flatten a tiny model's wrong certainties, and its loss
-falls by up to two thirds of what an IA3 victim gained. Answers then agree less than the base model's do, so a thief has
-to show both."""
+"""Metrics of which a thief has to show both. A gain in loss alone is no leak: weights that are noise can flatten a tiny
+model's wrong certainties, and its loss then falls by up to two thirds of what an IA3 victim gained. Its answers then
+agree less with the victim's than the base model's do."""
 _MOST_WORTH = 0.1
-"""What a thief may seem to gain from a private mask."""
+"""The most that a thief may seem to gain from a private mask, as a share of the victim's gain."""
 _ADAPTER = {
     ("adapter", "stolen task gain"): 0.9,
     ("o_proj", "relative error"): 1e-3,
@@ -36,10 +39,11 @@ _ADAPTER = {
     ("down_proj", "relative error"): 1e-3,
 }
 _OPENED_ERROR = 0.05
-"""Of ΔW through `gaussian-pool` on a real model: the masks that were taken off are many times the rows, and leave their
-rounding in them (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
+"""The error that is allowed for ΔW through `gaussian-pool` on a real model: the masks that were removed are many times
+larger than the rows, and leave their rounding in them (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
 _SHARE_CLAIMED = {("o_proj", SHARE_CLAIMED): 0.9, ("v_proj", SHARE_CLAIMED): 0.9}
-"""Without a mask; a median over the layers that were claimed says little about the others."""
+"""The share of layers that must be claimed without a mask; a median over the claimed layers says little about the
+others."""
 _TOKENS = {("tokens", "recovery rate"): 0.99, ("tokens", SHARE_TRIED): 0.99}
 _BATCH = {("training tokens", "recovery rate"): 0.99}
 _ROWS = {("rows", "row cosine"): 0.99}
@@ -58,12 +62,13 @@ _FALLS = {
         "which-of-K": _ROWS,
     },
 }
-"""The targets: ΔW of three layers to 1e-3, nine tenths of the gain, and the tokens of prompts and of a training step.
-Labels are not asked for: where the output head stays with the tenant, nobody is sent them."""
+"""The values that must be reached: ΔW of three layers to 1e-3, nine tenths of the gain, and the tokens of prompts and
+of a training step. Labels are not required: where the output head stays with the tenant, they are sent to no
+provider."""
 
 
 def weakened(results: Sequence[Result]) -> list[str]:
-    """Findings in which a private mask shows more than chance does, and adversaries that failed on any mask."""
+    """Returns findings in which a private mask shows more than chance does, and adversaries that failed on any mask."""
     at_odds = {
         (one.mask, one.arithmetic, one.adversary)
         for one in results
@@ -82,7 +87,7 @@ def weakened(results: Sequence[Result]) -> list[str]:
 
 
 def drawn(label: str, checks: Sequence[Check]) -> list[str]:
-    """What a victim drew that chance does not make; see attacks/victim/draws_statistics.py."""
+    """Returns a victim's draws that are not as random as they should be; see attacks/victim/draws_statistics.py."""
     return [f"{label}, from inside: {said}" for said in alarms(checks)]
 
 
@@ -90,7 +95,7 @@ def _beats_chance(one: Result) -> bool:
     found = one.finding
     if not math.isfinite(found.value) or found.metric in _COUNTS:
         return False
-    if found.verdict.startswith("wins"):  # where it tried, too
+    if found.verdict.startswith("wins"):  # includes "wins where tried"
         return True
     if found.metric == "certain claims":
         return found.value > 0
@@ -103,7 +108,7 @@ def _beats_chance(one: Result) -> bool:
         return found.value > found.baseline + _MOST_WORTH
     half = (found.interval[1] - found.interval[0]) / 2
     distance = found.value - found.baseline
-    if "cosine" in found.metric:  # the opposite of the truth is the truth, too
+    if "cosine" in found.metric:  # the opposite of the truth tells the truth, too
         distance = abs(distance)
     return distance > min(_SLACK * half, _MOST_SLACK)
 
@@ -114,12 +119,13 @@ def standing(
     kinds: Collection[str] = ("o_proj", "v_proj", "down_proj"),
     ran: Collection[str] | None = None,
 ) -> list[str]:
-    """Adversaries that should have won against what is not private, and did not.
+    """Returns adversaries that should have won against a mask that is not private, and did not.
 
     Args:
-        ran: names of those that were run; None for the whole catalogue.
+        results: the report's findings.
         is_tiny: whether the model is one of the tiny ones; see `_OPENED_ERROR`.
-        kinds: of layers that the adapter changes: of others there is nothing to steal.
+        kinds: the kinds of layers that the adapter changes: from others there is nothing to steal.
+        ran: names of the adversaries that were run; None for the whole catalogue.
     """
     lost = []
     for (mask, arithmetic), names in _FALLS.items():

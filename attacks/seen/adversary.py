@@ -1,8 +1,8 @@
-"""What every adversary is: a name, and a function from a view and the public model to claims about the tenant.
+"""The interface of every adversary: a name, and a function from a view and the public model to claims about the tenant.
 
-An adversary module may import wire, noise.params and the modules of attacks that hold no truth (view, forward_passes,
-public_model, this one): import-linter checks it. Whether a claim is right is for attacks/truth/judge.py, which knows
-the victim; an adversary never learns it.
+An adversary module may import wire, noise.params and the modules of attacks that hold no truth (those in attacks/seen):
+import-linter checks it. Whether a claim is right is decided in attacks/truth/judge.py, which knows the victim; an
+adversary never learns it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attacks.seen.view import View
 
 @dataclass(frozen=True)
 class StolenDelta:
-    """What the adapter adds to one base layer: ΔW, float64, shape (in_features, out_features)."""
+    """The adapter's change of one base layer: ΔW, float64, shape (in_features, out_features)."""
 
     layer: str
     delta: torch.Tensor
@@ -28,8 +28,8 @@ class StolenDelta:
 @dataclass(frozen=True)
 class StolenTokens:
     """The first tokens of one prompt of the view (its place in `forward_passes.prompts`): all that were given to a
-    layer, or as far as the adversary tried. Whoever tries a token and has no idea names any: what is not named was not
-    tried."""
+    layer, or as many as the adversary tried. An adversary that tries a token and has no evidence still names one: a
+    token that is not named was not tried."""
 
     prompt: int
     token_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ class StolenTokens:
 
 @dataclass(frozen=True)
 class StolenRows:
-    """The unmasked rows of one message, up to the rounding of its arithmetic; float64, the shape of its request."""
+    """The unmasked rows of one message, up to the rounding of its arithmetic; float64, in the shape of its request."""
 
     seq: int
     rows: torch.Tensor
@@ -45,7 +45,7 @@ class StolenRows:
 
 @dataclass(frozen=True)
 class StolenDifference:
-    """Unmasked rows of one message minus those of another; float64, as many rows as both have."""
+    """The unmasked rows of one message minus those of another; float64, as many rows as both have."""
 
     seq: int
     other_seq: int
@@ -57,7 +57,7 @@ class StolenFact:
     """Something read from metadata, such as the number of prompt tokens.
 
     Attributes:
-        value: a tuple says: one of these, which look alike to the adversary.
+        value: what was read; a tuple says that it is one of these, which the adversary cannot tell apart.
     """
 
     name: str
@@ -73,9 +73,10 @@ class Adversary:
 
     Attributes:
         name: as in the table, such as `closed-form`.
-        summary: one line for --list: what it uses, what it yields.
-        attack: view of one tenant, public model, rows that another adversary opened (None: the recorded ones).
-        opens_masks: its StolenRows are handed to the other adversaries, which then run once more on them.
+        summary: one line for --list: what the adversary uses and what it yields.
+        attack: takes the view of one tenant, the public model, and rows that another adversary opened (None: the
+            recorded rows).
+        opens_masks: whether its StolenRows are handed to the other adversaries, which then run once more on them.
     """
 
     name: str

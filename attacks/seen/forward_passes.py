@@ -1,8 +1,8 @@
-"""Messages put back together: which belong to one forward pass, and which passes to one prompt with its answer.
+"""Reassembles messages: which of them belong to one forward pass, and which passes to one prompt with its answer.
 
-Guarantees: uses the view alone: groups come in the order of the manifest, so a step back begins another pass; a pass
-of one row goes on with the prompt before it, since a KV cache makes decode steps of one row. It guesses wrong where
-several prompts of one tenant run at once: attack a recording of one stream.
+Guarantees: it uses the view alone. Groups come in the order of the manifest, so a step back in that order begins
+another pass; a pass of one row continues the prompt before it, since a KV cache makes decode steps of one row. The
+result is wrong where several prompts of one tenant run at once: attack a recording of one stream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class ForwardPass:
     """One forward pass, and the backward pass that followed it if one did.
 
     Attributes:
-        forward, backward: group id to message; a group that was asked for several times (IA3, OFT) by its first.
+        forward, backward: the message of each group id; of a group that was asked for several times (IA3, OFT) the
+            first.
         repeats, backward_repeats: the other messages of such a group, in order.
     """
 
@@ -31,7 +32,7 @@ class ForwardPass:
 
     @property
     def num_rows(self) -> int:
-        """Tokens, over the whole batch."""
+        """The number of tokens, over the whole batch."""
         return next(iter(self.forward.values())).num_rows if self.forward else 0
 
     @property
@@ -41,7 +42,7 @@ class ForwardPass:
 
 
 def forward_passes(view: View) -> list[ForwardPass]:
-    """All passes of one tenant's view, in order."""
+    """Returns all passes of one tenant's view, in order."""
     only_group = len({message.group for message in view.select("product")}) == 1
     found: list[ForwardPass] = []
     forward, backward, repeats, backward_repeats = _Firsts(), _Firsts(), _Others(), _Others()
@@ -73,12 +74,12 @@ def _add(message: Message, firsts: _Firsts, others: _Others) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and its answer as rows: what each group was given, token after token.
+    """One prompt and its answer as rows: the input of each group, token after token.
 
     Attributes:
         number: its place among the view's prompts, as in `places`.
         rows: group id to float64, shape (num_tokens, in_features).
-        repeats: the same of further requests of a group in each pass, whose members were given different inputs.
+        repeats: rows of the further requests of a group in each pass, whose members were given different inputs.
     """
 
     number: int
@@ -87,16 +88,16 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer together, without the last token, which no layer was given."""
+        """The number of tokens of prompt and answer together, without the last token, which no layer was given."""
         return next(iter(self.rows.values())).shape[0]
 
 
 Opened = Mapping[int, torch.Tensor]
-"""seq of a message to its unmasked request rows, float64: what an adversary that opens a mask hands on."""
+"""A message's seq to its unmasked request rows, float64: the result of an adversary that opens a mask."""
 
 
 def places(view: View) -> dict[int, tuple[int, int]]:
-    """Where each message of inference traffic stands: seq to (place in `prompts`, first token there)."""
+    """Returns where each message of inference traffic belongs: seq to (place in `prompts`, its first token there)."""
     found: dict[int, tuple[int, int]] = {}
     number, start = -1, 0
     for one in forward_passes(view):
@@ -110,12 +111,12 @@ def places(view: View) -> dict[int, tuple[int, int]]:
 
 
 def prompts(view: View, opened: Opened | None = None, only: Collection[int] | None = None) -> list[Prompt]:
-    """Inference traffic as prompts; passes that were trained on are left out.
+    """Returns inference traffic as prompts; passes that were trained on are left out.
 
     Args:
-        view: one tenant's.
-        opened: rows to take in place of the recorded ones; messages that are not in it are left out.
-        only: groups whose rows are wanted; None reads them all.
+        view: the view of one tenant.
+        opened: rows to use in place of the recorded ones; messages that are not in it are left out.
+        only: groups whose rows are wanted; None reads those of all groups.
     """
     found: list[dict[tuple[int, int], list[torch.Tensor]]] = []
     for one in forward_passes(view):

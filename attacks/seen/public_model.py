@@ -1,8 +1,8 @@
 """The base model as its provider knows it: weights, norms, embedding and where they stand in a block.
 
-Knows Llama-style models (RMSNorm, rotary positions, gated MLP) and GPT-2-style ones (LayerNorm, Conv1D with biases,
-learned positions). All tensors are float64, weights as the provider multiplies with them: rounded to int8 where it
-serves int8. Nothing of the tenant is in here.
+It supports Llama-style models (RMSNorm, rotary positions, gated MLP) and GPT-2-style ones (LayerNorm, Conv1D with
+biases, learned positions). All tensors are float64, and weights are those that the provider multiplies with: rounded to
+int8 where it serves int8. Nothing of the tenant is in this module.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ class Norm:
     eps: float
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of shape (num_rows, hidden) normalised."""
+        """Normalises rows of shape (num_rows, hidden)."""
         if self.bias is None:
             return rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
     def visible(self, rows: torch.Tensor) -> torch.Tensor:
-        """The part of a row that the norm lets through: all of it, or with LayerNorm the row without its mean."""
+        """Returns the part of a row that the norm keeps: all of it, or with LayerNorm the row without its mean."""
         return rows if self.bias is None else rows - rows.mean(-1, keepdim=True)
 
     def direction(self, normed: torch.Tensor) -> torch.Tensor:
-        """The visible part of the norm's input up to a positive factor a row; shape (num_rows, hidden)."""
+        """Returns the visible part of the norm's input up to a positive factor for each row; shape (num_rows,
+        hidden)."""
         return normed / self.weight if self.bias is None else (normed - self.bias) / self.weight
 
     def to(self, dtype: torch.dtype) -> Norm:
-        """The same in another dtype."""
+        """Returns the same norm in another dtype."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
@@ -56,12 +57,12 @@ class Layer:
     bias: torch.Tensor | None
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """The layer's output without any adapter."""
+        """Returns the layer's output without any adapter."""
         product = rows @ self.weight
         return product if self.bias is None else product + self.bias
 
     def to(self, dtype: torch.dtype) -> Layer:
-        """The same in another dtype."""
+        """Returns the same layer in another dtype."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
@@ -79,22 +80,23 @@ class Block:
     down: Layer
 
     def to(self, dtype: torch.dtype) -> Block:
-        """The same in another dtype."""
+        """Returns the same block in another dtype."""
         q, k, v, o, down, *up = (one.to(dtype) for one in (self.q, self.k, self.v, self.o, self.down, *self.up))
         return Block(self.attention_norm.to(dtype), self.mlp_norm.to(dtype), q, k, v, o, tuple(up), down)
 
 
 @dataclass(frozen=True)
 class PublicModel:
-    """See the module's text.
+    """A base model's public weights and structure.
 
     Attributes:
-        style: which residual recursion holds.
+        style: the residual recursion that holds.
         embedding: shape (vocab, hidden); positions: shape (num_positions, hidden) where they are learned.
-        head_group: group of the output head, None where it is tied and stays with the tenant.
-        rope_theta: of rotary positions.
-        activation: of the MLP, by transformers' name.
-        tokenizer: None where the checkpoint has none.
+        head_group: the group of the output head; None where the head is tied to the embedding and stays with the
+            tenant.
+        rope_theta: the base of rotary positions.
+        activation: the MLP's activation, by transformers' name.
+        tokenizer: transformers' tokenizer; None where the checkpoint has none.
     """
 
     style: Literal["llama", "gpt2"]
@@ -111,31 +113,32 @@ class PublicModel:
     tokenizer: Any = None
 
     def residual_start(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the first block is given: shape (num_tokens, hidden)."""
+        """Returns the input of the first block: shape (num_tokens, hidden)."""
         start = self.embedding[token_ids]
         return start if self.positions is None else start + self.positions[: token_ids.shape[0]]
 
     def normed_inputs(self) -> Mapping[int, Norm]:
-        """Groups whose input a norm layer made, with that norm; without the output head."""
+        """The groups whose input a norm layer made, each with that norm; without the output head."""
         norms = {block.q.group: block.attention_norm for block in self.blocks}
         return norms | {block.up[0].group: block.mlp_norm for block in self.blocks}
 
     def layers(self) -> Mapping[str, Layer]:
-        """Every base layer of the blocks, by name; a fused c_attn is one matrix under three parts' names."""
+        """Every base layer of the blocks, by name; a fused c_attn is one matrix under three names, one for each
+        part."""
         parts = [layer for b in self.blocks for layer in (b.q, b.k, b.v, b.o, *b.up, b.down)]
         return {layer.name: layer for layer in parts}
 
 
 def describe(model: Any, manifest: Manifest, tokenizer: Any = None) -> PublicModel:
-    """Reads a checkpoint the way its provider serves it.
+    """Reads a checkpoint as its provider serves it.
 
     Args:
         model: transformers' causal language model, on the CPU.
-        manifest: of the recording; its groups name the layers.
+        manifest: the recording's manifest; its groups name the layers.
         tokenizer: transformers' tokenizer, or None.
 
     Raises:
-        ConfigurationError: a recording of another model, or an architecture that no adversary knows.
+        ConfigurationError: the recording is of another model, or no adversary supports the architecture.
     """
     kind = model.config.model_type
     if kind not in ("llama", "gpt2"):
@@ -145,7 +148,7 @@ def describe(model: Any, manifest: Manifest, tokenizer: Any = None) -> PublicMod
 
 
 class _Reader:
-    """Weights by name, as the provider multiplies with them."""
+    """Reads weights by name, as the provider multiplies with them."""
 
     def __init__(self, model: Any, manifest: Manifest) -> None:
         self._modules = dict(model.named_modules())
@@ -228,7 +231,7 @@ def _gpt2(model: Any, reader: _Reader, tokenizer: Any) -> PublicModel:
 
 
 def _part(fused: Layer, start: int, stop: int) -> Layer:
-    """A member of c_attn; named so that a claim about it can be told from the whole."""
+    """Returns a member of c_attn, named so that a claim about it can be told from one about the whole."""
     label = "qkv"[start // (stop - start)]
     columns = slice(fused.columns.start + start, fused.columns.start + stop)
     bias = None if fused.bias is None else fused.bias[start:stop]

@@ -1,9 +1,9 @@
 """What one provider sees: a recording made by `provider serve --record`, read back and checked.
 
 Guarantees: a view holds the manifest and the recorded bytes and nothing of the tenant's; a recording that is empty,
-damaged or of another model is one `ConfigurationError`; tensors are read when they are asked for. Where the recorder
-ran into its size limit, messages are there without their tensors, and `is_truncated` says so; where it was not ended,
-`is_ended` does.
+damaged or of another model is refused with one `ConfigurationError`; tensors are read when they are asked for. Where
+the recorder reached its size limit, messages are there without their tensors, and `is_truncated` says so; where the
+recorder did not end properly, `is_ended` is False.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     seq: int = Field(ge=0)
-    tenant: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")  # as the provider enrols them: it names files
+    tenant: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")  # as the provider enrols them: part of file names
     layer: int
     direction: Literal["forward", "backward"]
     arithmetic: Literal["ring", "float"]
@@ -54,11 +54,11 @@ class Message:
     """One request and its reply.
 
     Attributes:
-        seq: place in the recording: in the order of the answers.
-        group: id in the manifest.
-        num_rows: tokens; of a hint, rows of the public matrix.
+        seq: its place in the recording, which is in the order of the answers.
+        group: the group's id in the manifest.
+        num_rows: the number of tokens; for a hint, of rows of the public matrix.
         widths: columns of the request and of the reply, by the manifest.
-        file: holds the tensors; None where the recorder had no room left.
+        file: the file that holds the tensors; None where the recorder had no room left.
     """
 
     seq: int
@@ -72,18 +72,19 @@ class Message:
     widths: tuple[int, int] = field(repr=False)
 
     def request(self) -> torch.Tensor:
-        """What came: int32 or float32, shape (num_rows, features); of a hint the 48 bytes of its payload, uint8."""
+        """Returns what the provider received: int32 or float32, shape (num_rows, features); for a hint its 48-byte
+        payload, uint8."""
         if self.purpose == "hint":
             return self._read("request", (PACKED_BYTES,), torch.uint8)
         rows = self.num_rows
         return self._read("request", (-1 if self.purpose == "effect" else rows, self.widths[0]), self._dtype)
 
     def reply(self) -> torch.Tensor:
-        """What was answered, shape (num_rows, features of the other side), dtype of the arithmetic."""
+        """Returns the answer, shape (num_rows, features of the other side), in the dtype of the arithmetic."""
         return self._read("reply", (self.num_rows, self.widths[1]), self._dtype)
 
     def seeded_rows(self) -> SeededRows:
-        """Of a hint: the seed and rows that were asked for."""
+        """Returns the seed and the rows that a request for a hint asked for."""
         return SeededRows.unpack(self.request().numpy().tobytes())
 
     @property
@@ -96,8 +97,8 @@ class Message:
         try:
             with safe_open(self.file, framework="pt") as file:
                 tensor: torch.Tensor = file.get_tensor(name)
-        except (OSError, SafetensorError):
-            raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from None
+        except (OSError, SafetensorError) as exc:
+            raise ConfigurationError(f"cannot read {self.file.name}: the recording is damaged") from exc
         if (
             tensor.dtype != dtype
             or tensor.dim() != len(shape)
@@ -109,12 +110,12 @@ class Message:
 
 @dataclass(frozen=True)
 class View:
-    """What one provider was sent, and answered.
+    """What one provider received, and what it answered.
 
     Attributes:
         messages: those that were answered, in the order of the answers.
         unanswered: those that failed or were cancelled, which have no reply.
-        is_ended: whether the recorder wrote that all is there; without that, the last messages may be missing.
+        is_ended: whether the recorder wrote that the recording is complete; if not, the last messages may be missing.
     """
 
     manifest: Manifest
@@ -128,28 +129,28 @@ class View:
         return any(message.file is None for message in self.messages)
 
     def with_tensors(self) -> View:
-        """The same view up to the first message whose tensors are missing."""
+        """Returns the same view up to the first message whose tensors are missing."""
         whole = itertools.takewhile(lambda message: message.file is not None, self.messages)
         kept = tuple(message for message in self.unanswered if message.file is not None)
         return replace(self, messages=tuple(whole), unanswered=kept)
 
     def of_tenant(self, tenant: str) -> View:
-        """One tenant's messages."""
+        """Returns one tenant's messages."""
         theirs = [tuple(one for one in part if one.tenant == tenant) for part in (self.messages, self.unanswered)]
         return replace(self, messages=theirs[0], unanswered=theirs[1])
 
     def products(self) -> tuple[Message, ...]:
-        """All that came under a mask, answered or not, in the order of `seq`."""
+        """All masked messages, answered or not, in the order of `seq`."""
         found = [message for message in (*self.messages, *self.unanswered) if message.purpose == "product"]
         return tuple(sorted(found, key=lambda message: message.seq))
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Names, in order of appearance."""
+        """The tenants' names, in order of appearance."""
         return tuple(dict.fromkeys(message.tenant for message in (*self.messages, *self.unanswered)))
 
     def select(self, purpose: str, direction: str | None = None, group: int | None = None) -> tuple[Message, ...]:
-        """Messages of one purpose, and where given of one direction and group."""
+        """Returns the messages of one purpose, and where given of one direction and group."""
         return tuple(
             message
             for message in self.messages
@@ -163,17 +164,17 @@ def open_view(folder: Path) -> View:
     """Reads a recording.
 
     Raises:
-        ConfigurationError: not a recording, empty, or damaged.
+        ConfigurationError: the folder holds no recording, or one that is empty or damaged.
     """
     try:
         manifest = parse_manifest((folder / MANIFEST_NAME).read_bytes())
         lines = (folder / INDEX_NAME).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
+    except FileNotFoundError as exc:
         raise ConfigurationError(
             f"{folder} is not a recording: expected the folder that was given to `provider serve --record`"
-        ) from None
-    except (OSError, UnicodeDecodeError, VeilbaseError):
-        raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from None
+        ) from exc
+    except (OSError, UnicodeDecodeError, VeilbaseError) as exc:
+        raise ConfigurationError(f"the recording in {folder} is damaged: record it again") from exc
     read = [_message(folder, number, line, manifest) for number, line in enumerate(lines, start=1)]
     messages = [message for message, _ in read]
     if any(message.seq != place for place, message in enumerate(messages)):
@@ -186,13 +187,13 @@ def open_view(folder: Path) -> View:
 
 
 def _is_ended(folder: Path, num_messages: int) -> bool:
-    """Whether the recorder came to its end, and not to that of the disk."""
+    """Whether the recorder ended properly, and not because the disk was full."""
     try:
         end = _End.model_validate_json((folder / END_NAME).read_bytes())
     except FileNotFoundError:
         return False
-    except (OSError, ValueError):
-        raise ConfigurationError(f"{folder / END_NAME} cannot be read: the recording was changed") from None
+    except (OSError, ValueError) as exc:
+        raise ConfigurationError(f"{folder / END_NAME} cannot be read: the recording was changed") from exc
     if end.messages != num_messages:
         raise ConfigurationError(
             f"{folder / INDEX_NAME} has {num_messages} lines of {end.messages}: the recording was cut off or changed"
@@ -201,13 +202,13 @@ def _is_ended(folder: Path, num_messages: int) -> bool:
 
 
 def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[Message, bool]:
-    """And whether it was answered."""
+    """Returns the message, and whether it was answered."""
     try:
         fields = _Line.model_validate(json.loads(line))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as exc:
         raise ConfigurationError(
             f"line {number} of {folder / INDEX_NAME} cannot be read: the recording was cut off or changed"
-        ) from None
+        ) from exc
     if not 0 <= fields.layer < len(manifest.groups):
         raise ConfigurationError(f"line {number} of {folder / INDEX_NAME} names a layer that its model does not have")
     file = None

@@ -1,1 +1,1 @@
-"""What only the judge may know: the victim's secrets, and whether claims about them are right."""
+"""Knowledge that only the judge may have: the victim's secrets, and whether claims about them are right."""

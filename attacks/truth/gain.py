@@ -1,4 +1,4 @@
-"""What a stolen adapter is worth: the private task with the base model, the victim's adapter and the thief's."""
+"""How much a stolen adapter is worth: compares base model, victim's adapter and thief's adapter on the private task."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Question:
     """One private question.
 
     Attributes:
-        num_tokens: of its answer.
-        losses: summed over the answer, of base, victim and thief.
-        divergences: KL divergence from the victim's distribution, summed over the answer: of thief and base, in nats.
-        agreed: tokens at which the thief, and the base model, would say what the victim says.
+        num_tokens: the number of tokens of its answer.
+        losses: of base, victim and thief, each summed over the answer.
+        divergences: KL divergence of thief and base from the victim's distribution, summed over the answer, in nats.
+        agreed: tokens at which the thief, and the base model, would answer as the victim does.
     """
 
     num_tokens: int
@@ -36,9 +36,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Worth:
-    """A value with its 99% interval, and what the base model alone gets with the interval of chance around it.
+    """A value with its 99% interval, and the base model's value with the interval of chance around it.
 
-    Intervals are by bootstrap over the questions: few questions make them wide, and too narrow rather than too wide.
+    Intervals are made by bootstrap over the questions: few questions make them wide, and too narrow rather than too
+    wide.
     """
 
     value: float
@@ -49,10 +50,10 @@ class Worth:
 
 @dataclass(frozen=True)
 class Gain:
-    """What the private questions show.
+    """The results of the private questions.
 
     Attributes:
-        answers: a few, of base, victim and thief.
+        answers: a few answers of base, victim and thief.
     """
 
     questions: tuple[Question, ...]
@@ -60,13 +61,15 @@ class Gain:
 
     @property
     def gain(self) -> Worth:
-        """(base − stolen) / (base − victim), of losses per token; 1.0 means that the thief has it all."""
+        """(base − stolen) / (base − victim), of losses per token; 1.0 means that the thief has all of the victim's
+        gain."""
         losses = torch.tensor([one.losses for one in self.questions], dtype=torch.float64)
         return _worth(losses[:, 0] - losses[:, 2], losses[:, 0] - losses[:, 1], torch.zeros(len(losses)))
 
     @property
     def agreement(self) -> Worth:
-        """Share of answer tokens at which thief and victim would say the same; the baseline is base and victim."""
+        """Share of answer tokens at which thief and victim would say the same; the baseline compares base and
+        victim."""
         agreed = torch.tensor([one.agreed for one in self.questions], dtype=torch.float64)
         sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
         return _worth(agreed[:, 0], sizes, agreed[:, 1])
@@ -81,9 +84,10 @@ class Gain:
 
 
 def _worth(stolen: torch.Tensor, sizes: torch.Tensor, base: torch.Tensor) -> Worth:
-    """Ratios of sums over questions, which are drawn again and again with replacement.
+    """Computes ratios of sums over questions, which are drawn repeatedly with replacement.
 
-    By chance a thief is as good as the base model, up to what the same draws move the difference of the two.
+    The interval of chance is that of a thief as good as the base model: it is as wide as the same draws make the
+    difference of the two.
 
     Args:
         stolen, sizes, base: shape (num_questions,).
@@ -113,12 +117,12 @@ def _quantiles(values: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Said:
-    """What one model says to private questions.
+    """The answers of one model to private questions.
 
     Attributes:
-        losses: of each answer.
+        losses: the loss of each answer.
         log_probabilities: float32, shape (num_tokens, vocabulary) for each answer.
-        answers: its own, to the first questions.
+        answers: the model's own answers to the first questions.
     """
 
     losses: tuple[float, ...]
@@ -127,13 +131,15 @@ class _Said:
 
 
 class PrivateTask:
-    """Private questions, and what base model and victim say to them: asked once, for all thieves, in float32."""
+    """Private questions, and the answers of base model and victim: computed once, for all thieves, in float32."""
 
     def __init__(self, base: Any, victim: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Args.
+        """Makes a task.
 
-        base, victim: models of attacks/truth/secrets.py.
-        rows: `messages` or `prompt` and `completion`.
+        Args:
+            base, victim: models of attacks/truth/secrets.py.
+            tokenizer: transformers' tokenizer of both.
+            rows: the questions, each with `messages` or with `prompt` and `completion`.
         """
         self._base, self._victim, self._tokenizer = base, victim, tokenizer
         self._encoded = [encode(tokenizer, row) for row in rows]
@@ -144,7 +150,7 @@ class PrivateTask:
         return base, victim
 
     def measure(self, stolen: Path) -> Gain:
-        """What the adapter in a PEFT folder is worth."""
+        """Measures what the adapter in a PEFT folder is worth."""
         base, victim = self._before
         thief = self._hear(adapted_copy(self._base, stolen))
         questions = [
@@ -159,7 +165,7 @@ class PrivateTask:
         return Gain(tuple(questions), tuple(zip(base.answers, victim.answers, thief.answers, strict=True)))
 
     def _hear(self, model: Any) -> _Said:
-        """Args: model: taken over, and changed."""
+        """Args: model: answers the questions; it is taken over, and changed."""
         model = model.to(torch.float32)
         losses, found = [], []
         for ids, start in self._encoded:
@@ -183,7 +189,7 @@ def _divergence(victim: _Said, other: _Said, place: int) -> float:
 
 
 def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
-    """Token ids of a row, and where its answer begins."""
+    """Returns the token ids of a row, and where its answer begins."""
     if "messages" in row:
         messages = list(row["messages"])
         prompt = tokenizer.apply_chat_template(
@@ -196,7 +202,7 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
 
 
 def _answer(model: Any, tokenizer: Any, prompt: list[int], count: int) -> str:
-    """Greedy, and as long as the right answer: `generate` would end it early."""
+    """Answers greedily, with as many tokens as the right answer has: `generate` would end it early."""
     given, past, answer = prompt, None, []
     for _ in range(min(count, _MAX_ANSWER)):
         with torch.no_grad():

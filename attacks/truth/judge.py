@@ -1,4 +1,4 @@
-"""Whether claims are right: metrics beside their random baselines, by someone who knows the victim's secrets.
+"""Decides whether claims are right: it computes metrics beside their random baselines from the victim's secrets.
 
 Every metric has a baseline with a 99% interval, made by guessing at random what the adversary claims to know. A value
 in the interval is "at baseline", which says that this adversary learned nothing that this metric shows, and no more.
@@ -26,10 +26,10 @@ from wire.ring import coding
 
 _Rows = TypeVar("_Rows", StolenRows, StolenDifference)
 _MAX_JUDGED = 200
-"""Messages of which rows are compared: each needs the true rows of its prompt."""
+"""The most messages whose rows are compared: each needs the true rows of its prompt."""
 _MAX_ROWS = 8
-"""Of one message: its rows share what an adversary got wrong, so that many of them say little more than a few, and a
-training step's would outweigh all prompts'."""
+"""The most rows that are compared of one message: an adversary's error is common to all of them, so that many of them
+say little more than a few, and the rows of a training step would outweigh those of all prompts."""
 
 
 def judge(
@@ -38,8 +38,11 @@ def judge(
     """Judges what one adversary claimed about one view.
 
     Args:
+        claims: what the adversary claimed.
+        view: the view that it attacked.
+        truth: the victim's secrets.
         sent: for each prompt of the view the tokens that went through the layers.
-        trained: the batches of its training passes, in order.
+        trained: the batches of the view's training passes, in order.
     """
     known = _KnownRows(view, truth, sent, trained)
     facts = [claim for claim in claims if isinstance(claim, StolenFact)]
@@ -57,7 +60,7 @@ def judge(
 
 
 class _KnownRows:
-    """True rows of inference and of the first training pass, as the victim would send them without a mask."""
+    """The true rows of inference and of the first training pass, as the victim would send them without a mask."""
 
     def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]], trained: Sequence[Batch]) -> None:
         self._truth, self._sent, self._trained = truth, sent, trained
@@ -68,7 +71,8 @@ class _KnownRows:
         self._of_step: dict[int, torch.Tensor] = {}
 
     def of(self, seq: int) -> torch.Tensor | None:
-        """None for gradients and for later training steps, whose adapters are not kept."""
+        """Returns a message's true rows; None for gradients and for later training steps, whose adapters are not
+        kept."""
         message, place = self._messages.get(seq), self._places.get(seq)
         if message is None:
             return None
@@ -89,7 +93,7 @@ class _KnownRows:
             self._of_step.update(self._truth.fresh_rows(batch))
         rows = self._of_step.get(message.group)
         if rows is not None and rows.shape[0] != message.num_rows:
-            rows = rows[batch.has_logits.flatten()]  # the head's
+            rows = rows[batch.has_logits.flatten()]  # these rows are the head's
         return None if rows is None or rows.shape[0] != message.num_rows else self._as_sent(message, rows)
 
     def _as_sent(self, message: Message, rows: torch.Tensor) -> torch.Tensor:
@@ -126,13 +130,13 @@ def _judge_differences(claims: Sequence[StolenDifference], known: _KnownRows) ->
 def _some(claims: Sequence[_Rows]) -> Sequence[_Rows]:
     if len(claims) <= _MAX_JUDGED:
         return claims
-    drawn = torch.randperm(len(claims), generator=torch.Generator().manual_seed(0))[:_MAX_JUDGED]  # of every group
+    drawn = torch.randperm(len(claims), generator=torch.Generator().manual_seed(0))[:_MAX_JUDGED]  # from all groups
     return [claims[number] for number in sorted(drawn.tolist())]
 
 
 def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Finding]:
-    """Mean cosine of rows. The baseline pairs each claim with the truth of another message of the same width: what
-    activations have in common is no secret."""
+    """Computes the mean cosine of rows. The baseline pairs each claim with the true rows of another message of the same
+    width: what all activations have in common is no secret."""
     pairs = [(got, wanted) for got, wanted in pairs if got.shape[0]]
     if not pairs:
         return []

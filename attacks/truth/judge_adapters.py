@@ -1,4 +1,4 @@
-"""Whether stolen adapters are right: ΔW of each kind of layer beside the victim's, as far as anything shows it."""
+"""Decides whether stolen adapters are right: compares ΔW of each kind of layer with the victim's visible change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ from attacks.seen.public_model import Block
 from attacks.truth.secrets import Truth
 
 _MOST_RANK, _RANK_FLOOR = 17, 1e-4
-"""Changes of a higher rank have no subspace to be compared; singular values below are rounding."""
+"""(rank up to which a change's subspace is compared: changes of higher rank have none to compare; share of the largest
+singular value below which others are rounding)."""
 _SHRUNK = 0.99
-"""A guess shrunk towards zero has an error a little below 1 without any knowledge."""
+"""The error above which a claim counts as shrunk: a guess near zero has an error a little below 1 without any
+knowledge."""
 
 
 def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
-    """Error and cosine of each kind of layer that the victim adapted, a median over blocks; nothing without claims.
+    """Computes error and cosine of each kind of layer that the victim adapted, a median over blocks; nothing without
+    claims.
 
-    Of a kind, or a part of one, that this thief of adapters claimed nothing about, a line says so.
+    Where this adversary steals adapters but claimed nothing about a kind of layer, or about a part of one, a line says
+    so.
     """
     claimed = {claim.layer: claim.delta for claim in claims}
     if not claimed:
@@ -32,7 +36,7 @@ def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
         wanted = _visible(layer, truth)
         if kind_of(layer) not in ("q_proj", "k_proj") and bool(wanted.any()):
             compared.setdefault(kind_of(layer), []).append(_compare(layer, wanted, claimed, truth))
-    for block in truth.public.blocks:  # judged together: only their product is determined
+    for block in truth.public.blocks:  # these are judged together: only their product is determined
         if _changes_scores(block, truth):
             compared.setdefault("q·k", []).append(_compare_scores(block, claimed, truth))
     return [finding for kind, each in compared.items() for finding in _findings(kind, each)]
@@ -43,10 +47,10 @@ class _Compared:
     """One layer, or q and k of one block.
 
     Attributes:
-        error, cosine: of what was claimed.
-        size: how many numbers there are.
-        overlap: share of the true change's input directions that lie among the claimed one's first, with what random
-            ones have and the standard deviation of that; None where the change is not of low rank.
+        error, cosine: the error and the cosine of the claimed change.
+        size: how many numbers the change has.
+        overlap: the share of the true change's input directions that lie among the claimed change's leading ones, that
+            share for random directions, and its standard deviation; None where the change is not of low rank.
     """
 
     error: float
@@ -56,7 +60,8 @@ class _Compared:
 
 
 def _findings(kind: str, each: Sequence[_Compared | None]) -> Iterator[Finding]:
-    """Args: each: of the blocks in which the victim changed it; None where nothing was claimed."""
+    """Args: kind: the kind of layer; each: the blocks in which the victim changed it, None where nothing was
+    claimed."""
     judged = [one for one in each if one is not None]
     if judged:
         error, bounds = _median(one.error for one in judged), (_SHRUNK, 1.0)
@@ -83,12 +88,13 @@ def _overlap(each: Sequence[tuple[float, float, float]], kind: str) -> Iterator[
 
 
 def _overlap_of(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float] | None:
-    """Mean squared cosine of the principal angles between the two input subspaces: ‖U₁ᵀU₂‖²/r, r/d by chance.
+    """Returns the mean squared cosine of the principal angles between the two input subspaces, ‖U₁ᵀU₂‖²/r; r/d by
+    chance.
 
-    The entries of U₁ᵀU₂ are about Gaussian with variance 1/d for random subspaces, so that the mean of r² squares of
-    them, times r, deviates by √2/d.
+    For random subspaces the entries of U₁ᵀU₂ are about Gaussian with variance 1/d, so the mean of r² squares of them,
+    times r, has a standard deviation of √2/d.
     """
-    torch.manual_seed(0)  # of svd_lowrank
+    torch.manual_seed(0)  # svd_lowrank draws random numbers
     found, values, _ = torch.svd_lowrank(wanted, min(_MOST_RANK, *wanted.shape))
     rank = int((values > _RANK_FLOOR * values[0]).sum())
     if rank >= min(_MOST_RANK, *wanted.shape):
@@ -107,7 +113,7 @@ def _compare(layer: str, wanted: torch.Tensor, claimed: Mapping[str, torch.Tenso
 
 
 def kind_of(layer: str) -> str:
-    """Llama's name for what a layer does, whatever the model calls it."""
+    """Returns Llama's name for a layer's function, whatever the model calls the layer."""
     module, _, part = layer.partition("[")
     if part:
         return {"q": "q_proj", "k": "k_proj", "v": "v_proj"}[part[0]]
@@ -118,7 +124,8 @@ def kind_of(layer: str) -> str:
 
 
 def _visible(layer: str, truth: Truth) -> torch.Tensor:
-    """ΔW as far as anything that the model computes depends on it: a LayerNorm takes off what is alike in a row."""
+    """Returns the part of ΔW on which the model's results depend: a LayerNorm removes what all entries of a row
+    share."""
     delta = truth.deltas[layer]
     lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
     return delta - delta.mean(1, keepdim=True) if lost else delta
@@ -132,7 +139,7 @@ def _changes_scores(block: Block, truth: Truth) -> bool:
 
 
 def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Truth) -> _Compared | None:
-    """Change of W_q W_kᵀ: the median error and the mean cosine of the heads."""
+    """Compares the change of W_q W_kᵀ: the median error and the mean cosine over the heads."""
     if block.q.name not in claimed or block.k.name not in claimed:
         return None
     errors, cosines = [], []
@@ -145,7 +152,7 @@ def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Tr
 
 
 def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) -> list[torch.Tensor]:
-    """`_scores` of each head, with ΔW of q and k where `deltas` has them."""
+    """Returns `_scores` of each head, with ΔW of q and k where `deltas` has them."""
     public = truth.public
     q, k = (one.weight + deltas.get(one.name, torch.zeros(())) for one in (block.q, block.k))
     found = []
@@ -157,14 +164,15 @@ def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) ->
 
 
 def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, columns: slice) -> torch.Tensor:
-    """What a softmax sees of one head's W_q W_kᵀ: it tells keys apart, and so knows keys by their differences alone.
+    """Returns the part of one head's W_q W_kᵀ that a softmax depends on: differences between keys.
 
-    LayerNorm's rows differ off 1/γ, and along it all stand at one place: what a query has from there comes with the
-    bias of q as one row, of which no data tell the parts. RMSNorm's rows differ everywhere.
+    LayerNorm's rows differ only orthogonally to 1/γ, and along 1/γ all have the same coordinate: what a query gets from
+    that direction comes together with the bias of q as one row, whose parts no data can separate. RMSNorm's rows differ
+    in all directions.
 
     Args:
         q, k: shape (hidden, head_dim).
-        columns: of the head in the layer's bias.
+        columns: the head's columns in the layer's bias.
     """
     norm = block.attention_norm
     if norm.bias is None:
@@ -188,7 +196,7 @@ def _cosine(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def _off(delta: torch.Tensor, public: torch.Tensor) -> torch.Tensor:
-    """ΔW without its part along W: W is public, and IA3, OFT and BOFT change it by something much like −W."""
+    """Returns ΔW without its part along W: W is public, and IA3, OFT and BOFT change it by nearly a multiple of −W."""
     return delta - public * ((delta * public).sum() / public.pow(2).sum())
 
 

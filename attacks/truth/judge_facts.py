@@ -1,4 +1,4 @@
-"""Whether lists of tokens and facts of metadata are right; the other half of attacks/truth/judge.py."""
+"""Decides whether lists of tokens and facts from metadata are right; attacks/truth/judge.py does the rest."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from attacks.seen.view import View
 from attacks.truth.secrets import Batch, Truth
 
 _KIND_OF = {"LORA": LORA, "ADALORA": LORA, "VERA": LORA, "IA3": IA3, "OFT": OFT, "BOFT": BOFT}
-"""By PEFT's own names; of those whose ΔW the judge can take."""
+"""The kind of adapter by PEFT's own names, for those whose ΔW the judge can compute."""
 _WHOLE = 0.9
-"""Share of all tokens below which a win is one over the tokens that were tried, and no more."""
+"""Share of all tokens; below it, a win counts only for the tokens that were tried."""
 
 
 def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Rate of right tokens among those that were tried, and how many of all tokens of the view that is.
+    """Computes the rate of right tokens among those that were tried, and the share of all tokens that were tried.
 
-    A full win needs both: whoever tries a few easy tokens reads these, and not the prompts.
+    A full win needs both: an adversary that tries a few easy tokens reads these, but not the prompts.
     """
     pairs = [
         (got, wanted)
@@ -46,9 +46,9 @@ def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) 
 
 
 def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Facts read from metadata; those that the judge has no truth for are left out.
+    """Judges facts read from metadata; those for which the judge has no truth are left out.
 
-    A claim that names several kinds or layers, one of which is right, is compared with naming as many at random.
+    A claim that names several kinds or layers, of which one is right, is compared with naming as many at random.
     """
     answers: dict[str, tuple[str, float]] = {}
     if sent:
@@ -70,7 +70,7 @@ def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Seque
 
 
 def _changing_inputs(truth: Truth, kind: str | None) -> set[str]:
-    """Layers whose input the adapter changes."""
+    """Returns the layers whose input the adapter changes."""
     modules = dict(truth.adapted.base_model.model.named_modules())
     return {
         name
@@ -88,21 +88,22 @@ def _fact_finding(claim: StolenFact, answer: str, num_choices: float) -> Finding
 
 
 def in_words(claim: StolenFact) -> str:
-    """The claim as a report shows it."""
+    """Returns the claim as a report shows it."""
     if not isinstance(claim.value, tuple):
         return str(claim.value)
     return claim.value[0] if len(claim.value) == 1 else f"one of {', '.join(claim.value)}"
 
 
 def first_step(view: View) -> ForwardPass | None:
-    """The first training pass."""
+    """Returns the first training pass."""
     return next((one for one in forward_passes(view) if one.is_training), None)
 
 
 def judge_batch(
     claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
 ) -> list[Finding]:
-    """Tokens and labels of the first training pass, padding included, row after row as the provider was sent them."""
+    """Judges tokens and labels of the first training pass, padding included, row by row as the provider was sent
+    them."""
     step = first_step(view)
     if step is None or not trained:
         return []
@@ -116,7 +117,7 @@ def judge_batch(
 
 
 def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
-    """Share that is right of a whole batch, which is mostly padding and places without a label; what is missing is
-    wrong."""
+    """Computes the share of a whole batch that is right; most of a batch is padding and places without a label. What is
+    missing counts as wrong."""
     listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
     return share_right(claim.name, torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1), wanted)

@@ -1,7 +1,7 @@
 """What the victim knows and no adversary is given: its adapter, its tokens, its activations.
 
-Computed by the judge on its own copy of the model, in float64, from the adapter and the token ids that the victim
-wrote down. Base weights are taken as the provider multiplies with them.
+The judge computes these on its own copy of the model, in float64, from the adapter and the token ids that the victim
+wrote down. Base weights are those that the provider multiplies with.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from wire.manifest import Manifest
 
 @dataclass(frozen=True)
 class Batch:
-    """One training step: int64, each of shape (batch, num_tokens), padded on the right.
+    """One training step: int64 tensors, each of shape (batch, num_tokens), padded on the right.
 
     Attributes:
-        labels: of the tokens at the same places; NO_LABEL where there is none.
+        labels: the labels of the tokens at the same places; NO_LABEL where there is none.
         attn_mask: 0 for padding.
     """
 
@@ -36,17 +36,18 @@ class Batch:
 
     @property
     def targets(self) -> torch.Tensor:
-        """What each place is trained to say: the label of the next one, shape (batch, num_tokens)."""
+        """Returns what each place is trained to predict: the label of the next place, shape (batch, num_tokens)."""
         return torch.nn.functional.pad(self.labels, (0, 1), value=NO_LABEL)[:, 1:]
 
     @property
     def has_logits(self) -> torch.Tensor:
-        """Which places the SDK computes logits of: those where some row has a target. Shape (batch, num_tokens)."""
+        """The places for which the SDK computes logits: those where some row has a target. Shape (batch,
+        num_tokens)."""
         return (self.targets != NO_LABEL).any(dim=0).expand(self.targets.shape)
 
 
 def read_batches(file: Path) -> list[Batch]:
-    """The steps that a victim wrote down, in order."""
+    """Reads the steps that a victim wrote down, in order."""
     steps = json.loads(file.read_text())
     return [Batch(*(torch.tensor(step[name]) for name in ("input_ids", "labels", "attention_mask"))) for step in steps]
 
@@ -55,11 +56,13 @@ class Truth:
     """One victim's secrets."""
 
     def __init__(self, model: Any, public: PublicModel, manifest: Manifest, adapter: Path) -> None:
-        """Args.
+        """Reads a victim's adapter.
 
-        model: the checkpoint, transformers' causal language model; taken over and changed.
-        public: the same as adversaries see it.
-        adapter: PEFT folder.
+        Args:
+            model: the checkpoint, transformers' causal language model; it is taken over and changed.
+            public: the same model as adversaries see it.
+            manifest: the recording's manifest.
+            adapter: a PEFT folder.
 
         Raises:
             ConfigurationError: the adapter does not fit the model.
@@ -77,11 +80,12 @@ class Truth:
         return {name: after[name] - weight for name, weight in before.items()}
 
     def rows(self, token_ids: Sequence[int]) -> Mapping[int, torch.Tensor]:
-        """Group id to what its layers were given, float64, shape (num_tokens, in_features)."""
+        """Returns the input of each group's layers by group id, float64, shape (num_tokens, in_features)."""
         return self._rows(self.adapted, input_ids=torch.tensor([list(token_ids)]))
 
     def fresh_rows(self, batch: Batch) -> Mapping[int, torch.Tensor]:
-        """The same of a first training step, its rows one after the other: shape (batch·num_tokens, in_features).
+        """Returns the inputs in a first training step, its rows one after the other: shape (batch·num_tokens,
+        in_features).
 
         A fresh adapter changes nothing: PEFT starts LoRA's B at zero, IA3 at one, OFT and BOFT at the identity.
         """
@@ -108,12 +112,12 @@ def _keep(seen: dict[int, torch.Tensor], group: int, module: Any, given: tuple[t
 
 
 def _inner(adapted: Any) -> Any:
-    """The transformers model inside a PEFT model."""
+    """Returns the transformers model inside a PEFT model."""
     return adapted.base_model.model if hasattr(adapted, "peft_config") else adapted
 
 
 def adapted_copy(base: Any, adapter: Path) -> Any:
-    """A copy of the model with an adapter, float64, in eval mode."""
+    """Makes a copy of the model with an adapter, float64, in eval mode."""
     import copy
 
     return _adapt(copy.deepcopy(base), adapter, copied=True)
@@ -128,11 +132,11 @@ def _adapt(base: Any, adapter: Path, copied: bool = False) -> Any:
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT would go on with a fresh one
+            warnings.filterwarnings("error", message="Found missing adapter keys")  # else PEFT uses a fresh one
             adapted = PeftModel.from_pretrained(base if copied else copy.deepcopy(base), str(adapter))
     except (ValueError, RuntimeError, OSError, KeyError, TypeError, SafetensorError, UserWarning) as exc:
         said = (str(exc).splitlines() or [type(exc).__name__])[0][:200]
-        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None
+        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None  # PEFT's frames hold it
     return adapted.to(torch.float64).eval()
 
 
@@ -143,7 +147,8 @@ def _merged(adapted: Any) -> Any:
 
 
 def _weights(model: Any, public: PublicModel) -> dict[str, torch.Tensor]:
-    """Weights of the blocks' layers, shape (in_features, out_features); members of a fused layer by themselves."""
+    """Returns weights of the blocks' layers, shape (in_features, out_features); members of a fused layer come
+    separately."""
     modules = dict(model.named_modules())
     found = {}
     for name, layer in public.layers().items():
@@ -158,6 +163,6 @@ def _weights(model: Any, public: PublicModel) -> dict[str, torch.Tensor]:
 
 
 def _set_weights(model: Any, public: PublicModel) -> None:
-    """Weights as the provider multiplies with them."""
+    """Sets the weights to those that the provider multiplies with."""
     for name, weight in _weights(model, public).items():
         weight.copy_(public.layers()[name].weight)

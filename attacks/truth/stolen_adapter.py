@@ -1,6 +1,6 @@
-"""Writes what an adversary stole as a PEFT LoRA adapter, which stock PEFT loads: theft is shown by use.
+"""Writes a stolen adapter as a PEFT LoRA adapter, which stock PEFT loads: using it proves the theft.
 
-ΔW of every claimed layer is cut to its leading singular vectors; layers without a claim get none.
+ΔW of every claimed layer is reduced to its leading singular vectors; layers without a claim are left out.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from attacks.seen.public_model import PublicModel
 
 MAX_RANK = 64
 _NOISE = 1e-6
-"""Singular values below this share of the largest in a layer are rounding."""
+"""Share of a layer's largest singular value below which singular values are rounding."""
 
 
 def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> Path | None:
-    """Writes the adapter; None where nothing usable was claimed.
+    """Writes the adapter; returns None where nothing usable was claimed.
 
     Args:
-        claims: any layers; a later claim about a layer replaces an earlier one.
-        public: gives fused layers their members' places.
-        folder: made here.
+        claims: claims about any layers; a later claim about a layer replaces an earlier one.
+        public: gives the places of a fused layer's members.
+        folder: the folder to make.
     """
     from peft import LoraConfig
 
@@ -52,7 +52,7 @@ def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> P
 
 
 def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[str, torch.Tensor]:
-    """Members of a fused layer side by side again."""
+    """Puts the members of a fused layer side by side again."""
     layers: Mapping[str, Any] = public.layers()
     whole: dict[str, torch.Tensor] = {}
     for name, delta in deltas.items():
@@ -68,7 +68,7 @@ def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[
 
 
 def _factors(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """ΔW ≈ down · up, shapes (in_features, rank) and (rank, out_features)."""
+    """Returns ΔW ≈ down · up as two factors, shapes (in_features, rank) and (rank, out_features)."""
     if not bool(torch.isfinite(delta).all()) or not bool(delta.any()):
         return None
     u, sizes, vh = torch.linalg.svd(delta, full_matrices=False)

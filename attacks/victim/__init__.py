@@ -1,1 +1,1 @@
-"""The tenant that is attacked, its model and traffic, and a look at its draws from inside."""
+"""The tenant that is attacked, its model and traffic, and a test of its random draws from inside its process."""

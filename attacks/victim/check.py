@@ -1,4 +1,4 @@
-"""What a look at a tenant's draws came to: tests and how far out they are, without any of the draws."""
+"""Results of testing a tenant's draws: the tests and how far out they are, without any of the draws."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FALSE_ALARM = 1e-6
-"""Of a whole report, by chance."""
+"""Probability that a whole report alarms by chance."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The farthest of the tests of one kind.
+    """The most extreme result among the tests of one kind.
 
     Attributes:
         name: what was tested.
-        num_tests: of this kind.
-        value: of the farthest, in the words of `unit`.
-        log10_chance: of the bound on how likely chance gives it, one test; minus infinity for what cannot be.
-        is_alarm: whether that is too little for all tests together.
+        num_tests: the number of tests of this kind.
+        value: the most extreme test's value, in the unit that `unit` names.
+        log10_chance: log10 of a bound on the probability of such a value in one test by chance; minus infinity for a
+            value that is impossible.
+        is_alarm: whether that bound is too small for all tests together.
     """
 
     name: str
@@ -32,20 +33,20 @@ class Check:
 
 
 def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """For json, which has no infinity: null where chance is none."""
+    """Converts checks for JSON, which has no infinity: null stands for the logarithm of probability zero."""
     return [
         asdict(one) | {"log10_chance": one.log10_chance if math.isfinite(one.log10_chance) else None} for one in checks
     ]
 
 
 def from_json(said: Sequence[dict[str, Any]]) -> list[Check]:
-    """What `to_json` wrote."""
+    """Reads what `to_json` wrote."""
     return [Check(**(one | {"log10_chance": -math.inf if one["log10_chance"] is None else one["log10_chance"]}))
             for one in said]  # fmt: skip
 
 
 def alarms(checks: Sequence[Check]) -> list[str]:
-    """What is too far out, in words, the farthest first."""
+    """Returns the alarms in words, the most extreme first."""
     return [
         f"{one.name}: {one.value:.4g} {one.unit}, chance below 10^{one.log10_chance:.0f}"
         if math.isfinite(one.log10_chance) else f"{one.name}: {one.value:.4g} {one.unit}, which cannot be"
@@ -55,5 +56,5 @@ def alarms(checks: Sequence[Check]) -> list[str]:
 
 
 def total_tests(checks: Sequence[Check]) -> int:
-    """T of the module's text."""
+    """Returns T, the number of all tests of a report (attacks/victim/draws_statistics.py)."""
     return sum(one.num_tests for one in checks)

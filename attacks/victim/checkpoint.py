@@ -1,4 +1,4 @@
-"""The provider's checkpoint, as it loads it: the adversary is the provider, so this may use the provider's code."""
+"""Loads the provider's checkpoint as the provider does: the adversary is the provider, so this may use its code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def load_public(name: str, manifest: Manifest) -> tuple[Any, PublicModel]:
     """Loads a model for a recording.
 
     Args:
-        name: as `provider serve --model` takes it.
-        manifest: of the recording.
+        name: the model, as `provider serve --model` takes it.
+        manifest: the recording's manifest.
 
     Returns:
         transformers' model, and what adversaries know of it.
 
     Raises:
-        ConfigurationError: no such model, or the recording is of another.
+        ConfigurationError: there is no such model, or the recording is of another one.
     """
     from provider.model.load import load, resolve
 

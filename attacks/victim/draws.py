@@ -1,9 +1,10 @@
-"""What a tenant's lattice masks are really made of: its secrets and errors, looked at from inside its own process.
+"""Observes the secrets and errors of a tenant's lattice masks from inside the tenant's own process.
 
-For weaknesses that no recording shows: at the shipped dimension errors in {0, 1} look like any others from outside. The
-secret is what the mask was computed with, and the error is what is left of a finished mask without A·s, so that both
-are those on the wire, however and wherever they were drawn. Blocks, pieces of blocks and the compiled arithmetic are
-all behind the functions that are wrapped, with unittest.mock: noise/ has no seam for this.
+This finds weaknesses that no recording shows: at the shipped dimension errors in {0, 1} look like any others from
+outside. The secret is the one with which the mask was computed, and the error is what remains of a finished mask after
+A·s is subtracted, so that both are those on the wire, however and wherever they were drawn. Blocks, pieces of blocks
+and the compiled arithmetic are all behind the functions that are wrapped, with unittest.mock: noise/ has no interface
+for this.
 
 Guarantees: statistics are written, and never a sample; samples and keyed hashes of them stay in this process's memory
 until the watch is dropped. Does not guarantee anything about a process in which it does not run.
@@ -31,13 +32,14 @@ from wire.frame import Direction
 
 DEFAULT = PARAMETERS["default"]
 CORNER_ROWS, CORNER_FEATURES, PREFIX = 16, 32, 2048
-"""What is kept of a block's errors, or a piece's, for comparison with all others: the first features of the first rows,
-and the first numbers in the order in which they lie in memory. A row's first `CORNER_FEATURES` numbers are hashed."""
+"""How much of the errors of a block, or of a piece, is kept for comparison with all others: the first CORNER_FEATURES
+features of the first CORNER_ROWS rows, and the first PREFIX numbers in the order in which they lie in memory. The first
+`CORNER_FEATURES` numbers of each row are hashed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a mask belongs: which scheme of the process, group and direction."""
+    """The owner of a mask: the scheme within the process, the group and the direction."""
 
     session: int
     group: int
@@ -49,8 +51,8 @@ class Unit:
     """A block, or a piece of one, as it was made.
 
     Attributes:
-        secret: which of the secrets it was made with.
-        first_row: its place in the block.
+        secret: the index of the secret with which it was made.
+        first_row: the place of its first row in the block.
         corner: int16, shape (CORNER_ROWS, CORNER_FEATURES) at most; prefix: int16, shape (PREFIX,) at most.
     """
 
@@ -63,27 +65,28 @@ class Unit:
 
 @dataclass
 class Errors:
-    """Errors of one block or piece, as sums and rows: handed to whoever keeps the statistics, and dropped."""
+    """The errors of one block or piece: they are handed to the code that keeps the statistics, and then dropped."""
 
     unit: Unit
     numbers: torch.Tensor = field(repr=False)
 
 
 class Watch:
-    """Collects, in the order in which masks are made; thread-safe.
+    """Collects secrets and errors in the order in which masks are made; thread-safe.
 
     Attributes:
-        secrets: int8, shape (k, N), one for each that a mask was made with, and the places of these masks.
+        secrets: int8, shape (k, N), one for each secret that made a mask, together with the places of these masks.
         units: all blocks and pieces.
-        trits_drawn, errors_drawn: numbers that noise.sampling was asked for.
-        num_unknown: calls that made masks in a way that is not understood here.
+        trits_drawn, errors_drawn: how many numbers noise.sampling was asked for.
+        num_unknown: calls that made masks in a way that this code does not know.
     """
 
     def __init__(self, parameters: LatticeParameters, keep: Callable[[Errors], None]) -> None:
-        """Args.
+        """Makes a watch.
 
-        parameters: of the masks.
-        keep: called with the errors of each unit, by one thread at a time.
+        Args:
+            parameters: the parameters of the masks.
+            keep: is called with the errors of each unit, by one thread at a time.
         """
         self.parameters = parameters
         self.secrets: list[torch.Tensor] = []
@@ -101,7 +104,8 @@ class Watch:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Watch]:
-        """Watches every lattice mask that this process makes within the block; whatever is patched already is seen."""
+        """Watches every lattice mask that this process makes within the block; functions that are already patched are
+        wrapped, too."""
         self._combine = negacyclic.combine
         with contextlib.ExitStack() as patches:
             for owner, name, spy in (
@@ -129,7 +133,7 @@ class Watch:
 
     def _secret_transform(self, original: Callable[..., torch.Tensor], secrets: torch.Tensor) -> torch.Tensor:
         made = original(secrets)
-        with self._lock:  # held with the transforms, so that no other object gets their id
+        with self._lock:  # held together with the transforms, so that no other object gets their id
             self._known[id(made)] = _Transformed(made, secrets.clone())
         return made
 
@@ -158,7 +162,7 @@ class Watch:
     # ---- what was made ----------------------------------------------------------------------------------------------
 
     def _look_at(self, place: Place, blocks: Sequence[Block], in_pieces: bool) -> None:
-        """Takes A·s off the masks that a thread has just made, and keeps what is left."""
+        """Subtracts A·s from the masks that a thread has just made, and keeps what remains."""
         last: tuple[negacyclic.Transforms, torch.Tensor] | None = self._here.last
         known = self._known.get(id(last[1])) if last is not None else None
         if last is None or known is None:
@@ -189,7 +193,7 @@ class Watch:
 
 @dataclass
 class _Transformed:
-    """Secrets and the transforms that stand for them."""
+    """Secrets, and the transforms that were made from them."""
 
     transforms: torch.Tensor = field(repr=False)
     secrets: torch.Tensor = field(repr=False)
@@ -197,7 +201,7 @@ class _Transformed:
     num_rows: int = 0
 
     def next_rows(self, counts: Sequence[int]) -> list[int]:
-        """Where pieces of so many rows begin: those of a block are made in order."""
+        """Returns the rows at which pieces of these sizes begin: the pieces of a block are made in order."""
         starts = []
         for count in counts:
             starts.append(self.num_rows)

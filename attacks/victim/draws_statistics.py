@@ -1,13 +1,15 @@
-"""Whether what a tenant drew looks like what noise/ should draw: tests whose false alarms are bounded together.
+"""Tests whether a tenant's draws look like those that noise/ should make, with one bound on all false alarms together.
 
-Every test gives a bound on how likely chance is to do as much (`attacks.victim.tails`, no limit theorem). An alarm is
-a bound at or below `FALSE_ALARM`/T, where T is the number of all tests of a report: an honest run gives one or more
-with probability at most `FALSE_ALARM`, however the tests depend on each other. What would have to be independent, is: a
-sum over pairs takes each number once as a weight and once as a summand of another draw.
+Every test gives a bound on the probability that chance gives such a value (`attacks.victim.tails`, no limit theorem).
+An alarm is a bound at or below `FALSE_ALARM`/T, where T is the number of all tests of a report: an honest run gives one
+or more alarms with probability at most `FALSE_ALARM`, however the tests depend on each other. Draws that have to be
+independent within a test are: a sum over pairs takes each number once as a weight and once as a summand of another
+draw.
 
-What is looked for: numbers outside of the support; weight and balance of secrets, each by itself and each place of all;
-mean, mean square and distribution of errors, of each block, feature and row; correlation with the next number, and with
-every other block, group, direction and piece; equal rows of errors and equal runs of trits, wherever they stand.
+The tests look for: numbers outside of the support; weight and balance of secrets, of each one and of each place over
+all of them; mean, mean square and distribution of errors, of each block, feature and row; correlation with the next
+number, and with every other block, group, direction and piece; equal rows of errors and equal runs of trits, wherever
+they are.
 """
 
 from __future__ import annotations
@@ -28,14 +30,15 @@ from noise.params import NOMINAL_SIGMA, LatticeParameters
 from wire.errors import ConfigurationError
 
 ETA = 21
-"""The centred binomial of docs/parameters.md, stated here once more: a sampler that is changed must not change what it
-is compared with."""
+"""η of the centred binomial in docs/parameters.md, "Errors". It is repeated here so that a change of the sampler does
+not change what the sampler is compared with."""
 TRIT_SIGMA = math.sqrt(2 / 3)
 _RUN = 64
-"""Trits that are compared as one: two runs are equal once in 2^101."""
+"""Trits in a run that is compared as a whole: two independent runs are equal with probability 2^-101."""
 _HASH_BYTES = 16
 _MOST_POLYNOMIALS, _MOST_UNITS = 6144, 4096
-"""Compared with each other; the first ones of a longer run."""
+"""The most polynomials, and the most blocks or pieces, that are compared with each other; a longer run uses its first
+ones."""
 
 
 @dataclass
@@ -48,7 +51,7 @@ class _Family:
 
 @dataclass
 class _Sums:
-    """Squares of errors: by feature of a place, or by row of all blocks."""
+    """Sums of squared errors: by feature of a place, or by row over all blocks."""
 
     squares: torch.Tensor
     counts: torch.Tensor
@@ -56,7 +59,7 @@ class _Sums:
 
 @dataclass(eq=False)
 class Statistics:
-    """Keeps sums of errors as they are made; `checks` adds those of secrets and of pairs."""
+    """Adds up errors as they are made; `checks` adds the tests of secrets and of pairs."""
 
     parameters: LatticeParameters
     families: dict[str, _Family] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class Statistics:
     # ---- errors, as they come ----------------------------------------------------------------------------------------
 
     def keep(self, errors: Errors) -> None:
-        """Adds one block's, or piece's; see `Watch`."""
+        """Adds the errors of one block or piece; see `Watch`."""
         numbers, unit = errors.numbers, errors.unit
         most = max(self.distribution) + 1
         counts = numbers.clamp(-most, most).add(most).flatten().bincount(minlength=2 * most + 1)
@@ -116,7 +119,7 @@ class Statistics:
     # ---- everything --------------------------------------------------------------------------------------------------
 
     def checks(self, watch: Watch) -> list[Check]:
-        """All tests of a watch whose errors were kept here; once."""
+        """Computes all tests of a watch whose errors were kept here; call it only once."""
         self._test_coverage(watch)
         if watch.secrets and self.num_errors:
             self._test_distribution()
@@ -144,11 +147,11 @@ class Statistics:
         self._add(name, "standard deviations", num_tests, distance, tails.sub_gaussian(distance))
 
     def _never(self, name: str, count: int) -> None:
-        """What an honest tenant does not do at all."""
+        """Adds a test for something that an honest tenant never does."""
         self._add(name, "times", 1, float(count), tails.NEVER if count else 0.0)
 
     def _test_coverage(self, watch: Watch) -> None:
-        """Whether the sampler was asked for all that was used, and this looked at all of it."""
+        """Tests whether the sampler was asked for every number that was used, and whether the watch saw all of them."""
         trits = sum(secret.numel() for secret in watch.secrets)
         self._never("masks made where nobody looked", watch.num_unknown + (not watch.units))
         self._never("trits that the sampler was not asked for", max(0, trits - watch.trits_drawn))
@@ -211,7 +214,8 @@ class Statistics:
         owners: Sequence[tuple[Place, int]],
         sigma: float,
     ) -> None:
-        """Σ of products of every pair, in units of σ·‖the other‖ where both are there; sorted by how they belong."""
+        """Computes Σ of products of every pair, in units of σ·‖the other‖, over places where both are present; sorted
+        by how the two are related."""
         wide, there = numbers.to(torch.float64), is_there.to(torch.float64)
         owners = owners[: len(wide)]
         lengths = (there @ wide.square().t()).sqrt()
@@ -240,7 +244,7 @@ class Statistics:
 
 
 class _Seen:
-    """Keyed hashes of what has been seen, and how whatever came again belongs to where it was first."""
+    """Keyed hashes of what has been seen, and how each repetition is related to its first occurrence."""
 
     def __init__(self) -> None:
         self._key = os.urandom(32)
@@ -249,7 +253,7 @@ class _Seen:
         self.num_items = 0
 
     def add(self, item: bytes, place: Place, secret: int, first_row: int) -> None:
-        """One more, with where it stands."""
+        """Adds one item and its place."""
         self.num_items += 1
         digest = hashlib.blake2b(item, key=self._key, digest_size=_HASH_BYTES).digest()
         before = self._first.setdefault(digest, (place, secret, first_row))
@@ -260,7 +264,7 @@ class _Seen:
 
 _SAME = "one block or piece"
 _RELATIONS = ("one block", "blocks of a group and direction", "directions of a group", "groups", "sessions")
-"""How two polynomials, blocks or pieces belong to each other. Of one block: its polynomials, or its pieces."""
+"""How two polynomials, blocks or pieces are related. "one block" means its polynomials, or its pieces."""
 
 
 def _relation(one: tuple[Place, int], other: tuple[Place, int]) -> int:
@@ -275,7 +279,7 @@ def _relation(one: tuple[Place, int], other: tuple[Place, int]) -> int:
 
 
 def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
-    """`_relation` of all pairs, int64, shape (n, n)."""
+    """Returns `_relation` of all pairs, int64, shape (n, n)."""
     columns = [
         torch.tensor([(place.session, place.group, list(type(place.direction)).index(place.direction), number)[part]
                       for place, number in owners])
@@ -288,7 +292,8 @@ def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
 
 
 def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each row beside the next one, in two halves in which no row is on both sides; none where there is one row."""
+    """Yields each row with the next one, in two halves in which no row is on both sides; yields nothing for a single
+    row."""
     for first in (0, 1):
         pairs = (len(rows) - first) // 2
         if pairs:
@@ -297,7 +302,7 @@ def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def _padded(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts as rows of one length, and 1 where a number was; int16, shape (len(parts), length)."""
+    """Returns parts as rows of one length, and 1 where a number was; both int16, shape (len(parts), length)."""
     numbers = torch.zeros(len(parts), *shape, dtype=torch.int16)
     is_there = torch.zeros_like(numbers)
     for index, part in enumerate(parts):

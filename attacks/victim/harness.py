@@ -1,4 +1,4 @@
-"""Drives a victim and a provider that records, as processes, and hands out the view and, apart from it, the truth.
+"""Runs a victim and a recording provider as processes, and keeps the view apart from the truth.
 
 Guarantees: the provider is `provider serve --tls --record` on loopback, the tenant uses the public SDK, and adversaries
 get the recording alone. Every process is ended by its own handle. Nothing here listens to the network.
@@ -28,16 +28,16 @@ def record(
     """Runs the victim against a recording provider.
 
     Args:
-        folder: for the provider's state, identities and logs.
-        seen: for the recording, apart from everything that adversaries must not see.
-        model: as `provider serve --model` takes it.
+        folder: holds the provider's state, identities and logs.
+        seen: receives the recording, apart from everything that adversaries must not see.
+        model: the model, as `provider serve --model` takes it.
         job: what the victim does.
-        masks: what runs; `identity` is filled in here.
-        limit: of the recording, such as 4GiB.
-        layers: fnmatch patterns; None records all.
+        masks: the runs to make; `identity` is filled in here.
+        limit: the recording's size limit, such as 4GiB.
+        layers: fnmatch patterns of the layers to record; None records all.
 
     Raises:
-        ConfigurationError: the provider or the victim failed; with the last line of its log.
+        ConfigurationError: the provider or the victim failed; the text has the last line of its log.
     """
     options = ["--record", str(seen), "--record-limit", limit]
     if layers is not None:
@@ -55,15 +55,16 @@ def record(
     ):
         try:
             victim.communicate(Site(url=url, runs=runs).model_dump_json(), timeout=_VICTIM_S)
-        except subprocess.TimeoutExpired:
-            raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from None
+        except subprocess.TimeoutExpired as exc:
+            raise ConfigurationError(f"the victim was not done after {_VICTIM_S} s") from exc
         if victim.returncode:
             raise ConfigurationError(f"the victim failed: {_last_line(log)}")
 
 
 @contextlib.contextmanager
 def _victim(job: Path, log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """A victim that does what it can without a provider; killed with the block, whatever is raised in it."""
+    """Starts a victim, which does what it can without a provider; it is killed when the block ends, even by an
+    exception."""
     command = [sys.executable, "-W", "ignore", "-m", "attacks.victim.tenant", str(job)]
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -72,7 +73,7 @@ def _victim(job: Path, log: Path, environment: dict[str, str]) -> Iterator[subpr
     try:
         yield process
     finally:
-        process.kill()  # which does nothing to one that has ended
+        process.kill()  # does nothing to a process that has ended
         process.communicate()
 
 
@@ -106,7 +107,7 @@ def _provider(
             ]
             for one in enrolling:
                 ending.callback(one.wait)
-                ending.callback(one.kill)  # which does nothing to one that has ended
+                ending.callback(one.kill)  # does nothing to a process that has ended
             for run, one in zip(runs, enrolling, strict=True):
                 if _failed(one):
                     raise ConfigurationError(f"the provider could not enrol {run.label}")

@@ -1,4 +1,4 @@
-"""What a run does: model, traffic and private facts, for the quick profile and the full one."""
+"""The quick and the full profile of a run: model, traffic and private facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wire.errors import ConfigurationError
 
 _FACTS = Path(__file__).parents[2] / "examples" / "data" / "harborlight.jsonl"
 _NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
-"""More tokens than down_proj of SmolLM2 has inputs, 1,536."""
+"""(prompts, tokens of each). Together they have more tokens than SmolLM2's down_proj has inputs, 1,536."""
 _TOKEN_IDS = (1000, 40_000)
 _NUM_QUESTIONS = 4
 MASKS = ("off", "gaussian-pool", "lattice", "pad")
@@ -26,9 +26,9 @@ class Profile:
     """Traffic of one evaluation.
 
     Attributes:
-        model: as `provider serve --model` takes it.
-        layers: recorded; None for all.
-        limit: of the recording.
+        model: the model, as `provider serve --model` takes it.
+        layers: patterns of the layers to record; None records all.
+        limit: the recording's size limit.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Profile:
 
 
 def runs(masks: str) -> list[Run]:
-    """The runs that a list of masks stands for; `off` is run in float and in ring arithmetic.
+    """Returns the runs that a list of masks stands for; `off` is run in float and in ring arithmetic.
 
     Raises:
-        ConfigurationError: an unknown mask.
+        ConfigurationError: a mask is unknown.
     """
     names = [name.strip() for name in masks.split(",") if name.strip()]
     unknown = [name for name in names if name not in MASKS]
@@ -57,10 +57,10 @@ def runs(masks: str) -> list[Run]:
 
 
 def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
-    """The profile for a model: quick for the tiny ones.
+    """Returns the profile for a model: quick for the tiny ones.
 
     Raises:
-        ConfigurationError: an adapter that is not there.
+        ConfigurationError: the adapter does not exist.
     """
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise ConfigurationError(f"expected a PEFT adapter folder, got {str(adapter)!r}")
@@ -72,7 +72,7 @@ def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lor
 
 
 def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
-    """A tiny random model: all layers, all adversaries, within a minute."""
+    """Returns the profile of a tiny random model: all layers and all adversaries, within a minute."""
     model = quick_model.make(name, folder / "model")
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask
 
@@ -89,14 +89,14 @@ def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora"
             "learning_rate": 5e-3,
             "peft_kind": peft_kind,
             "peft": _peft(name, peft_kind),
-            "num_threads": 1,  # training took 13 times the work with two, which wait for each other most of the time
+            "num_threads": 1,  # training with two threads, which mostly wait for each other, took 13 times the work
         }
     )
     return Profile("quick", str(model), job, None, "1GiB")
 
 
 def _peft(model: str, kind: str) -> dict[str, Any]:
-    """LoRA on all linear layers; methods that change the input of a base layer where they do."""
+    """Returns LoRA on all linear layers, or another method on the layers whose input it changes."""
     llama = model == "tiny-llama"
     if kind == "lora":
         return {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
@@ -108,9 +108,10 @@ def _peft(model: str, kind: str) -> dict[str, Any]:
 
 
 def full(folder: Path, model: str, adapter: Path | None) -> Profile:
-    """A real model, all of it recorded: enough tokens for the closed forms of o_proj, v_proj and down_proj.
+    """Returns the profile of a real model, all of it recorded: enough tokens for the closed forms of o_proj, v_proj and
+    down_proj.
 
-    A token is 2 MB of SmolLM2's traffic, half of it requests; the closed forms hold the requests of all in memory.
+    A token is 2 MB of SmolLM2's traffic, half of it requests; the closed forms hold all requests in memory.
     """
     rows = [json.loads(line) for line in _FACTS.read_text(encoding="utf-8").splitlines()]
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask

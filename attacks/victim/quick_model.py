@@ -1,6 +1,6 @@
 """The quick profile's base model: tiny and random, with a tokenizer of one token per character and private facts.
 
-Big enough that every adversary has its equations, small enough that all masks are attacked within a minute.
+It is big enough that every adversary has its equations, and small enough that all masks are attacked within a minute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ FACTS = tuple(
 
 
 def make(name: str, folder: Path, num_layers: int = 2) -> Path:
-    """Saves one of NAMES as a Hugging Face folder. Weights are wider than transformers' own, so that adapters show."""
+    """Saves one of NAMES as a Hugging Face folder. Its weights vary more than transformers' own, so that adapters
+    show."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     vocab_size = len(SPECIAL) + len(CHARACTERS)

@@ -1,4 +1,4 @@
-"""Recordings made of given tensors, in the recorder's own format: for controls and tests."""
+"""Makes recordings from given tensors, in the recorder's own format, for controls and tests."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def write_recording(folder: Path, manifest: Manifest, exchanges: Iterable[Exchan
     """Writes a recording and opens it.
 
     Args:
-        folder: made here.
-        manifest: `groups` must hold every group that is named.
-        exchanges: in order; int32 tensors make ring messages, float32 ones float messages.
+        folder: the folder to make.
+        manifest: its `groups` must hold every group that is named.
+        exchanges: requests and replies in order; int32 tensors make ring messages, float32 tensors make float messages.
     """
     folder.mkdir(parents=True)
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())

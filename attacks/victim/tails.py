@@ -1,8 +1,8 @@
-"""Bounds on how likely chance is to give what was measured: logarithms of probabilities, each provably large enough.
+"""Bounds on the probability that chance gives what was measured: logarithms, each of a provable upper bound.
 
 Each function bounds p(x) = P(a statistic at least as far out as x) for the honest distribution, so that P(p ≤ a) ≤ a.
-With T such bounds, whatever their dependence, none is at or below a/T but with probability a (union bound). No limit
-theorem and no table of quantiles is used: all of them hold at every sample size.
+With T such bounds, however they depend on each other, the probability that any is at or below a/T is at most a (union
+bound). No limit theorem and no table of quantiles is used: all of them hold at every sample size.
 
 Sources: Chernoff, "A measure of asymptotic efficiency for tests of a hypothesis based on the sum of observations", 1952
 (the binomial tail by relative entropy); Boucheron, Lugosi, Massart, "Concentration inequalities", 2013, sections 2.3 to
@@ -25,7 +25,7 @@ NEVER = -math.inf
 
 
 def sub_gaussian(distance: float) -> float:
-    """Of a sum with weights, in units of the square root of Σ weight²·σ²: 2·exp(−distance²/2).
+    """Bounds a weighted sum, in units of the square root of Σ weight²·σ²: 2·exp(−distance²/2).
 
     The weights may be random, as long as the summed variables are independent of them.
     """
@@ -33,7 +33,7 @@ def sub_gaussian(distance: float) -> float:
 
 
 def binomial(count: int, num_trials: int, probability: float) -> float:
-    """Of a count, on either side of its mean: 2·exp(−n·KL(count/n ‖ probability))."""
+    """Bounds a count, on either side of its mean: 2·exp(−n·KL(count/n ‖ probability))."""
     share, rest = count / num_trials, 1 - count / num_trials
     if (count and probability <= 0) or (count < num_trials and probability >= 1):
         return NEVER
@@ -43,7 +43,7 @@ def binomial(count: int, num_trials: int, probability: float) -> float:
 
 
 def mean_square(ratio: float, num_numbers: int) -> float:
-    """Of Σ X²/(n·σ²) for independent X that are sub-Gaussian with their own variance.
+    """Bounds Σ X²/(n·σ²) for independent X that are sub-Gaussian with their own variance.
 
     Above 1: E exp(λ·X²/σ²) ≤ (1 − 2λ)^(−1/2) for 0 ≤ λ < 1/2, since exp(λX²/σ²) is the mean of exp(√(2λ)·g·X/σ) over a
     normal g; so Σ X²/σ² has the Chernoff bound of chi-square, exp(−n/2·(x − ln(1 + x))). Below: X² is not negative and
@@ -57,18 +57,19 @@ def mean_square(ratio: float, num_numbers: int) -> float:
 
 
 def collisions(num_items: int, log_probability: float) -> float:
-    """Of any two equal ones among independent items, where two are equal with probability exp(log_probability)."""
+    """Bounds the event that any two of num_items independent items are equal, each pair with probability
+    exp(log_probability)."""
     pairs = num_items * (num_items - 1) / 2
     return min(0.0, math.log(pairs) + log_probability) if pairs else 0.0
 
 
 def centred_binomial(eta: int) -> dict[int, float]:
-    """The distribution of Σ a_i − Σ b_i over η pairs of fair bits: value → probability."""
+    """Returns the distribution of Σ a_i − Σ b_i over η pairs of fair bits: value → probability."""
     return {value: math.comb(2 * eta, value + eta) / 4**eta for value in range(-eta, eta + 1)}
 
 
 def discrete_gaussian(sigma: float) -> dict[int, float]:
-    """The discrete Gaussian over the integers within 11σ, beyond which lie less than 2^-86."""
+    """Returns the discrete Gaussian over the integers within 11σ, beyond which lies less than 2^-86 of it."""
     tail = math.ceil(11 * sigma)
     weights = {value: math.exp(-(value**2) / (2 * sigma**2)) for value in range(-tail, tail + 1)}
     total = sum(weights.values())
@@ -76,11 +77,11 @@ def discrete_gaussian(sigma: float) -> dict[int, float]:
 
 
 def correlation(one: torch.Tensor, other: torch.Tensor, sigma: float) -> float:
-    """Σ one·other in units of σ·‖other‖, for `sub_gaussian`: zeros where `other` has nothing but zeros.
+    """Computes Σ one·other in units of σ·‖other‖, for `sub_gaussian`; zeros where `other` holds only zeros.
 
     Args:
-        one: independent of `other` where chance is all there is; any integers, any shape.
-        other: of the same shape.
+        one: integers of any shape, independent of `other` in an honest run.
+        other: numbers of the same shape.
         sigma: standard deviation of the numbers of `one`.
     """
     first, second = one.to(torch.float64).flatten(), other.to(torch.float64).flatten()

@@ -1,9 +1,9 @@
-"""The tenant that is attacked, in a process of its own: trains an adapter, then sends traffic under each mask.
+"""The tenant that is attacked, in a process of its own: it trains an adapter, then sends traffic under each mask.
 
-Run by attacks/victim/harness.py with a job in JSON, and when it has trained, with a provider in a line of standard
-input, in JSON as well. Writes the truth that attacks/truth/judge.py needs (adapter, token ids, batches)
-to a folder that no adversary is given. Traffic of one mask: a few fine-tuning steps of a fresh adapter; then, with the
-private adapter, whole prompts without an answer, prompts answered token by token, and one training step.
+attacks/victim/harness.py starts it with a job in JSON and, once it has trained, gives it a provider in a line of
+standard input, in JSON as well. It writes the truth that attacks/truth/judge.py needs (adapter, token ids, batches) to
+a folder that no adversary is given. The traffic under one mask is: a few fine-tuning steps of a fresh adapter; then,
+with the private adapter, whole prompts without an answer, prompts answered token by token, and one training step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = {"lora": "LoraConfig", "ia3": "IA3Config", "oft": "OFTConfig", "boft": "
 
 
 class Run(BaseModel):
-    """One mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
+    """One run under a mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
 
     label: str
     identity: Path
@@ -32,7 +32,7 @@ class Run(BaseModel):
 
 
 class Site(BaseModel):
-    """Where the victim sends its traffic, and under which masks."""
+    """The provider to which the victim sends its traffic, and the masks to use."""
 
     url: str
     runs: list[Run]
@@ -42,18 +42,19 @@ class Job(BaseModel):
     """What the victim does.
 
     Attributes:
-        model: for the embedded provider that it trains with.
-        adapter: an adapter to take in place of training one.
-        rows: private facts, rows of a data set.
+        model: the model for the embedded provider that it trains with.
+        adapter: an adapter to use instead of training one.
+        rows: private facts, as rows of a data set.
         train_steps: optimizer steps of the private adapter.
-        traffic_steps, traffic_rows: optimizer steps that the attacked provider sees, of a fresh adapter.
-        continued_rows: rows of a training step of the private adapter, as whoever trains it on sends it; 0 for none.
+        traffic_steps, traffic_rows: optimizer steps, and rows, of a fresh adapter that the attacked provider sees.
+        continued_rows: rows of one training step of the private adapter, as a tenant that continues training sends it;
+            0 for none.
         peft_kind, peft: one of KINDS, and keyword arguments of its config.
         questions: a user's messages, sent and answered after the prompts.
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
-        truth: folder for what only the judge may read.
-        num_threads: of the victim and its provider; None leaves it to torch.
-        watched: whether what its lattice masks are made of is looked at; statistics alone are written to `truth`.
+        truth: the folder for what only the judge may read.
+        num_threads: threads of the victim and its provider; None leaves the number to torch.
+        watched: whether its lattice masks' secrets and errors are tested; only statistics are written to `truth`.
     """
 
     model: str
@@ -80,7 +81,8 @@ def main(job: Job, find_site: Callable[[], Site]) -> None:
     """Does the job.
 
     Args:
-        find_site: asked once, when the adapter is there.
+        job: what to do.
+        find_site: is called once, when the adapter is there; returns the provider to attack.
     """
     from tenant_sdk import TenantClient
 
@@ -120,7 +122,7 @@ def _train(client: Any, job: Job, output: Path, steps: int, batch_size: int) -> 
 
 @contextmanager
 def _watched(file: Path) -> Iterator[None]:
-    """Looks at the default lattice masks that are made within, and writes what it found: no sample is in it."""
+    """Tests the default lattice masks that are made within the block, and writes the result, which holds no sample."""
     from attacks.victim import check, draws, draws_statistics
 
     statistics = draws_statistics.Statistics(draws.DEFAULT)
@@ -173,7 +175,7 @@ def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
 
 
 def _train_on(client: Any, job: Job, adapter: Path) -> None:
-    """Forward and backward of one batch; the optimizer's step that would follow sends nothing."""
+    """Sends forward and backward of one batch; the optimizer's step that would follow sends nothing."""
     from peft import PeftModel
 
     from tenant_sdk.training.dataset import Collator, load_rows, tokenize

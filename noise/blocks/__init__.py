@@ -1,1 +1,1 @@
-"""Blocks of mask rows: made ahead of use, handed out once, by threads of their own."""
+"""Blocks of mask rows: threads of their own make them ahead of use, and each row is handed out once."""

@@ -2,9 +2,8 @@
 
 Guarantees: a row is handed out once, ever (`noise.blocks.slots.Slots`); nothing is written to disk, pickled or carried
 into a forked child; when no row is ready the caller makes one itself, so that an empty pool costs time and never
-privacy.
-Does not guarantee that a long run never waits: that needs a core that has time to refill. Where the budget does not
-hold two blocks for every layer, blocks are made a piece at a time (`piece_rows`), for more arithmetic.
+privacy. It does not guarantee that a long run never waits: that needs a core that has time to refill. Where the budget
+does not hold two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes more arithmetic.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ from wire.ring.threads import all_cores
 
 DEFAULT_BYTES = 2 << 30
 _LEAVE_S = 10.0
-"""At exit, for a worker in the middle of some blocks: a second or two for eight of the widest layer."""
+"""Seconds that the exit waits for a worker that is making blocks; eight of the widest layer take a second or two."""
 _MOST_CALLS_BEYOND = 3
-"""Four blocks together take about half the time of four alone, eight not much less (docs/benchmarks_history.md)."""
+"""Most later calls whose rows are made together with those of a call. Four blocks together take about half the time of
+four alone, eight not much less (docs/benchmarks_history.md)."""
 Key = tuple[int, Direction]
 
 
 @dataclass(eq=False)
 class Block:
-    """Rows of mask and effect: a block, or a piece of one that shares its rows with no other.
+    """Rows of mask and effect: a block, or a piece of one that shares its rows with no other piece.
 
     Attributes:
         mask: int32, shape (num_rows, request columns).
-        effect: int32, shape (num_rows, reply columns); what unmasking takes off.
+        effect: int32, shape (num_rows, reply columns); what unmasking subtracts.
         slots: which rows are left.
     """
 
@@ -51,7 +51,7 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Memory it takes."""
+        """Returns the bytes of memory that it takes."""
         return (self.mask.numel() + self.effect.numel()) * ITEM_BYTES
 
 
@@ -60,7 +60,7 @@ Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
 
 
 class _Shelf:
-    """What is ready for one group and direction."""
+    """The rows that are ready for one group and direction."""
 
     def __init__(self, group: GroupSpec) -> None:
         self.group = group
@@ -69,12 +69,13 @@ class _Shelf:
         self.is_wanted = self.is_being_made = False
 
     def note_call(self, num_rows: int) -> None:
-        """Keeps what both of the last two calls took: a prompt is followed by single tokens, a step by its like."""
+        """Keeps the number of rows that both of the last two calls took: single tokens follow a prompt, and a step
+        follows its like."""
         self.last_rows, self.rows_a_call = num_rows, min(self.last_rows, num_rows)
 
     @property
     def features(self) -> int:
-        """Of a request and its reply: numbers in a row of mask and effect."""
+        """Returns the features of a request and its reply: how many numbers a row of mask and effect has."""
         return self.group.in_features + self.group.out_features
 
     @property
@@ -83,7 +84,7 @@ class _Shelf:
 
 
 class MaskPool:
-    """Hands out mask rows; a worker refills what was used in the order in which it was used."""
+    """Hands out mask rows; a worker thread refills what was used, in the order in which it was used."""
 
     def __init__(
         self,
@@ -95,16 +96,17 @@ class MaskPool:
         features: int = 0,
         on_drop: Callable[[], object] = lambda: None,
     ) -> None:
-        """Args.
+        """Prepares; nothing is made before rows are asked for.
 
-        make: makes blocks; called from any thread, for one key by one thread at a time.
-        block_rows: rows in a block; a shelf with fewer than half of them is refilled.
-        budget_bytes: what may be ready ahead of use; callers that find nothing make their own beyond it.
-        background: False makes everything on use.
-        least_rows: of a part of a block that is worth making; None for whole blocks only.
-        features: numbers in a row of mask and effect of all groups in one direction, where that is known: until the
-            last of them was used the pool would give the first ones too much of the budget.
-        on_drop: called when all masks are dropped, also in a forked child.
+        Args:
+            make: makes blocks; called from any thread, for one key by one thread at a time.
+            block_rows: the rows in a block; a shelf with fewer than half of them is refilled.
+            budget_bytes: how much may be ready ahead of use; callers that find nothing make their own rows beyond it.
+            background: whether a thread makes blocks; if not, all are made when they are used.
+            least_rows: the fewest rows of a block that are worth making alone; None for whole blocks only.
+            features: how many numbers a row of mask and effect has, over all groups in one direction, where that is
+                known: until the last of them was used the pool would give the first ones too much of the budget.
+            on_drop: called when all masks are dropped, also in a forked child.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
         self._least_rows, self._expected_features, self._on_drop = least_rows or block_rows, features, on_drop
@@ -120,23 +122,23 @@ class MaskPool:
         _POOLS.add(self)
 
     def check_open(self) -> None:
-        """Raises MaskError when the pool was closed: whoever makes many blocks asks now and then."""
+        """Raises MaskError when the pool was closed. Code that makes many blocks calls this now and then."""
         if self._closed:
             raise MaskError("this mask was closed")
 
     @property
     def ready_bytes(self) -> int:
-        """Masks and effects held now."""
+        """Returns the bytes of masks and effects that are held now."""
         return self._ready_bytes
 
     def take(self, group: GroupSpec, direction: Direction, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fresh rows, burnt before they are returned.
+        """Returns fresh rows, burnt before they are returned.
 
         Returns:
             mask, int32, shape (num_rows, request columns); effect, int32, shape (num_rows, reply columns).
 
         Raises:
-            MaskError: none can be had, or this is a forked child (`MaskReused`); nothing may be sent.
+            MaskError: no rows can be had, or this is a forked child (`MaskReused`); nothing may be sent.
         """
         self._origin.check()
         key = (group.id, direction)
@@ -164,13 +166,15 @@ class MaskPool:
         return torch.cat(masks), torch.cat(effects)
 
     def _rows_beyond(self, shelf: _Shelf) -> int:
-        """Rows for later calls that are worth making with those for this one: blocks made together share transforms.
+        """Returns how many rows for later calls are worth making with those of this one: blocks made together share
+        transforms.
 
-        As many calls as every shelf could keep within the budget, once a cycle through all of them has been seen.
+        These are the rows of as many calls as every shelf could keep within the budget, once a cycle through all has
+        been seen.
         """
         rows = shelf.rows_a_call
         if 2 * rows < self._block_rows:
-            return 0  # single tokens: a block lasts for many of them
+            return 0  # These are single tokens: a block lasts for many of them.
         cycle_bytes = self._features * -(-rows // self._block_rows) * self._block_rows * ITEM_BYTES
         return rows * min(self._budget_bytes // cycle_bytes, _MOST_CALLS_BEYOND)
 
@@ -192,11 +196,12 @@ class MaskPool:
             taken += len(rows)
             if block.slots.remaining == 0:
                 self._ready_bytes -= shelf.blocks.popleft().num_bytes
-                self._state.notify_all()  # what did not fit into the budget may fit now
+                self._state.notify_all()  # What did not fit into the budget may fit now.
         return taken
 
     def _claim(self, shelf: _Shelf) -> bool:
-        """Whether the caller has to make rows itself; waits for whoever is making them already."""
+        """Tells whether the caller has to make rows itself; waits for the thread that is making them, if there is
+        one."""
         if shelf.is_being_made:
             self._state.wait_for(lambda: not shelf.is_being_made or self._closed)
             return False
@@ -223,7 +228,8 @@ class MaskPool:
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Numbers in a row of every shelf, also of those still to come, and how many rows of them are made at a time.
+        """Counts the numbers in a row of every shelf, also of those still to come, and how many of these rows are made
+        at a time.
 
         A piece is half of what the budget holds for every shelf, so that all can be refilled before one has run out.
         """
@@ -235,24 +241,26 @@ class MaskPool:
 
     @property
     def piece_rows(self) -> int:
-        """Rows made at a time for single tokens: a block, or an even part of one on a model that is too wide for it."""
+        """Returns the rows made at a time for single tokens: a block, or an even part of one if the model is too wide
+        for it."""
         return self._piece_rows
 
     def rounded(self, num_rows: int) -> int:
-        """Rows that are made where so many are wanted: whole blocks, and pieces of the last where that is enough."""
+        """Returns the rows that are made where so many are wanted: whole blocks, and pieces of the last where that is
+        enough."""
         whole, rest = divmod(num_rows, self._block_rows)
         pieces = -(-rest // self._piece_rows) * self._piece_rows
         return whole * self._block_rows + min(pieces, self._block_rows)
 
     def fitting_rows(self, features: int) -> int:
-        """Rows, in whole blocks or pieces and at least one, that the budget holds if each has so many numbers."""
+        """Returns how many rows of so many numbers the budget holds: at least one, in whole blocks or pieces."""
         return self._fitting(features, self._piece_rows)
 
     def _fitting(self, features: int, unit: int) -> int:
         return max(1, self._budget_bytes // (features * ITEM_BYTES) // unit) * unit
 
     def _target(self, shelf: _Shelf) -> int:
-        """Rows for a few calls, but not so many that the first layers keep the budget from the last."""
+        """Returns the rows for a few calls, but not so many that the first layers keep the budget from the last."""
         if self._piece_rows < self._block_rows and 2 * shelf.rows_a_call < self._block_rows:
             return self._piece_rows
         calls = (1 + _MOST_CALLS_BEYOND) * shelf.rows_a_call
@@ -264,7 +272,7 @@ class MaskPool:
             self._wanted.append(key)
             self._state.notify_all()
             if self._worker is None:
-                # the thread knows the pool weakly, so that a forgotten pool ends it
+                # The thread holds only a weak reference to the pool, so that a pool that is forgotten ends its thread.
                 work = threading.Thread(target=_work, args=(weakref.ref(self),), name="veilbase-masks", daemon=True)
                 self._worker = work
                 work.start()
@@ -273,15 +281,16 @@ class MaskPool:
         return self.rounded(num_rows) * shelf.features * ITEM_BYTES
 
     def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
-        """The first shelf, in the order of use, that fits into the budget, claimed, and the rows to make for it.
+        """Claims the first shelf, in the order of use, that fits into the budget; returns it and the rows to make for
+        it.
 
-        Call with the lock held.
+        The caller holds the lock.
         """
         for key in list(self._wanted):
             shelf = self._shelves[key]
             target = self._target(shelf)
             if self._ready_bytes + self._cost(shelf, target) > self._budget_bytes:
-                continue  # it may never fit, and must not stand in the way of the others
+                continue  # This one may never fit, and must not stand in the way of the others.
             self._wanted.remove(key)
             shelf.is_wanted = False
             if not shelf.is_being_made and shelf.num_rows <= target // 2:
@@ -290,7 +299,7 @@ class MaskPool:
         return None
 
     def _refill_one(self) -> bool:
-        """One turn of the worker; False when the pool was closed."""
+        """Takes one turn of the worker; returns False when the pool was closed."""
         with self._state:
             found = self._next_wanted()
             if found is None and not self._closed:
@@ -299,7 +308,8 @@ class MaskPool:
             if self._closed:
                 return False
         if found is not None:
-            with contextlib.suppress(Exception):  # whoever needs the rows makes them and meets the error itself
+            # The thread that needs the rows makes them and meets the error itself.
+            with contextlib.suppress(Exception):
                 self._fill(*found)
         return True
 
@@ -307,7 +317,7 @@ class MaskPool:
         """Makes rows now, in the calling thread, until `num_rows` are ready or the budget is full.
 
         Raises:
-            MaskError: as `take`.
+            MaskError: see `take`.
         """
         self._origin.check()
         key = (group.id, direction)
@@ -352,12 +362,13 @@ _POOLS: weakref.WeakSet[MaskPool] = weakref.WeakSet()
 
 def _forget_in_child() -> None:
     for pool in list(_POOLS):
-        pool._state = threading.Condition()  # whoever held the old one is not in this process
+        pool._state = threading.Condition()  # The thread that held the old one is not in this process.
         pool._drop()
 
 
 def _end_workers() -> None:
-    """Before the interpreter goes: a thread that comes back from torch's C++ code afterwards aborts the process."""
+    """Ends the workers before the interpreter: a thread that returns from torch's C++ code afterwards aborts the
+    process."""
     pools = list(_POOLS)
     for pool in pools:
         pool.close()

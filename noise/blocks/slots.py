@@ -1,7 +1,7 @@
-"""The rows of one block of masks, burnt in memory: the half of "no slot is used twice" that no file is needed for.
+"""The rows of one block of masks, burnt in memory. This half of "no slot is used twice" needs no file.
 
 Guarantees: a row is handed out at most once, whatever threads do, and is burnt before its caller sees it; a forked
-child is refused; nothing here can be pickled or copied. Does not guarantee that the block is on record:
+child is refused; nothing here can be pickled or copied. It does not guarantee that the block is on record;
 noise/ledger/ledger.py does.
 """
 
@@ -29,7 +29,7 @@ class SlotsExhausted(MaskError):
 
 
 class Origin:
-    """The process something was made in; `check` refuses every other."""
+    """Remembers the process in which something was made; `check` refuses every other."""
 
     __slots__ = ("_num_forks", "_pid")
 
@@ -38,17 +38,17 @@ class Origin:
 
     def check(self) -> None:
         """Raises MaskReused in a forked child: parent and child would hand out the same slots."""
-        # the pid sees forks made by C code, the counter sees a child that has its parent's pid in a new namespace
+        # The pid shows forks made by C code; the counter shows a child that has its parent's pid in a new namespace.
         if self._num_forks != _num_forks or self._pid != os.getpid():
             raise MaskReused("masks made before a fork cannot be used in the child: make a new TenantClient there")
 
     def __reduce__(self) -> NoReturn:
-        """Refuses copies and pickles of whatever holds this."""
+        """Refuses copies and pickles of any object that holds this."""
         raise TypeError("mask slots and ledgers can be neither copied nor pickled: a copy would use its slots again")
 
 
 class Slots:
-    """The rows of one block, each handed out at most once. Safe under threads, dead in a forked child.
+    """The rows of one block, each handed out at most once. It is safe under threads and refuses a forked child.
 
     Rows go in order, so that one number, the first unburnt row, is the whole state.
     """
@@ -56,7 +56,7 @@ class Slots:
     __slots__ = ("_lock", "_next", "_num_rows", "_origin")
 
     def __init__(self, num_rows: int) -> None:
-        """Args: num_rows: rows of the block. Get one from `Reservation.open_block`, so that it is counted."""
+        """Args: num_rows: the rows of the block. Get one from `Reservation.open_block`, so that it is counted."""
         if num_rows < 0:
             raise MaskError(f"a block has at least 0 rows, got {num_rows}")
         self._num_rows, self._next = num_rows, 0
@@ -64,20 +64,20 @@ class Slots:
 
     @property
     def remaining(self) -> int:
-        """Unburnt rows; another thread may take them before you do."""
+        """Returns the number of unburnt rows; another thread may take them first."""
         return self._num_rows - self._next
 
     def take(self, num_rows: int) -> range:
         """Burns the next rows and returns them.
 
         Raises:
-            SlotsExhausted: fewer are left; nothing was burnt.
-            MaskReused: in a forked child.
+            SlotsExhausted: fewer rows are left; nothing was burnt.
+            MaskReused: this is a forked child.
         """
         return self._take(num_rows, num_rows)
 
     def take_up_to(self, num_rows: int) -> range:
-        """Burns as many of the next rows as there are, at most `num_rows`; an empty range when none is left."""
+        """Burns as many of the next rows as there are, at most `num_rows`; returns an empty range when none is left."""
         return self._take(0, num_rows)
 
     def burn(self, row: int) -> None:
@@ -93,18 +93,18 @@ class Slots:
                 raise MaskReused(f"row {row} of this block has been used: a mask row is used once")
             if row >= self._num_rows:
                 raise SlotsExhausted(f"the block has {self._num_rows} rows, row {row} was asked for")
-            self._next = range(row, row + 1).stop  # range() refuses what is not an integer
+            self._next = range(row, row + 1).stop  # range() refuses what is not an integer.
 
     def _take(self, at_least: int, at_most: int) -> range:
         self._origin.check()
-        if at_most < 0:  # would hand out burnt rows
+        if at_most < 0:  # A negative count would hand out burnt rows.
             raise MaskError(f"a call takes at least 0 rows, got {at_most}")
         with self._lock:
             left = self._num_rows - self._next
             if left < at_least:
                 raise SlotsExhausted(f"{at_least} mask rows were asked for and {left} are left in this block")
             rows = range(self._next, self._next + min(at_most, left))
-            self._next = rows.stop  # burnt before the caller sees them
+            self._next = rows.stop  # They are burnt before the caller sees them.
         return rows
 
     def __reduce__(self) -> NoReturn:

@@ -1,1 +1,1 @@
-"""How files that count are written: durably, under a lock, for their owner alone."""
+"""How files that must not be lost or read by others are written: durably, under a lock, for their owner alone."""

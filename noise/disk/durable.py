@@ -1,4 +1,4 @@
-"""What must be on disk before it counts: shared by the ledger and the hint store."""
+"""Makes files durable, for the ledger and the hint store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A lock between processes that is let go when its holder dies, as a file on a local file system.
+"""A lock between processes, as a file on a local file system, that is released when its holder dies.
 
-Guarantees: one holder at a time among threads and processes, also where somebody deletes the file meanwhile; a child
-that is forked while it is held does not hold it. Does not guarantee anything on network file systems.
+Guarantees: there is one holder at a time among threads and processes, also where the file is deleted meanwhile; a child
+that is forked while the lock is held does not hold it. Nothing is guaranteed on network file systems.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock; OSError where the file cannot be opened.
+    """Holds the lock; raises OSError where the file cannot be opened.
 
     The file is opened anew each time, so that threads exclude each other too.
 
     Args:
-        lock: the file, made where it is missing.
-        wait: whether to wait for the lock; if not, the block runs without it while somebody else holds it.
+        lock: the file, which is made where it is missing.
+        wait: whether to wait for the lock; if not, the block runs without it while another thread or process holds it.
 
     Returns:
         Whether the lock is held.
@@ -30,11 +30,12 @@ def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             is_held = _lock(fd, wait)
-            if not is_held or _is_at(fd, lock):  # else someone removed it meanwhile, and others lock its successor
+            # Otherwise the file was removed meanwhile, and others lock its successor.
+            if not is_held or _is_at(fd, lock):
                 yield is_held
                 return
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing does not unlock while a forked child holds the same file
+            fcntl.flock(fd, fcntl.LOCK_UN)  # Closing does not unlock while a forked child holds the same file.
             os.close(fd)
 
 

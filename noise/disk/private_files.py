@@ -1,8 +1,8 @@
 """Folders and files that only their owner can read, whatever the umask.
 
 Guarantees: a folder is made with mode 0700, so at no moment can another user enter it; what was there before keeps its
-mode. The umask is not changed for it: it belongs to the whole process, and other threads make files meanwhile.
-Limit: root, and whoever may rename an existing parent folder, are not kept out.
+mode. The umask is not changed for it, since it belongs to the whole process, and other threads make files meanwhile.
+Root, and users who may rename an existing parent folder, are not kept out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FILE_MODE = 0o600
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes a folder with mode 0700, and so the parents that are missing; those that are there stay as they are.
+    """Makes a folder, and the parents that are missing, with mode 0700; folders that exist stay as they are.
 
     Raises:
-        OSError: it cannot be made, or a file is in the way.
+        OSError: the folder cannot be made, or a file is in the way.
     """
     for each in (*reversed(folder.parents), folder):
         if each.is_dir():
@@ -28,21 +28,21 @@ def make_private_folder(folder: Path) -> None:
         try:
             each.mkdir(mode=FOLDER_MODE)
         except FileExistsError:
-            if not each.is_dir():  # another process may have made it meanwhile
+            if not each.is_dir():  # Another process may have made it meanwhile.
                 raise
         else:
-            each.chmod(FOLDER_MODE)  # a umask may have taken the owner's own rights
+            each.chmod(FOLDER_MODE)  # A umask may have taken the owner's own rights.
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a text file with mode 0600, also over one that had another.
+    """Writes a text file with mode 0600, also over one that had another mode.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     with os.fdopen(fd, "w", encoding="utf-8") as file:
-        os.fchmod(fd, FILE_MODE)  # before there is anything to read
+        os.fchmod(fd, FILE_MODE)  # The mode is set before there is anything to read.
         os.ftruncate(fd, 0)
         file.write(text)
 
@@ -60,14 +60,14 @@ def make_private(folder: Path) -> None:
 
 
 def take_over_rights(old: Path, new: Path) -> None:
-    """Gives a private folder the rights of the one that it is to replace, and a file those of the file of its name.
+    """Gives a private folder the rights of the one that it is to replace, and each file those of the file of its name.
 
     Rights are owner, group, mode and access control lists: a mode without its group or list would let others in. Where
     owner or group cannot be taken over, what is new stays private.
 
     Args:
         old: a folder, or a link to one.
-        new: a folder that `make_private` has seen.
+        new: a folder that `make_private` has prepared.
     """
     _take_over(old, new)
     for path in new.iterdir():
@@ -83,6 +83,6 @@ def _take_over(old: Path, new: Path) -> None:
             os.chown(new, had.st_uid, had.st_gid)
         except OSError:
             return
-    shutil.copystat(old, new)  # mode and extended attributes, which hold access control lists
+    shutil.copystat(old, new)  # This copies the mode and the extended attributes, which hold access control lists.
     new.chmod(stat.S_IMODE(had.st_mode) | (stat.S_IRWXU if new.is_dir() else stat.S_IRUSR | stat.S_IWUSR))
     os.utime(new)

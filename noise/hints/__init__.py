@@ -1,1 +1,1 @@
-"""Hints of the lattice mask: fetched once for each layer group and direction, kept on disk."""
+"""Hints of the lattice mask: fetched once for each layer group and direction, and kept on disk."""

@@ -1,9 +1,9 @@
 """One hint on disk: a safetensors file of rounded numbers in column tiles, mapped and decoded chunk by chunk.
 
-Layout: 4096 bytes of header, then `crc32` (U32, one a tile), then `tiles` (U8). Tile i holds columns 64·i to 64·i + 63,
-row after row, each number in 32 - t bits, little-endian, so that a chunk of columns is one contiguous read. Numbers
-that share bytes (t = 10, 12) are groups of one row; the last tile is padded to whole groups.
-Guarantees and limits: see noise/hints/store.py.
+Layout: 4096 bytes of header, then `crc32` (U32, one for each tile), then `tiles` (U8). Tile i holds columns 64·i to
+64·i + 63, row after row, each number in 32 - t bits, little-endian, so that a chunk of columns is one contiguous read.
+Numbers that share bytes (t = 10, 12) are groups of one row; the last tile is padded to whole groups.
+noise/hints/store.py states guarantees and limits.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from wire.errors import ConfigurationError, InvalidTensor, MaskError
 from wire.limits import MAX_FEATURES
 
 TILE_FEATURES = 64
-"""About the chunk in which effects are made (FACTS.md). Wider tiles would not decode faster, narrower ones slower."""
+"""Columns of a tile: about the chunk in which effects are made. Wider tiles would not decode faster, narrower ones
+slower."""
 HEADER_BYTES = 4096
 _CRC_BYTES = 4
 _WORD_BITS = 32
 _MOST_ROWS = 1 << 16
 _GROUP = {0: 1, 8: 1, 10: 4, 12: 2}
-"""Dropped bits → numbers that fill whole bytes together: 32 and 24 bits alone, 4 × 22, 2 × 20."""
+"""Dropped bits → how many numbers fill whole bytes together: 32 and 24 bits alone, 4 × 22, 2 × 20."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the numbers of one hint lie; rows is rank·N, features the reply's width."""
+    """Where the numbers of one hint lie; `rows` is rank·N, `features` the reply's width."""
 
     rows: int
     features: int
@@ -53,35 +54,35 @@ class Layout:
 
     @property
     def num_tiles(self) -> int:
-        """Column tiles, the last one perhaps narrower."""
+        """Returns the number of column tiles, of which the last one may be narrower."""
         return -(-self.features // TILE_FEATURES)
 
     def columns(self, tile: int) -> range:
-        """The features in a tile."""
+        """Returns the features in a tile."""
         return range(tile * TILE_FEATURES, min((tile + 1) * TILE_FEATURES, self.features))
 
     def stored_width(self, tile: int) -> int:
-        """Numbers a row of the tile has on disk, padding included."""
+        """Returns how many numbers a row of the tile has on disk, padding included."""
         group = _GROUP[self.dropped_bits]
         return -(-len(self.columns(tile)) // group) * group
 
     def row_bytes(self, tile: int) -> int:
-        """Bytes of one row of a tile."""
+        """Returns the bytes of one row of a tile."""
         return self.stored_width(tile) * (_WORD_BITS - self.dropped_bits) // 8
 
     def span(self, tile: int, rows: range) -> tuple[int, int]:
-        """(offset in the file, bytes) of some rows of a tile; they are contiguous."""
-        before = tile * self.rows * self.row_bytes(0)  # all tiles but the last are as wide as the first
+        """Returns (offset in the file, bytes) of some rows of a tile; they are contiguous."""
+        before = tile * self.rows * self.row_bytes(0)  # All tiles but the last are as wide as the first.
         start = HEADER_BYTES + self.num_tiles * _CRC_BYTES + before
         return start + rows.start * self.row_bytes(tile), len(rows) * self.row_bytes(tile)
 
     @property
     def file_bytes(self) -> int:
-        """The whole file."""
+        """Returns the size of the whole file."""
         return sum(self.span(self.num_tiles - 1, range(self.rows)))
 
     def header(self, key: Mapping[str, str], verified: bool) -> bytes:
-        """The file's first 4096 bytes: the same key and layout give the same bytes."""
+        """Returns the file's first 4096 bytes: the same key and layout give the same bytes."""
         stated = {
             **key, "format": "veilbase-hint-1", "rows": str(self.rows), "features": str(self.features),
             "dropped_bits": str(self.dropped_bits), "tile_features": str(TILE_FEATURES),
@@ -99,7 +100,8 @@ class Layout:
 
 
 def _lanes(dropped_bits: int) -> Iterator[tuple[int, int, int]]:
-    """For each number of a group: its place, the first byte of the word that ends where it ends, and that word's shift.
+    """Yields for each number of a group: its place, the first byte of the word that ends where it ends, and that word's
+    shift.
 
     The first word of a group may begin one byte before it (-1): decoding masks that byte off, encoding leaves it alone.
     """
@@ -114,7 +116,7 @@ def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
     """Rounds to the nearest multiple of 2^t mod 2^32 (ties up) and packs.
 
     Args:
-        numbers: int32, shape (rows, width), width a multiple of the group.
+        numbers: int32, shape (rows, width), where width is a multiple of the group.
         dropped_bits: t.
 
     Returns:
@@ -133,13 +135,14 @@ def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
 
 
 def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32], dropped_bits: int) -> None:
-    """Numbers as `pack` left them, or some columns of them.
+    """Unpacks numbers as `pack` left them, or some columns of them.
 
     Args:
         buffer: anything with a buffer; at least one byte lies before `offset`.
-        offset: where the first wanted number of the first row begins, a whole group.
-        row_bytes: from one row to the next.
-        out: int32, shape (rows, columns), written, columns a multiple of the group; the low t bits become zero.
+        offset: where the first wanted number of the first row begins, at a whole group.
+        row_bytes: the bytes from one row to the next.
+        out: int32, shape (rows, columns), written, where columns is a multiple of the group; the low t bits become
+            zero.
         dropped_bits: t.
     """
     group = _GROUP[dropped_bits]
@@ -147,7 +150,8 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
     shape = (out.shape[0], out.shape[1] // group)
     mask = np.int32(-1 << dropped_bits)
     for place, first_byte, shift in _lanes(dropped_bits):
-        # Unaligned, overlapping words straight from the file: nine times as fast as copying three bytes a number.
+        # These are unaligned, overlapping words straight from the file: nine times as fast as copying three bytes a
+        # number.
         words: npt.NDArray[np.int32] = np.ndarray(shape, "<i4", buffer, offset + first_byte, strides)
         lane = out[:, place::group]
         if shift:
@@ -157,9 +161,9 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
 
 
 class Hint(ABC):
-    """H of one group and direction, on the CPU, read as `Columns` of noise/polynomial/negacyclic.py; public.
+    """H of one group and direction, on the CPU, read as `Columns` of noise/polynomial/negacyclic.py. It is public.
 
-    Holding one holds its memory, whatever the store's budget. Safe under threads.
+    A reference to a hint keeps its memory, whatever the store's budget. It is safe under threads.
     """
 
     def __init__(self, layout: Layout, verified: bool, num_bytes: int) -> None:
@@ -171,13 +175,13 @@ class Hint(ABC):
         self.num_bytes = num_bytes
 
     def load(self, start: int, stop: int) -> torch.Tensor:
-        """Some columns, decoded; cheapest in multiples of 8, and some dozens at a time.
+        """Decodes some columns; this is cheapest in multiples of 8, and some dozens at a time.
 
         Returns:
             int32, shape (rank·N, stop - start), contiguous, the caller's own.
 
         Raises:
-            InvalidTensor: columns that the hint does not have.
+            InvalidTensor: the hint does not have these columns.
             MaskError: a tile fails its checksum.
         """
         if not 0 <= start < stop <= self.features:
@@ -192,7 +196,7 @@ class MappedHint(Hint):
     """A complete hint file, memory-mapped; each tile's checksum is compared at its first use."""
 
     def __init__(self, path: Path, layout: Layout, verified: bool, file: mmap.mmap) -> None:
-        """Args: see `open`."""
+        """Keeps what `open` has found."""
         super().__init__(layout, verified, layout.file_bytes)
         self._path = path
         self._layout = layout
@@ -201,7 +205,7 @@ class MappedHint(Hint):
 
     @classmethod
     def open(cls, path: Path, layout: Layout, key: Mapping[str, str]) -> MappedHint | None:
-        """Maps a file, or gives None where there is none.
+        """Maps a file, or returns None where there is none.
 
         Raises:
             MaskError: its size or header is not that of this key and layout.

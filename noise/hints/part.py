@@ -1,4 +1,5 @@
-"""A hint file in the making: rows are stored as they come, so that an interrupted fetch goes on where it stopped.
+"""A hint file that is not complete yet: rows are stored as they come, so that an interrupted fetch goes on where it
+stopped.
 
 Guarantees: a hint gets its name only when every row, checksum and header byte is on the disk; a range counts as done
 only while its bytes fit the checksum that was noted after they had been synced.
@@ -34,19 +35,20 @@ def disk_errors(path: Path, needed_bytes: int) -> Iterator[None]:
 
 
 class PartFile:
-    """A hint being fetched: the file's tiles under `.part`, and a journal of complete row ranges.
+    """A hint that is being fetched: the file's tiles under `.part`, and a journal of complete row ranges.
 
-    A journal line `[first, rows, crc32, verified]` is appended after its bytes have reached the disk. A torn line or a
-    range whose bytes do not fit its checksum counts as missing. Used by one process at a time, under the caller's lock.
+    A journal line `[first, rows, crc32, verified]` is appended after its bytes have reached the disk. A torn line, or a
+    range whose bytes do not fit its checksum, counts as missing. One process at a time uses it, under the caller's
+    lock.
     """
 
     def __init__(self, path: Path, layout: Layout, verified: bool) -> None:
-        """Opens or creates; allocates the whole file, so that a full disk shows before anything is fetched.
+        """Opens or creates the file; allocates all of it, so that a full disk shows before anything is fetched.
 
         Args:
             path: the finished file's name.
             layout: its shape and rounding.
-            verified: whether ranges written now have passed a check; if so, older ones that have not are missing,
+            verified: whether ranges written now have passed a check; if so, older ones that have not count as missing,
                 and if not, the hint counts as unchecked even where older ones have.
 
         Raises:
@@ -58,7 +60,8 @@ class PartFile:
         with disk_errors(path, layout.file_bytes):
             self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                if hasattr(os, "posix_fallocate"):  # macOS has none: there a full disk shows while fetching
+                # macOS has no such function: there a full disk shows while fetching.
+                if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(self._handle, 0, layout.file_bytes)
                 self._done = self._recall()
             except OSError:
@@ -67,7 +70,7 @@ class PartFile:
                 raise
 
     def __enter__(self) -> PartFile:
-        """Nothing more to open."""
+        """Returns itself, since `__init__` has opened the file."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -88,7 +91,7 @@ class PartFile:
         return done
 
     def missing(self) -> list[range]:
-        """The row ranges still to be fetched."""
+        """Returns the row ranges that are still to be fetched."""
         present = np.zeros(self._layout.rows + 2, dtype=np.int8)
         present[0] = present[-1] = 1
         for rows in self._done:
@@ -109,14 +112,14 @@ class PartFile:
                 crc = zlib.crc32(data, crc)
                 _write_all(self._handle, data, layout.span(tile, span)[0])
             self._done.append(span)
-            if len(span) < layout.rows:  # a hint of one range has nothing to go on from
+            if len(span) < layout.rows:  # A hint of one range has nothing to resume from.
                 os.fsync(self._handle)
                 self._note(span, crc)
 
     def _note(self, span: range, crc: int) -> None:
         line = json.dumps([span.start, len(span), crc, self._verified])
         with open(self._journal, "a", opener=_private) as journal:
-            journal.write(f"\n{line}\n")  # a line of its own, even after a torn one
+            journal.write(f"\n{line}\n")  # The line stands alone, even after a torn one.
             journal.flush()
             os.fsync(journal.fileno())
 
@@ -169,7 +172,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _write_all(handle: int, data: bytes, offset: int) -> None:
-    """`os.pwrite` may write less than it was given, on a disk that is nearly full above all."""
+    """Writes all bytes: `os.pwrite` may write fewer than it was given, above all on a disk that is nearly full."""
     view = memoryview(data)
     while view:
         written = os.pwrite(handle, view, offset)

@@ -1,11 +1,12 @@
 """The hint store: H = A·W̃ of every layer group and direction, fetched once from the provider and kept on disk.
 
 Guarantees: a hint is used only if it was made for exactly this weight, seed, shape, group, direction and rounding, and
-every tile read from disk passes its checksum first. Ranges are checked by the caller's `verify` at 32 bits, before they
-are rounded; a hint that was fetched without a check is fetched again for a session that checks. An interrupted fetch
-goes on where it stopped; a file appears under its name whole or not at all; processes that want one hint fetch it once.
-Does not guarantee: anything against someone who writes to the tenant's own disk, which is trusted. The checksums find
-decay and mix-ups, not forgeries. Hints are public: without the secrets they are no help (DESIGN.md, section 4).
+every tile read from disk passes its checksum first. The caller's `verify` checks ranges at 32 bits, before they are
+rounded; a hint that was fetched without a check is fetched again for a session that checks. An interrupted fetch goes
+on where it stopped; a file appears under its name whole or not at all; processes that want one hint fetch it once.
+
+Nothing protects against a user who writes to the tenant's own disk, which is trusted. The checksums find decay and
+mix-ups, not forgeries. Hints are public: without the secrets they are no help (docs/masks.md, "lattice").
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from wire.limits import MIB
 from wire.ring.seeded_rows import SEED_BYTES
 
 DEFAULT_DROPPED_BITS = 8
-"""24 bits a number: the rounding stays below e·W̃, gradient norm error 4e-5 on SmolLM2 (DESIGN.md, section 4)."""
+"""Low bits that are rounded away on disk, which leaves 24 bits a number: the rounding stays below e·W̃, with a gradient
+norm error of 4e-5 on SmolLM2 (docs/masks.md, "lattice")."""
 DEFAULT_RAM_BUDGET_BYTES = 4 << 30
-"""A step uses every hint in turn: what does not fit would be mapped and checked anew each time. SmolLM2: 1.2 GB."""
+"""Bytes of hints kept open, 4 GiB. A step uses every hint in turn, and what does not fit would be mapped and checked
+anew each time; SmolLM2 has 1.2 GB."""
 _MOST_MAPPED = 256
-"""Each mapping holds a file descriptor, of which a process commonly has 1,024."""
+"""Most hints kept open. Each mapping holds a file descriptor, of which a process commonly has 1,024."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,10 @@ class HintKey:
     """What a hint belongs to.
 
     Attributes:
-        weights: the group's weight digest, 64 hex digits. In a session that verifies, the one which the tenant computed
-            from its own checkpoint: a stored `verified` mark means nothing for another weight.
+        weights: the group's weight digest, 64 hex digits. In a session that verifies, it is the one which the tenant
+            computed from its own checkpoint: a stored `verified` mark means nothing for another weight.
         seed: the public seed of A.
-        group, direction: as in `Call`.
+        group, direction: see `Call`.
     """
 
     weights: str
@@ -58,17 +61,17 @@ class HintKey:
     direction: Direction
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError for a digest or seed that is none."""
+        """Raises ConfigurationError for a malformed digest or seed."""
         if re.fullmatch("[0-9a-f]{64}", self.weights) is None or len(self.seed) != SEED_BYTES:
             raise ConfigurationError(f"a hint's key is a digest of 64 hex digits and a seed of {SEED_BYTES} bytes")
 
     @property
     def seed_digest(self) -> str:
-        """SHA-256 of the seed, as hex."""
+        """Returns the SHA-256 of the seed, as hex."""
         return hashlib.sha256(self.seed).hexdigest()
 
     def metadata(self) -> dict[str, str]:
-        """The key as a hint file's header states it."""
+        """Returns the key as a hint file's header states it."""
         return {
             "weights": self.weights,
             "seed_sha256": self.seed_digest,
@@ -78,19 +81,19 @@ class HintKey:
 
 
 class Reply(Protocol):
-    """Rows on their way, such as a `Pending` of wire/transport."""
+    """Rows that have been asked for and are not there yet, such as a `Pending` of wire/transport."""
 
     def result(self) -> torch.Tensor:
-        """Waits; int32, shape (num_rows, features)."""
+        """Waits for the rows: int32, shape (num_rows, features)."""
         ...
 
 
 Fetch = Callable[[int, int], Reply]
-"""(first row, number of rows) of H → the rows, on their way; called for several ranges before the first is awaited."""
+"""(first row, number of rows) of H → the pending rows. It is called for several ranges before the first is awaited."""
 Verify = Callable[[int, torch.Tensor], None]
 """(first row, int32 rows at 32 bits): raises VerificationFailed unless they are A·W̃ of the trusted checkpoint."""
 Progress = Callable[[int, int], None]
-"""(bytes received, all bytes) of one hint, at 32 bits a number, ranges of an earlier attempt included."""
+"""(bytes received, all bytes) of one hint, at 32 bits a number, including ranges of an earlier attempt."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class _Source:
             self._report(done, layout)
 
     def _replies(self, ranges: list[range]) -> Iterator[tuple[range, torch.Tensor]]:
-        """Replies in order, with up to `in_flight` ranges asked for ahead of the one in hand."""
+        """Yields replies in order, and asks for up to `in_flight` ranges ahead of the one in hand."""
         waiting: deque[tuple[range, Reply]] = deque()
         for part in ranges:
             waiting.append((part, self.fetch(part.start, len(part))))
@@ -144,12 +147,12 @@ def _split(rows: range, most: int) -> Iterator[range]:
 
 
 class HintStore:
-    """Hints by key; safe under threads and processes. Ask `get` for each use, and let the hint go afterwards.
+    """Hints by key, safe under threads and processes. Callers ask `get` for each use, and drop the hint afterwards.
 
     The RAM budget bounds the hints that the store itself keeps open: mapped files on disk (their pages may be resident)
-    or, without a folder, whole hints in memory. The least recently used is let go first; one that is larger than the
-    budget is handed out and not kept. What is mapped again is checked again. The kernel's page cache is not counted: it
-    gives way to other needs by itself.
+    or, without a folder, whole hints in memory. The least recently used is dropped first; one that is larger than the
+    budget is handed out and not kept. What is mapped again is checked again. The kernel's page cache is not counted:
+    the kernel frees it for other needs by itself.
     """
 
     def __init__(
@@ -164,15 +167,15 @@ class HintStore:
 
         Args:
             folder: where hints lie, made with mode 0700; None fetches them anew (`hints="stream"`), unrounded.
-            dropped_bits: low bits rounded away on disk: 0, 8, 10 or 12.
+            dropped_bits: the low bits that are rounded away on disk: 0, 8, 10 or 12.
             ram_budget_bytes: see the class.
-            range_bytes: most bytes of one fetched range of rows; a single row may exceed it.
-            in_flight: most ranges under way at once.
+            range_bytes: the most bytes of one fetched range of rows; a single row may exceed it.
+            in_flight: the most ranges that are asked for at once.
 
         Raises:
-            ConfigurationError: a number that makes no sense.
+            ConfigurationError: a number makes no sense.
         """
-        Layout(1, 1, dropped_bits)  # refuses other roundings
+        Layout(1, 1, dropped_bits)  # This refuses other roundings.
         if min(ram_budget_bytes, range_bytes - 1, in_flight - 1) < 0:
             raise ConfigurationError("a hint store's RAM budget, range size and ranges in flight must be positive")
         self.folder = folder
@@ -199,7 +202,7 @@ class HintStore:
         on_progress: Progress | None = None,
         rows_per_fetch: int | None = None,
     ) -> Hint:
-        """One hint: kept, from disk, or fetched.
+        """Returns one hint: a kept one, one from disk, or a fetched one.
 
         Args:
             key: which hint.
@@ -207,11 +210,12 @@ class HintStore:
             fetch: asks the provider for rows; not called when the hint is at hand.
             verify: called on every fetched range; with it, a hint stored without a check is fetched again.
             on_progress: called while fetching.
-            rows_per_fetch: the provider's own limit of rows a request; None for no limit but `range_bytes`.
+            rows_per_fetch: the most rows that the provider takes in a request; None where only `range_bytes` limits
+                them.
 
         Raises:
             MaskError: the file is damaged or belongs to another model, seed or setting; nothing was sent.
-            VerificationFailed: from `verify`; what had been fetched of this hint is deleted.
+            VerificationFailed: `verify` raised it; what had been fetched of this hint is deleted.
             ConfigurationError: the folder cannot be written, or its disk is full.
             VeilbaseError: whatever `fetch` raises; the next `get` goes on from there.
         """
@@ -221,25 +225,25 @@ class HintStore:
         slot = (key, layout)
         with self._lock:
             turn = self._fetching.setdefault(slot, threading.Lock())
-        with turn:  # threads that want one hint fetch it once
+        with turn:  # Threads that want one hint fetch it once.
             hint = self._recall(slot)
             if hint is None or (verify is not None and not hint.verified):
                 try:
                     hint = self._load(slot, source)
                 finally:
                     if key.seed in self._forgotten:
-                        self._clear(key.seed)  # `forget` has passed by the files that were locked here
+                        self._clear(key.seed)  # `forget` has skipped the files that were locked here.
                 self._keep(slot, hint)
         return hint
 
     def _load(self, slot: tuple[HintKey, Layout], source: _Source) -> Hint:
         key, layout = slot
-        if self.folder is None or key.seed in self._forgotten:  # a block of the old seed may yet be in the making
+        if self.folder is None or key.seed in self._forgotten:  # A block of the old seed may still be in the making.
             return _stream(Layout(layout.rows, layout.features, 0), source)
         return self._from_disk(self.folder, slot, source)
 
     def has(self, key: HintKey, shape: tuple[int, int]) -> bool:
-        """Whether the hint lies on disk, whole but not yet checked."""
+        """Tells whether the hint lies on disk, whole but not yet checked."""
         return self.folder is not None and self._path(self.folder, key, Layout(*shape, self.dropped_bits)).exists()
 
     def _recall(self, slot: tuple[HintKey, Layout]) -> Hint | None:
@@ -268,7 +272,7 @@ class HintStore:
         with disk_errors(path, layout.file_bytes):
             make_private_folder(folder)
         with _locked(path.with_suffix(".lock")):
-            found = MappedHint.open(path, layout, key.metadata())  # another process may have been first
+            found = MappedHint.open(path, layout, key.metadata())  # Another process may have been first.
             if found is None or (source.verify is not None and not found.verified):
                 _fetch_to(path, slot, source)
                 found = MappedHint.open(path, layout, key.metadata())
@@ -278,43 +282,45 @@ class HintStore:
 
     @staticmethod
     def _path(folder: Path, key: HintKey, layout: Layout) -> Path:
-        """`SEED/GROUP-DIRECTION-DIGEST.safetensors`: all that a hint depends on is in the name."""
+        """Returns `SEED/GROUP-DIRECTION-DIGEST.safetensors`: the name holds all that a hint depends on."""
         stated = repr((sorted(key.metadata().items()), layout)).encode()
         name = f"{key.group}-{key.direction.name.lower()}-{hashlib.sha256(stated).hexdigest()[:24]}.safetensors"
         return folder / key.seed_digest[:24] / name
 
     def total_bytes(self, shapes: Iterable[tuple[int, int]]) -> int:
-        """Bytes that hints of these shapes take on disk; without a folder, bytes fetched for one use of each."""
+        """Returns the bytes that hints of these shapes take on disk; without a folder, the bytes fetched for one use of
+        each."""
         layouts = (Layout(*shape, self.dropped_bits) for shape in shapes)
         if self.folder is None:
             return sum(layout.rows * layout.features * ITEM_BYTES for layout in layouts)
         return sum(layout.file_bytes for layout in layouts)
 
     def stored_bytes(self) -> int:
-        """Bytes on disk at present: every seed, and what interrupted fetches left."""
+        """Returns the bytes on disk at present: those of every seed, and what interrupted fetches left."""
         if self.folder is None:
             return 0
         total = 0
-        for folder, _, names in os.walk(self.folder):  # a folder that vanishes is skipped
+        for folder, _, names in os.walk(self.folder):  # A folder that vanishes is skipped.
             for name in names:
-                with contextlib.suppress(FileNotFoundError):  # another process may finish a fetch meanwhile
+                with contextlib.suppress(FileNotFoundError):  # Another process may finish a fetch meanwhile.
                     total += os.stat(os.path.join(folder, name)).st_size
         return total
 
     def kept_bytes(self) -> int:
-        """Bytes that count against the RAM budget at present."""
+        """Returns the bytes that count against the RAM budget at present."""
         with self._lock:
             return sum(hint.num_bytes for hint in self._kept.values())
 
     def rounding_bound(self) -> int:
-        """Largest distance of a stored coefficient from the exact one, mod 2^32: 2^(t-1), or 0."""
+        """Returns the largest distance of a stored coefficient from the exact one, mod 2^32: 2^(t-1), or 0."""
         return 1 << (self.dropped_bits - 1) if self.dropped_bits else 0
 
     def forget(self, seed: bytes) -> None:
-        """Deletes every hint of a seed that is no longer used (after a reseed); waits for nobody.
+        """Deletes every hint of a seed that is no longer used (after a reseed), without waiting.
 
         Hints in use stay readable. One that is being fetched is deleted when its fetch has ended: here by that fetch,
-        in another process when that process forgets the seed itself. Whoever still asks gets the hint, not stored.
+        in another process when that process forgets the seed itself. A later caller still gets the hint, but it is not
+        stored.
         """
         with self._lock:
             self._forgotten.add(seed)
@@ -323,36 +329,37 @@ class HintStore:
         self._clear(seed)
 
     def _clear(self, seed: bytes) -> None:
-        """Deletes a seed's files, but those that somebody is writing."""
+        """Deletes a seed's files, except those that another thread or process is writing."""
         if self.folder is None:
             return
         folder, names = self.folder / hashlib.sha256(seed).hexdigest()[:24], []
-        with contextlib.suppress(OSError):  # here and below: another process may clear the same files
+        with contextlib.suppress(OSError):  # Here and below, another process may clear the same files.
             names = os.listdir(folder)
         for path in {(folder / name).with_suffix(".lock") for name in names}:
             with contextlib.suppress(OSError), locked(path, wait=False) as is_held:
                 if is_held:
-                    for suffix in (".safetensors", ".part", ".journal", ".lock"):  # the lock last
+                    for suffix in (".safetensors", ".part", ".journal", ".lock"):  # The lock goes last.
                         path.with_suffix(suffix).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty, or gone
+        with contextlib.suppress(OSError):  # The folder may be not empty, or gone.
             folder.rmdir()
 
     def close(self) -> None:
-        """Lets go of every hint in memory."""
+        """Drops every hint in memory."""
         with self._lock:
             self._kept.clear()
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """`locked`, in a folder that is made where it is missing, with the user's error where that cannot be."""
+    """Does what `locked` does, in a folder that is made where it is missing; raises the user's error where it cannot be
+    made."""
     with contextlib.ExitStack() as stack:
         is_held = False
         while not is_held:
             with disk_errors(path, 0):
-                with contextlib.suppress(FileExistsError):  # Path.mkdir(exist_ok=True) would look a second time
+                with contextlib.suppress(FileExistsError):  # Path.mkdir(exist_ok=True) would look a second time.
                     path.parent.mkdir(mode=0o700)
-                with contextlib.suppress(FileNotFoundError):  # `forget` has removed the folder in between
+                with contextlib.suppress(FileNotFoundError):  # `forget` has removed the folder in between.
                     is_held = stack.enter_context(locked(path))
         yield
 
@@ -364,7 +371,7 @@ def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None
         try:
             source.into(part.write, layout, part.missing())
         except VerificationFailed:
-            part.delete()  # nothing that came from a provider caught lying stays, checked or not
+            part.delete()  # Nothing that came from a provider caught lying stays, checked or not.
             path.unlink(missing_ok=True)
             raise
         part.finish(key.metadata())
@@ -396,7 +403,7 @@ _STORES: weakref.WeakSet[HintStore] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for store in list(_STORES):
-        store._renew_locks()  # whoever held the old ones is not in this process
+        store._renew_locks()  # The threads that held the old ones are not in this process.
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

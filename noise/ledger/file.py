@@ -1,12 +1,14 @@
 """The file of a ledger: its records, what they add up to, and how they are read, written and locked.
 
-Lines of `CHECK JSON`, CHECK being SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record lost, changed or
-moved in the middle is seen. The first names format, version and identity. A torn last record, one without its newline,
-is what a crash inside write leaves. It is cut off, which cannot under-count: `Ledger.reserve` returns only after write
-and fsync of the whole record, so no block of a torn one was ever used. A whole last record with a wrong CHECK is
-damage, not tearing; it may have been used, so the file is refused. No secret is ever written: seeds are public.
+The file has lines of `CHECK JSON`, where CHECK is SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record that
+is lost, changed or moved in the middle is noticed. The first line names format, version and identity. A crash inside
+write leaves a torn last record, one without its newline. It is cut off, which cannot under-count: `Ledger.reserve`
+returns only after write and fsync of the whole record, so no block of a torn one was ever used. A whole last record
+with a wrong CHECK is damage, not tearing; it may have been used, so the file is refused. No secret is ever written:
+seeds are public.
 
-Guarantees nothing by itself about who may write when: noise/ledger/ledger.py does, and holds `exclusive` while it does.
+This module guarantees nothing about which process may write when; noise/ledger/ledger.py does, and holds `exclusive`
+while it writes.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Seed:
-    """A public seed and what it has served; the last one of a parameter set is the current one.
+    """A public seed and what it has served. The last seed of a parameter set is the current one.
 
     Attributes:
         seed: 32 bytes; empty for `shares` and `pad`, where each use has a seed of its own.
-        seed_id: names it in reservations: a digest, or the kind of one-time seed.
+        seed_id: names the seed in reservations: a digest, or the kind of one-time seed.
         parameters: the parameter set, or the kind of one-time seed.
-        budget: the most secrets it may serve; None for one-time seeds.
-        used: secrets reserved so far by all processes, whether or not they were sent.
-        num_reservations: records that `used` adds up.
+        budget: the most secrets that it may serve; None for one-time seeds.
+        used: the secrets that all processes have reserved so far, whether or not they were sent.
+        num_reservations: the number of records that `used` adds up.
         drawn_at: Unix time, seconds.
     """
 
@@ -57,17 +59,17 @@ class Seed:
 
 
 class Book:
-    """What the records say so far. Knows no file: lines in, totals out."""
+    """The totals of the records read so far. It knows no file: lines go in, totals come out."""
 
     def __init__(self, name: str, identity: str) -> None:
         self._name, self._identity = name, identity
         self.seeds: dict[str, Seed] = {}
         self.reserve_bytes = 0
-        # one tuple, so that an interrupt leaves it before or after a record: at worst one is counted twice
+        # It is one tuple, so that an interrupt leaves it before or after a record: at worst one is counted twice.
         self.mark: tuple[int, bytes, int] = (0, MAGIC, 0)
 
     def read(self, data: bytes) -> None:
-        """Takes in whole lines from `mark` on; leaves a torn last one alone."""
+        """Reads whole lines from `mark` on; leaves a torn last one alone."""
         *lines, _torn = data.split(b"\n")
         for line in lines:
             offset, chain, num_records = self.mark
@@ -81,7 +83,7 @@ class Book:
             self.mark = (offset + len(line) + 1, check, num_records + 1)
 
     def damaged(self, number: int) -> ConfigurationError:
-        """The one sentence about a file that cannot be trusted."""
+        """Returns the one error about a file that cannot be trusted."""
         return ConfigurationError(
             f"the ledger {self._name} is damaged at record {number}: move it away, and the next start makes a new one "
             "with new seeds (nothing was sent)"
@@ -114,33 +116,34 @@ class Book:
             raise ConfigurationError(f"the ledger {self._name} belongs to another identity: give each its own")
 
     def current(self, parameters: str, budget: int | None) -> Seed | None:
-        """The last seed drawn for a parameter set; another budget means another release's table, and its own seed."""
+        """Returns the last seed drawn for a parameter set. Another budget means another release's table, which has its
+        own seed."""
         fitting = [seed for seed in self.seeds.values() if (seed.parameters, seed.budget) == (parameters, budget)]
         return fitting[-1] if fitting else None
 
     def is_ahead_of(self, other: Book) -> bool:
-        """Whether `other` has forgotten something: a file that went back in time."""
+        """Tells whether `other` lacks records that this book has: its file went back in time."""
         return any(
             seed_id not in other.seeds or other.seeds[seed_id].used < seed.used for seed_id, seed in self.seeds.items()
         )
 
     def compacted(self) -> list[dict[str, Any]]:
-        """Records that say the same in one line a seed."""
+        """Returns records that say the same in one line for each seed."""
         return [header(self._identity), *(seed_record(seed) for seed in self.seeds.values())]
 
 
 def header(identity: str) -> dict[str, Any]:
-    """The first record."""
+    """Returns the first record."""
     return {"op": "ledger", "version": VERSION, "identity": identity}
 
 
 def seed_record(seed: Seed) -> dict[str, Any]:
-    """A seed and what it has served so far."""
+    """Returns the record of a seed and what it has served so far."""
     return {"op": "seed", "seed": {**vars(seed), "seed": seed.seed.hex()}}
 
 
 def reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
-    """Blocks of a seed, by whom and what for."""
+    """Returns the record of reserved blocks of a seed: which process reserved them, when and for what."""
     origin = {"pid": os.getpid(), "time": int(time.time())}
     return {"op": "reserve", "seed": seed_id, "blocks": num_blocks, "what": what[:_MAX_WHAT_CHARS], **origin}
 
@@ -150,7 +153,7 @@ def _check(chain: bytes, body: bytes) -> bytes:
 
 
 def encode(records: Iterable[dict[str, Any]], chain: bytes) -> bytes:
-    """Lines that follow the one whose CHECK is `chain`; the first of a file follows MAGIC."""
+    """Encodes records as lines that follow the one whose CHECK is `chain`; the first of a file follows MAGIC."""
     lines = []
     for record in records:
         body = json.dumps(record, separators=(",", ":")).encode()
@@ -160,14 +163,14 @@ def encode(records: Iterable[dict[str, Any]], chain: bytes) -> bytes:
 
 
 def write_synced(fd: int, data: bytes) -> None:
-    """Returns when all of it is on the disk; OSError otherwise."""
-    if os.write(fd, data) != len(data):  # short on a full disk only
+    """Writes the bytes and returns when all are on the disk; raises OSError otherwise."""
+    if os.write(fd, data) != len(data):  # Writes are short only on a full disk.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
 
 
 def read_from(fd: int, offset: int) -> bytes:
-    """All bytes from `offset` to the end."""
+    """Returns all bytes from `offset` to the end."""
     parts = []
     while part := os.pread(fd, _READ_BYTES, offset):
         parts.append(part)
@@ -176,5 +179,5 @@ def read_from(fd: int, offset: int) -> bytes:
 
 
 def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
-    """The lock of the ledger at `path`, in a file next to it."""
+    """Returns the lock of the ledger at `path`, which is a file next to it."""
     return locked(path.with_name(path.name + ".lock"))

@@ -1,18 +1,19 @@
 """The tenant's ledger: no mask slot is used twice, and no seed serves more secrets than its parameters allow.
 
-Two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/file.py): the public seeds it drew, and
-one fsynced record a reservation *before* any of its blocks is used. In memory, `Slots` (noise/blocks/slots.py) burns
-rows before their bytes leave. Whoever wants rows goes reserve → `Reservation.open_block` → `Slots.take`, and no step
-of that can be taken twice.
+It has two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/file.py): the public seeds it
+drew, and one fsynced record for each reservation *before* any of its blocks is used. In memory, `Slots`
+(noise/blocks/slots.py) burns rows before their bytes are sent. A mask gets rows by reserve → `Reservation.open_block` →
+`Slots.take`, and no step of that can be taken twice.
 
-Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (proviso: fsync works);
+Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (as long as fsync works);
 threads and processes that open the same file share one count and one current seed; when a record cannot be made
 durable, the caller gets an error and no block; a forked child is refused; nothing here can be pickled or copied. A
 restart abandons what was reserved: masks are never serialised, so there is nothing to come back to.
 
-Does not guarantee: anything after the file is rolled back (an old backup, a restored snapshot of a virtual machine;
-only a process that still remembers higher counts notices); NFS and other network file systems (flock and rename are
-not dependable there); Windows (no fcntl). Deleting the file is safe: another ledger draws other seeds.
+It guarantees nothing after the file is rolled back (an old backup, a restored snapshot of a virtual machine; only a
+process that still remembers higher counts notices), on NFS and other network file systems (flock and rename are not
+dependable there), or on Windows (which has no fcntl). Deleting the file is safe: another ledger draws other seeds.
+docs/decisions/0004-ledger.md has the reasons.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from wire.errors import ConfigurationError, MaskError, MaskReused
 
 SEED_BYTES = 32
 COMPACT_BYTES = 1 << 20
-"""Reservations are folded into totals above this size: about 7,000 records, parsed in some 30 ms at start."""
+"""Bytes of reservations above which they are folded into totals: about 7,000 records, parsed in some 30 ms at start."""
 ONE_TIME_BATCH = 1024
 """One-time seeds counted by one record: one fsync (milliseconds) is spread over as many calls."""
 
@@ -50,7 +51,7 @@ class SeedExhausted(MaskError):
 
 @dataclass(frozen=True)
 class Reservation:
-    """Blocks on record and not yet used; `first_block` counts from 0 over the seed's whole life."""
+    """Blocks that are on record and not yet used; `first_block` counts from 0 over the seed's whole life."""
 
     seed_id: str
     num_blocks: int
@@ -59,24 +60,25 @@ class Reservation:
     _blocks: Slots = field(repr=False)
 
     def open_block(self, num_rows: int) -> Slots:
-        """The slots of the next block, `num_rows` of them.
+        """Returns the slots of the next block, `num_rows` of them.
 
         Raises:
             SlotsExhausted: every block of this reservation has been opened.
-            MaskReused: in a forked child.
+            MaskReused: this is a forked child.
         """
         self._blocks.take(1)
         return Slots(num_rows)
 
 
 class Ledger:
-    """The file of one tenant identity, from `open`. Safe under threads and processes, dead in a forked child."""
+    """The file of one tenant identity, made by `open`. It is safe under threads and processes, and refuses a forked
+    child."""
 
     def __init__(self, path: Path, identity: str, compact_bytes: int) -> None:
         self._path, self._identity, self._compact_bytes = path, identity, compact_bytes
         self._lock, self._batch_lock, self._origin = threading.Lock(), threading.Lock(), Origin()
         self._book = Book(str(path), identity)
-        # held open, so that no later file can have the same inode number: a change of inode is a compaction
+        # The file is held open, so that no later one can have the same inode number: a change of inode is a compaction.
         self._fd = -1
         self._batches: dict[str, Slots] = {}
 
@@ -86,11 +88,12 @@ class Ledger:
 
         Args:
             path: the file, on a local file system; `path` + `.lock` is made next to it and must stay there.
-            identity: whose it is, as text.
+            identity: the name of the identity that owns it.
             compact_bytes: bytes of reservations above which they are folded into totals.
 
         Raises:
-            ConfigurationError: damaged, of another identity or version, open to other users, or not writable.
+            ConfigurationError: the file is damaged, of another identity or version, open to other users, or not
+                writable.
         """
         ledger = cls(Path(path), identity, compact_bytes)
         try:
@@ -104,17 +107,18 @@ class Ledger:
         return ledger
 
     def close(self) -> None:
-        """Closes the file; whatever is asked afterwards is refused."""
-        with contextlib.suppress(MaskReused):  # a forked child leaves it: the lock may have been copied while held
+        """Closes the file; later calls are refused."""
+        # A forked child leaves the file alone: the lock may have been copied while it was held.
+        with contextlib.suppress(MaskReused):
             self._origin.check()
             with self._batch_lock, self._lock:
-                self._batches.clear()  # counted, and abandoned like every block that was not used
+                self._batches.clear()  # They are counted, and abandoned like every block that was not used.
                 fd, self._fd = self._fd, -1
                 if fd >= 0:
                     os.close(fd)
 
     def current_seed(self, parameters_name: str, max_secrets: int) -> Seed:
-        """The seed that every process of this identity uses now; drawn when there is none with room left.
+        """Returns the seed that every process of this identity uses now; draws one when there is none with room left.
 
         Args:
             parameters_name: the parameter set.
@@ -128,7 +132,7 @@ class Ledger:
             return self._draw(parameters_name, max_secrets) if seed is None or seed.used >= max_secrets else seed
 
     def renew(self, seed_id: str) -> Seed:
-        """The seed after `seed_id`: drawn by whoever asks first, the same for all who ask after."""
+        """Returns the seed after `seed_id`: the first caller draws it, and all later ones get the same."""
         with self._transaction() as book:
             old = self._known(seed_id)
             seed = book.current(old.parameters, old.budget)
@@ -138,15 +142,15 @@ class Ledger:
         """Puts blocks on record, durably, before any of them is used.
 
         Args:
-            seed_id: from `current_seed` or `renew`.
-            num_blocks: secrets; one record serves any number of them.
-            what: for the audit trail, such as "forward, 210 groups"; never anything secret.
+            seed_id: a seed's id, from `current_seed` or `renew`.
+            num_blocks: how many secrets; one record serves any number of them.
+            what: a note for the audit trail, such as "forward, 210 groups"; never anything secret.
 
         Raises:
             SeedExhausted: the budget would be passed; nothing was reserved.
             MaskError, ConfigurationError: the record cannot be made durable; nothing was reserved.
         """
-        if num_blocks < 1:  # a negative count would give budget back
+        if num_blocks < 1:  # A negative count would give budget back.
             raise MaskError(f"a reservation is of at least 1 block, got {num_blocks}")
         with self._transaction():
             seed = self._known(seed_id)
@@ -161,7 +165,8 @@ class Ledger:
         return Reservation(seed_id, num_blocks, what, seed.used, Slots(num_blocks))
 
     def fresh_seed(self, kind: Literal["shares", "pad"]) -> bytes:
-        """32 new bytes of the OS CSPRNG, to be used once; counted durably, `ONE_TIME_BATCH` at a time.
+        """Returns 32 new bytes of the operating system's CSPRNG, to be used once; counts them durably, `ONE_TIME_BATCH`
+        at a time.
 
         Raises:
             MaskError, ConfigurationError: the count cannot be made durable.
@@ -175,7 +180,8 @@ class Ledger:
         return os.urandom(SEED_BYTES)
 
     def audit(self) -> list[Seed]:
-        """Totals of every seed of this identity, over all processes, in the order they were drawn."""
+        """Returns the totals of every seed of this identity, over all processes, in the order in which they were
+        drawn."""
         with self._transaction() as book:
             return list(book.seeds.values())
 
@@ -199,8 +205,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Book]:
-        """Alone among threads and processes, with everything read that others wrote."""
-        self._origin.check()  # before the lock: a fork may have copied it while it was held
+        """Excludes other threads and processes, and reads first what they wrote."""
+        self._origin.check()  # This comes before the lock: a fork may have copied it while it was held.
         with self._lock:
             if self._fd < 0:
                 raise MaskError("the ledger is closed")
@@ -226,17 +232,18 @@ class Ledger:
 
     def _attach(self) -> None:
         """Opens the file that is at `path` now and reads all of it."""
-        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # a link would be replaced by compaction
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # Compaction would replace a link.
         try:
             if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
                 raise ConfigurationError(f"the ledger {self._path} is open to other users: chmod 600 it")
             book = Book(str(self._path), self._identity)
             book.read(file.read_from(fd, 0))
-            if not book.mark[0]:  # a new file appears whole, so one without a header is not torn but damaged
+            if not book.mark[0]:  # A new file appears whole, so one without a header is not torn but damaged.
                 raise book.damaged(1)
             if self._book.is_ahead_of(book):
                 raise self._went_back()
-            # whoever renamed it may have died before its folder was on disk; records in it count only after that
+            # The process that renamed it may have died before its folder was on disk; records in it count only after
+            # that.
             sync_folder(self._path.parent)
         except BaseException:
             os.close(fd)
@@ -251,7 +258,8 @@ class Ledger:
         )
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Writes and fsyncs one record; on failure the file is as before, or holds it too (which over-counts)."""
+        """Writes and fsyncs one record. On failure the file is as before, or holds the record too (which
+        over-counts)."""
         offset, chain, _ = self._book.mark
         records, num_torn = [record], os.fstat(self._fd).st_size - offset
         if num_torn:
@@ -266,17 +274,17 @@ class Ledger:
             raise
         self._book.read(data)
         if self._book.reserve_bytes > self._compact_bytes:
-            # the record is durable already; a compaction that fails leaves a long file and is tried again
+            # The record is durable already; a compaction that fails leaves a long file and is tried again.
             with contextlib.suppress(OSError):
                 self._replace_file(self._book.compacted())
-                self._attach()  # what is appended next belongs there
+                self._attach()  # What is appended next belongs there.
 
     def _replace_file(self, records: Iterable[dict[str, Any]]) -> None:
         """Puts a whole new file in place; every process finds out by its inode in `_catch_up`."""
         scratch = self._path.with_name(self._path.name + ".new")
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
-            os.fchmod(fd, 0o600)  # whatever the umask, or the mode of one left by a crash
+            os.fchmod(fd, 0o600)  # The mode holds whatever the umask is, or the mode of a file that a crash left.
             file.write_synced(fd, file.encode(records, file.MAGIC))
         finally:
             os.close(fd)

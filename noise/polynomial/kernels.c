@@ -1,7 +1,7 @@
 /*
  * Products in Z_q[X]/(X^N + 1), q = 2^32, of 32-bit polynomials with ternary ones, by floating-point transforms on x86-64
- * with AVX2 and FMA. noise/polynomial/kernels.py is the only caller and checks every shape and pointer; why the result is exact is
- * in noise/polynomial/negacyclic.py.
+ * with AVX2 and FMA. noise/polynomial/kernels.py is the only caller and checks every shape and pointer;
+ * noise/polynomial/negacyclic.py says why the result is exact.
  *
  * A polynomial a is folded into N/2 complex numbers a_j + i*a_{j+N/2}, that is into C[X]/(X^{N/2} - i), and reduced step
  * by step modulo the factors of X^{N/2} - i, four at a time, down to its values at the N/2 roots. Products are made
@@ -22,7 +22,7 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define LANES 4
 #define COMPLEX (2 * LANES)         /* doubles of one complex number in every lane */
-#define GROUPS 4                    /* of lanes, done one after the other before rows are written out */
+#define GROUPS 4                    /* groups of lanes that are done one after the other before rows are written out */
 #define WIDTH (GROUPS * LANES)      /* 16 features: a cache line of int32 */
 #define ROUNDER 6755399441055744.0  /* 1.5 * 2^52: the low 32 bits of x + this are round(x) mod 2^32 */
 
@@ -47,7 +47,7 @@ AVX2 static inline number sub(number a, number b) {
     return (number){_mm256_sub_pd(a.re, b.re), _mm256_sub_pd(a.im, b.im)};
 }
 
-/* a + i*b and a - i*b */
+/* Return a + i*b and a - i*b. */
 AVX2 static inline number add_turned(number a, number b) {
     return (number){_mm256_sub_pd(a.re, b.im), _mm256_add_pd(a.im, b.re)};
 }
@@ -60,7 +60,7 @@ AVX2 static inline number times(number a, __m256d re, __m256d im) {
     return (number){_mm256_fmsub_pd(a.re, re, _mm256_mul_pd(a.im, im)), _mm256_fmadd_pd(a.re, im, _mm256_mul_pd(a.im, re))};
 }
 
-/* a times the conjugate of re + i*im */
+/* Returns a times the conjugate of re + i*im. */
 AVX2 static inline number times_conjugate(number a, __m256d re, __m256d im) {
     return (number){_mm256_fmadd_pd(a.re, re, _mm256_mul_pd(a.im, im)), _mm256_fmsub_pd(a.im, re, _mm256_mul_pd(a.re, im))};
 }
@@ -68,8 +68,9 @@ AVX2 static inline number times_conjugate(number a, __m256d re, __m256d im) {
 /* ---- transforms ------------------------------------------------------------------------------------------------- */
 
 /*
- * `twiddles`, pass by pass and node by node: where the number of doublings is odd a first pass of one node, w with
- * w^2 = i; then for each node, modulo X^size - r, the three numbers w, w^2, w^3 with w^4 = r.
+ * Transforms in place. `twiddles` holds the roots, pass by pass and node by node: where the number of doublings is odd,
+ * a first pass of one node has w with w^2 = i; then each node, modulo X^size - r, has the three numbers w, w^2, w^3
+ * with w^4 = r.
  */
 
 AVX2 static void reduce(double *x, int64_t half, const double *twiddles) {
@@ -104,7 +105,7 @@ AVX2 static void reduce(double *x, int64_t half, const double *twiddles) {
     }
 }
 
-/* The way back, but for a factor of half. `end`: behind the last twiddle. */
+/* Undoes `reduce`, except for a factor of half. `end` points behind the last twiddle. */
 AVX2 static void rebuild(double *x, int64_t half, const double *end) {
     int is_odd = __builtin_ctzll((uint64_t)half) & 1;
     int64_t top = is_odd ? half / 2 : half;
@@ -139,7 +140,7 @@ AVX2 static void rebuild(double *x, int64_t half, const double *end) {
     }
 }
 
-/* Folds and transforms one polynomial of up to LANES columns; lanes beyond are zeros. */
+/* Folds and transforms one polynomial of up to LANES columns; the lanes that are left are zeros. */
 AVX2 static void transform_lanes(double *out, const int32_t *matrix, int64_t stride, int64_t lanes, int64_t half, const double *twiddles) {
     __m128i kept = _mm_cmpgt_epi32(_mm_set1_epi32((int32_t)lanes), _mm_setr_epi32(0, 1, 2, 3));
     for (int64_t j = 0; j < half; j++, matrix += stride) {
@@ -154,7 +155,7 @@ AVX2 static void transform_lanes(double *out, const int32_t *matrix, int64_t str
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
-/* x = sum over i of hat_i * secret_i, number by number. */
+/* Computes x = sum over i of hat_i * secret_i, number by number. */
 AVX2 static void multiply(double *x, const double *hat, const double *secret, int64_t rank, int64_t half) {
     for (int64_t j = 0; j < half; j++) {
         number sum = {_mm256_setzero_pd(), _mm256_setzero_pd()};
@@ -168,7 +169,7 @@ AVX2 static void multiply(double *x, const double *hat, const double *secret, in
     }
 }
 
-/* The largest distances to an integer so far, and lanes of ones where that of one was no number. */
+/* The largest distances to an integer so far, and lanes of ones where a distance was not a number. */
 typedef struct {
     __m256d largest, wrong;
 } distance;
@@ -197,8 +198,8 @@ static inline int32_t one_error(const char *error, int64_t error_bytes) {
 }
 
 /*
- * Rows of WIDTH numbers to their places, plus the errors. Whole vectors go past the caches: whoever uses them does so
- * much later, and rows that lie a multiple of 4 KiB apart would push each other out.
+ * Writes rows of WIDTH numbers, plus the errors, to their places. Whole vectors bypass the caches: they are used much
+ * later, and rows that lie a multiple of 4 KiB apart would evict each other.
  */
 AVX2 static void write_rows(int32_t *out, int64_t stride, const int32_t *rows, int64_t degree, int64_t width,
                             const char *error, int64_t error_bytes, int64_t error_stride) {
@@ -232,7 +233,7 @@ typedef struct {
     int32_t *rows;                          /* scratch: N x WIDTH */
 } task;
 
-/* Up to WIDTH features, from column `feature` on, of all blocks. */
+/* Computes up to WIDTH features, from column `feature` on, of all blocks. */
 AVX2 static distance combine_width(const task *all, const double *hat, int64_t feature, int64_t width, distance seen) {
     int64_t half = all->degree / 2, group_doubles = all->rank * half * COMPLEX;
     __m256d scale = _mm256_set1_pd(1.0 / (double)half);
@@ -256,12 +257,12 @@ AVX2 static distance combine_width(const task *all, const double *hat, int64_t f
 
 /* ---- what noise/polynomial/kernels.py calls -------------------------------------------------------------------------------- */
 
-/* Of what these functions take: one more with every change of that; also in kernels.py. */
+/* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_masks_version(void) {
     return 2;
 }
 
-/* Whether processor and operating system have what the rest of this file needs: AVX2 and FMA, and registers saved. */
+/* Tells whether processor and operating system have what the rest of this file needs: AVX2 and FMA, and registers saved. */
 int veilbase_masks_usable(void) {
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_AVX) || !(c & bit_FMA)) return 0;
@@ -270,14 +271,14 @@ int veilbase_masks_usable(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
 
-/* Doubles of scratch memory that `veilbase_combine` needs. */
+/* Returns how many doubles of scratch memory `veilbase_combine` needs. */
 int64_t veilbase_mask_scratch(int64_t rank, int64_t degree) {
     return degree / 2 * COMPLEX + degree * WIDTH / 2 + GROUPS * rank * (degree / 2) * COMPLEX;
 }
 
 /*
- * Transforms of a matrix: rank * degree rows of `features` int32 numbers, `stride` apart.
- * out: for each LANES features, of each of the rank polynomials N/2 complex numbers in LANES lanes.
+ * Transforms a matrix of rank * degree rows of `features` int32 numbers, `stride` apart.
+ * out: for each LANES features, N/2 complex numbers in LANES lanes for each of the rank polynomials.
  */
 void veilbase_transform(const int32_t *matrix, int64_t stride, int64_t rank, int64_t degree, int64_t features,
                         const double *twiddles, double *out) {
@@ -288,13 +289,13 @@ void veilbase_transform(const int32_t *matrix, int64_t stride, int64_t rank, int
 }
 
 /*
- * Features `first` to `last` of a product, of all blocks, plus an error.
+ * Computes features `first` to `last` of a product, of all blocks, plus an error.
  *
- * hat: from `veilbase_transform`, of feature `first` on, which begins a group of LANES; or NULL with
- * matrix: its numbers, of feature `first` on.
+ * hat: what `veilbase_transform` made, from feature `first` on, which begins a group of LANES; or NULL, and then
+ * matrix: the matrix's numbers, from feature `first` on.
  * secrets: num_blocks x rank x N/2 complex numbers. error: NULL, or integers of 1, 2 or 4 bytes, which are added.
  * out: num_blocks x degree rows. Strides are in numbers. scratch: see `veilbase_mask_scratch`.
- * Returns the largest distance of a coefficient to the nearest integer; infinity where one was no number.
+ * Returns the largest distance of a coefficient to the nearest integer; infinity where one was not a number.
  */
 AVX2 double veilbase_combine(const double *hat, const int32_t *matrix, int64_t stride, const double *secrets, int64_t num_blocks,
                      int64_t rank, int64_t degree, int64_t first, int64_t last, const double *twiddles,
@@ -311,7 +312,7 @@ AVX2 double veilbase_combine(const double *hat, const int32_t *matrix, int64_t s
         if (!hat) veilbase_transform(matrix + (c - first), stride, rank, degree, width, twiddles, made);
         seen = combine_width(&all, from, c, width, seen);
     }
-    _mm_sfence(); /* what went past the caches is seen by whoever is told next */
+    _mm_sfence(); /* Other threads that are told afterwards see what bypassed the caches. */
     double lanes[LANES], largest = 0;
     _mm256_storeu_pd(lanes, seen.largest);
     for (int i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;

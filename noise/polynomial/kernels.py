@@ -1,9 +1,9 @@
 """The compiled form of noise/polynomial/negacyclic.py's transforms and products, for x86-64 processors with AVX2 and
 FMA.
 
-Guarantees: the same numbers as torch's form, since both are exact; every coefficient's distance to the nearest integer
-is looked at. Where kernels.c was not built, or the processor lacks what it needs, `available()` is False and nothing
-else may be called.
+Guarantees: the numbers are the same as torch's form gives, since both are exact; every coefficient's distance to the
+nearest integer is measured. Where kernels.c was not built, or the processor lacks what it needs, `available()` is False
+and nothing else may be called.
 
 What the compiled code is given is checked here: it checks nothing itself.
 """
@@ -30,7 +30,7 @@ WIDTH = 16
 """Features that are written at once."""
 
 _VERSION = 2
-"""See `wire.ring.kernels`; also in kernels.c."""
+"""Version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
 
@@ -49,10 +49,10 @@ def _library() -> ctypes.CDLL | None:
         return None
     usable.restype = ctypes.c_int
     scratch.argtypes, scratch.restype = [_COUNT] * 2, _COUNT
-    # matrix, stride, rank, degree, features, twiddles, out
+    # Arguments: matrix, stride, rank, degree, features, twiddles, out.
     transform.argtypes, transform.restype = [_POINTER, *[_COUNT] * 4, *[_POINTER] * 2], None
-    # hat, matrix, stride, secrets, blocks, rank, degree, first, last, twiddles, how many, error, its bytes and strides,
-    # out, its strides, scratch
+    # Arguments: hat, matrix, stride, secrets, blocks, rank, degree, first, last, twiddles, how many, error, its bytes
+    # and strides, out, its strides, scratch.
     combine.argtypes = [
         *[_POINTER] * 2, _COUNT, _POINTER, *[_COUNT] * 5, _POINTER, _COUNT, _POINTER, *[_COUNT] * 3, _POINTER,
         *[_COUNT] * 2, _POINTER,
@@ -62,7 +62,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether this machine has the compiled form; VEILBASE_KERNELS=none says no."""
+    """Tells whether this machine has the compiled form; VEILBASE_KERNELS=none makes it say no."""
     return _library() is not None
 
 
@@ -74,7 +74,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
-    """The transforms of columns of a matrix.
+    """Transforms columns of a matrix.
 
     Args:
         matrix: int32, shape (rank·N, features), CPU, any strides.
@@ -84,7 +84,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
         float64, shape (groups of `LANES` features, rank, N/2, 2, LANES): real and imaginary parts.
 
     Raises:
-        ConfigurationError: a matrix of another shape or type.
+        ConfigurationError: the matrix has another shape or type.
     """
     matrix = _rows(matrix, rank * degree)
     features, half = matrix.shape[1], degree // 2
@@ -97,7 +97,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
-    """The transforms of secrets, each of which every feature is multiplied with.
+    """Transforms secrets, each of which every feature is multiplied with.
 
     Args:
         secrets: int8, shape (B, k, N), CPU.
@@ -113,17 +113,16 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
 
 
 class Combiner:
-    """Products of matrices with the secrets of some blocks; one for each thread, whose scratch memory it holds."""
+    """Multiplies matrices with the secrets of some blocks. Each thread has one, since it holds scratch memory."""
 
     def __init__(self, secrets_hat: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None) -> None:
-        """Args.
-
-        secrets_hat: from `secret_transform`.
-        out: int32, shape (B, N, features), features side by side; written.
-        error: int8, int16 or int32, shape (B, N, features), CPU, features side by side; added. None for none.
+        """Args:
+            secrets_hat: the result of `secret_transform`.
+            out: int32, shape (B, N, features), features side by side; written.
+            error: int8, int16 or int32, shape (B, N, features), CPU, features side by side, which is added; or None.
 
         Raises:
-            ConfigurationError: anything else.
+            ConfigurationError: an argument is anything else.
         """
         self._library = _loaded()
         num_blocks, rank, half, two = secrets_hat.shape
@@ -143,7 +142,7 @@ class Combiner:
         self._scratch = np.empty(self._library.veilbase_mask_scratch(rank, 2 * half), dtype=np.float64)
 
     def by_transforms(self, matrix_hat: torch.Tensor, start: int, stop: int) -> float:
-        """Writes features `start` to `stop`, with the transforms of at least these; `start` a multiple of `LANES`.
+        """Writes features `start` to `stop`, with the transforms of at least these; `start` is a multiple of `LANES`.
 
         Returns:
             The largest distance of a coefficient to the nearest integer; infinity where one was no number.
@@ -156,7 +155,7 @@ class Combiner:
         return self._combine(groups.data_ptr(), None, 0, start, stop)
 
     def by_matrix(self, matrix: torch.Tensor, start: int, stop: int) -> float:
-        """The same with the numbers of these features, int32, shape (k·N, stop − start), any strides."""
+        """Does the same with the numbers of these features, int32, shape (k·N, stop − start), any strides."""
         _, rank, degree = self._shape
         matrix = _rows(matrix, rank * degree)
         if matrix.shape[1] != stop - start:
@@ -181,7 +180,7 @@ class Combiner:
 
 
 def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The matrix, features side by side."""
+    """Returns the matrix with features side by side."""
     if matrix.dtype != torch.int32 or matrix.dim() != 2 or matrix.shape[0] != num_rows or not matrix.is_cpu:
         raise ConfigurationError(
             f"expected an int32 matrix of {num_rows} rows, got {matrix.dtype} of {tuple(matrix.shape)}"
@@ -191,16 +190,16 @@ def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @functools.cache
 def twiddles(half: int) -> npt.NDArray[np.float64]:
-    """Roots of i in the order in which kernels.c takes them, real and imaginary parts in turn.
+    """Returns the roots of i in the order in which kernels.c takes them, real and imaginary parts in turn.
 
-    A node stands for C[X]/(X^size − e^{iπθ}); its four children for the fourth roots of e^{iπθ}. Angles are exact
+    A node stands for C[X]/(X^size − e^{iπθ}), and its four children for the fourth roots of e^{iπθ}. Angles are exact
     fractions, and their sines and cosines are taken in extended precision, so each part is within a unit in the last
     place.
     """
     angles: list[Fraction] = []
     nodes = [Fraction(1, 2)]
     size = half
-    if half.bit_length() % 2 == 0:  # an odd number of doublings
+    if half.bit_length() % 2 == 0:  # The number of doublings is odd.
         angles.append(nodes[0] / 2)
         nodes = [nodes[0] / 2, nodes[0] / 2 + 1]
         size //= 2

@@ -8,27 +8,27 @@ Why it is exact. A true coefficient is an integer below k·N·2^31 ≤ 2^44.6 in
 rounds it to an integer and leaves it mod 2^32, in two's complement, in the low 32 bits of the float64. That integer is
 right while the transforms err by less than 1/2. With u = 2^-53 a transform of length n errs by at most 6.7·u·log2(n) of
 its 2-norm (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 24.2), so a coefficient errs by at
-most about 6.7·u·log2(N/2)·‖a‖₂·(2·‖s‖₂ + max_f ‖ŝ_f‖₂): at 3×512 with the largest ‖a‖₂ = √1536·2^31, ‖s‖₂ ≤ √1536
-and the ‖ŝ_f‖₂ ≈ 80 of a uniform secret, 0.08. Measured on random input: 8e-5 at 3×512, 2e-4 at 6×2048; with every
+most about 6.7·u·log2(N/2)·‖a‖₂·(2·‖s‖₂ + max_f ‖ŝ_f‖₂): at 3×512 with the largest ‖a‖₂ = √1536·2^31, ‖s‖₂ ≤ √1536 and
+the ‖ŝ_f‖₂ ≈ 80 of a uniform secret, 0.08. Measured on random input: 8e-5 at 3×512, 2e-4 at 6×2048; with every
 coefficient −2^31 and every trit 1: 2e-3 and 1.2e-2, a few units in the last place of a float64 of that size.
 
-What is not proven is the vendor's FFT, so every call of torch's form measures the distance to the nearest integer on
-some features (see `_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4. The compiled form
+The vendor's FFT is not proven, so every call of torch's form measures the distance to the nearest integer on some
+features (see `_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4. The compiled form
 measures all.
 
-Two forms: compiled (noise/polynomial/kernels.py, where it was built and the processor has AVX2 and FMA) and torch's.
-They keep transforms in other orders, and give the same numbers, since both are exact. The compiled one has transforms
-of its own, whose factors are within a unit in the last place.
+There are two forms: compiled (noise/polynomial/kernels.py, where it was built and the processor has AVX2 and FMA) and
+torch's. They keep transforms in different orders, and give the same numbers, since both are exact. The compiled one has
+transforms of its own, whose factors are within a unit in the last place.
 
-Threads: a call shares its chunks among the threads of noise/blocks/workers.py, so that `Columns.load` is called from
-several; calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does it
-all but the secrets' transforms.
+Threads: a call shares its chunks among the threads of noise/blocks/workers.py, so that several of them call
+`Columns.load`; calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread
+does everything but the secrets' transforms.
 
 Why not integers: one int8 GEMM of the four bytes of H with a ternary Toeplitz matrix takes 8·k·N operations a token and
 feature, 12,288 at 3×512: 14 ns at the 850 GOP/s measured for `_int_mm` on a quiet 2-core machine.
 
-Not constant time in the sense of a cryptographic library: no branch or index depends on a secret here, but torch and
-its FFT make no such promise. The tenant's own machine is trusted (DESIGN.md section 6).
+The code is not constant time in the sense of a cryptographic library: no branch or index depends on a secret here, but
+torch and its FFT make no such promise. The tenant's own machine is trusted (docs/threat-model.md, "Who is trusted").
 """
 
 from __future__ import annotations
@@ -47,43 +47,43 @@ from noise.polynomial import kernels
 from wire.errors import ConfigurationError, MaskError
 
 _ROUNDER = 1.5 * 2.0**52
-"""x + this has unit spacing for |x| < 2^51: the low 32 bits are round(x) mod 2^32."""
+"""A float64 for which x + this has unit spacing for |x| < 2^51: its low 32 bits are round(x) mod 2^32."""
 
 _LOST_PRECISION = "a mask's transform lost precision: the FFT library of this machine cannot be used"
 _LARGEST_ERROR = 0.25
-"""Half of the 1/2 at which rounding goes wrong."""
+"""Largest distance to an integer that is accepted: half of the 1/2 at which rounding goes wrong."""
 
 _CHECK_EVERY = 4
 _SAMPLED_DIMENSION = 2048
-"""Where k·N is no larger, one feature in four is measured, in one chunk in four of each thread, its first included: all
-share transforms, so a faulty library shows in each."""
+"""Where k·N is no larger than this, one feature in four is measured, in one chunk in four of each thread, its first
+included: all share transforms, so a faulty library shows in each."""
 
 _CHUNK_BYTES = 3 << 20
-"""Working set of one chunk of features; 2-4 MiB were alike on a 2-core machine with 1 MiB of L2 a core."""
+"""Bytes of the working set of one chunk of features; 2-4 MiB were alike on a 2-core machine with 1 MiB of L2 a core."""
 
 _COMPILED_CHUNK = 64
-"""Features that a thread takes at a time: of a packed hint, what is decoded together."""
+"""Features that a thread takes at a time in the compiled form; of a packed hint, as many are decoded together."""
 
 _PADDING = 4
-"""Complex numbers added to each row of a buffer that is read across: without them rows lie a multiple of 4 KiB apart,
+"""Complex numbers added to each row of a buffer that is read across. Without them rows lie a multiple of 4 KiB apart,
 land in the same cache sets, and the transposing copy takes four times as long."""
 
 
 class Columns(Protocol):
-    """An int32 matrix of k·N rows, read a few features at a time: a memory-mapped or packed hint."""
+    """An int32 matrix of k·N rows, read a few features at a time, such as a memory-mapped or packed hint."""
 
     @property
     def features(self) -> int:
-        """Columns in all."""
+        """Returns the number of columns in all."""
         ...
 
     def load(self, start: int, stop: int) -> torch.Tensor:
-        """int32, shape (k·N, stop − start), any strides. Called from several threads at once."""
+        """Returns some columns: int32, shape (k·N, stop − start), any strides. Several threads call this at once."""
         ...
 
 
 class TensorColumns:
-    """A tensor as `Columns`."""
+    """Gives a tensor the interface of `Columns`."""
 
     def __init__(self, matrix: torch.Tensor) -> None:
         """Args: matrix: int32, shape (k·N, features), CPU, any strides."""
@@ -91,11 +91,11 @@ class TensorColumns:
 
     @property
     def features(self) -> int:
-        """Columns in all."""
+        """Returns the number of columns in all."""
         return self._matrix.shape[1]
 
     def load(self, start: int, stop: int) -> torch.Tensor:
-        """A view."""
+        """Returns a view of some columns."""
         return self._matrix[:, start:stop]
 
 
@@ -104,32 +104,32 @@ class Transforms:
     """The transforms of a public matrix.
 
     Attributes:
-        values: complex128, shape (k, features, N/2); of the compiled form as `kernels.transform` gives them.
-        features: columns of the matrix.
+        values: complex128, shape (k, features, N/2); in the compiled form, what `kernels.transform` returns.
+        features: the columns of the matrix.
     """
 
     values: torch.Tensor
     features: int
 
     def first(self, features: int) -> Transforms:
-        """Those of the first columns; a view."""
+        """Returns the transforms of the first columns, as a view."""
         if self.values.is_complex():
             return Transforms(self.values[:, :features], features)
         return Transforms(self.values[: -(-features // kernels.LANES)], features)
 
 
 def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> Transforms:
-    """The transforms of a public matrix, to be kept for `combine`.
+    """Transforms a public matrix; the result is kept for `combine`.
 
     Args:
         matrix: int32, shape (k·N, features), CPU; row i·N + j holds coefficient j of polynomial i.
         parameters: gives k and N.
 
     Returns:
-        4·k·N·2 bytes a feature, twice the matrix.
+        The transforms, of 4·k·N·2 bytes a feature, twice the matrix.
 
     Raises:
-        ConfigurationError: a matrix of another shape or type.
+        ConfigurationError: the matrix has another shape or type.
     """
     columns = _as_columns(matrix)
     if kernels.available():
@@ -156,13 +156,13 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
-    """The transforms of the secrets of several blocks. As secret as they are.
+    """Transforms the secrets of several blocks. The result is as secret as they are.
 
     Args:
         secrets: int8 in {−1, 0, 1}, shape (B, k, N), CPU.
 
     Returns:
-        complex128, shape (B, k, N/2); of the compiled form float64, shape (B, k, N/2, 2).
+        complex128, shape (B, k, N/2); in the compiled form float64, shape (B, k, N/2, 2).
     """
     if kernels.available():
         return kernels.secret_transform(secrets)
@@ -182,12 +182,12 @@ def combine(
     error: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Row t of block b, feature c: coefficient t of Σ_i matrix_{i,c}·s_{b,i}, plus the error, mod 2^32.
+    """Computes for row t of block b, feature c: coefficient t of Σ_i matrix_{i,c}·s_{b,i}, plus the error, mod 2^32.
 
     Args:
-        matrix_hat: from `transform`.
-        secrets_hat: from `secret_transform`.
-        error: int8, int16 or int32, shape (B, N, features), added; None for none.
+        matrix_hat: the result of `transform`.
+        secrets_hat: the result of `secret_transform`.
+        error: int8, int16 or int32, shape (B, N, features), which is added; or None.
         out: int32, shape (B, N, features), written; None for a new one.
 
     Returns:
@@ -227,11 +227,12 @@ def product(
     parameters: LatticeParameters,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`combine` for a matrix whose transforms are not kept: a hint. Each chunk is transformed once for all blocks.
+    """Does what `combine` does for a matrix whose transforms are not kept: a hint. Each chunk is transformed once for
+    all blocks.
 
     Args:
         matrix: int32, shape (k·N, features), or something that loads its columns.
-        secrets_hat: from `secret_transform`.
+        secrets_hat: the result of `secret_transform`.
         parameters: gives k and N.
         out: int32, shape (B, N, features), written; None for a new one.
 
@@ -239,7 +240,7 @@ def product(
         int32, shape (B, N, features).
 
     Raises:
-        ConfigurationError: a matrix of another shape or type.
+        ConfigurationError: the matrix has another shape or type.
         MaskError: a coefficient is too far from an integer.
     """
     columns = _as_columns(matrix)
@@ -266,7 +267,7 @@ def product(
 
 
 def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tensor:
-    """What `combine` and `product` must equal: the schoolbook sum in integers, X^N = −1.
+    """Computes what `combine` and `product` must equal: the schoolbook sum in integers, X^N = −1.
 
     Args:
         matrix: int32, shape (k·N, features).
@@ -280,19 +281,21 @@ def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tens
     total = torch.zeros(num_blocks, degree, matrix.shape[1], dtype=torch.int64, device="cpu")
     for shift in range(degree):
         for i in range(rank):
-            # X^shift times polynomial i: what passes X^N comes back negated
+            # X^shift times polynomial i: what passes X^N comes back negated.
             turned = torch.cat((-polynomials[i, degree - shift :], polynomials[i, : degree - shift]))
             total += secrets[:, i, shift].to(torch.int64).view(-1, 1, 1) * turned
     return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 
 def _output(out: torch.Tensor | None, num_blocks: int, degree: int, features: int) -> torch.Tensor:
-    with torch.inference_mode(False):  # masks are added in place, and whoever uses them may be outside of it
+    # Masks are added in place, and the code that adds them may be outside of inference mode.
+    with torch.inference_mode(False):
         return torch.empty(num_blocks, degree, features, dtype=torch.int32, device="cpu") if out is None else out
 
 
 class _Inverse:
-    """Multiply, transform back, untwist, round and write out, with buffers that the chunks of one thread share."""
+    """Multiplies, transforms back, untwists, rounds and writes out, with buffers that the chunks of one thread
+    share."""
 
     def __init__(self, num_blocks: int, rank: int, half: int) -> None:
         self._shape = num_blocks, rank, half
@@ -305,14 +308,14 @@ class _Inverse:
         num_blocks, rank, half = self._shape
         chunk = matrix_hat.shape[1]
         if self._sums.shape[1:2] != (chunk,):
-            self._calls = 0  # another number of transforms at a time may be another way through the library
+            self._calls = 0  # Another number of transforms at a time may be another way through the library.
             self._sums = torch.empty(num_blocks, chunk, half, dtype=torch.complex128, device="cpu")
             self._rounded = torch.empty(num_blocks, chunk, half + _PADDING, dtype=torch.complex128, device="cpu")
         factors = secrets_hat.unsqueeze(2)  # (B, k, 1, N/2)
         torch.mul(matrix_hat[0], factors[:, 0], out=self._sums)
         for i in range(1, rank):
             self._sums.addcmul_(matrix_hat[i], factors[:, i])
-        # norm="forward" leaves out the 1/n, which the untwisting factors hold; no out=, which would copy
+        # norm="forward" leaves out the 1/n, which the untwisting factors hold; there is no out=, which would copy.
         turned = torch.fft.ifft(self._sums, norm="forward")
         if self._calls % self._every == 0:
             _check_rounding(turned[:, :: self._every], half)
@@ -330,19 +333,20 @@ def _check_distance(largest: float) -> None:
 def _check_rounding(turned: torch.Tensor, half: int) -> None:
     values = torch.view_as_real(turned * _untwist(half))
     error = float(torch.linalg.vector_norm(values - values.round(), ord=math.inf))
-    if not error < _LARGEST_ERROR:  # NaN fails too
+    if not error < _LARGEST_ERROR:  # NaN fails too.
         raise MaskError(_LOST_PRECISION)
 
 
 def _transform_chunk(matrix: torch.Tensor, parameters: LatticeParameters) -> torch.Tensor:
-    """(k·N, c) int32 → (k, c, N/2) complex128."""
+    """Transforms one chunk: (k·N, c) int32 → (k, c, N/2) complex128."""
     rank, half, chunk = parameters.rank, parameters.ring_degree // 2, matrix.shape[-1]
     if matrix.dtype != torch.int32 or matrix.shape[0] != parameters.dimension:
         raise ConfigurationError(
             f"expected an int32 matrix of {parameters.dimension} rows, got {matrix.dtype} of {matrix.shape[0]}"
         )
     if matrix.stride(1) == 1:
-        # rows of a wide matrix collide in the cache (see _PADDING): gather the chunk first, then read it across
+        # Rows of a wide matrix collide in the cache (see _PADDING), so the chunk is gathered first and then read
+        # across.
         padded = torch.empty(matrix.shape[0], chunk + 4 * _PADDING, dtype=torch.int32, device="cpu")
         matrix = padded[:, :chunk].copy_(matrix)
     halves = matrix.unflatten(0, (rank, 2, half)).transpose(2, 3)  # (k, 2, c, N/2)
@@ -359,14 +363,15 @@ def _fft(folded: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _twist(half: int) -> torch.Tensor:
-    """exp(iπj/N), j < N/2, each correctly rounded but for a unit or so in the last place."""
+    """Returns exp(iπj/N), j < N/2, each correctly rounded but for a unit or so in the last place."""
     angle = torch.arange(half, dtype=torch.float64, device="cpu") * (math.pi / (2 * half))
     return torch.complex(torch.cos(angle), torch.sin(angle))
 
 
 @functools.cache
 def _untwist(half: int) -> torch.Tensor:
-    untwist: torch.Tensor = _twist(half).conj().resolve_conj() / half  # half is a power of two: exact
+    # Since half is a power of two, the division is exact.
+    untwist: torch.Tensor = _twist(half).conj().resolve_conj() / half
     return untwist
 
 
@@ -380,7 +385,7 @@ def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
 
 
 def _compiled_chunks(features: int) -> list[tuple[int, int]]:
-    """Bounds of chunks, multiples of what the compiled form writes at once."""
+    """Returns the bounds of chunks, which are multiples of what the compiled form writes at once."""
     num_threads = torch.get_num_threads()
     widths = -(-features // kernels.WIDTH)
     size = min(_COMPILED_CHUNK, kernels.WIDTH * max(1, -(-widths // num_threads)))
@@ -388,12 +393,13 @@ def _compiled_chunks(features: int) -> list[tuple[int, int]]:
 
 
 def _chunks(features: int, num_transforms: int, degree: int) -> list[tuple[int, int]]:
-    """Bounds of chunks of features of at most `_CHUNK_BYTES`, `num_transforms` of 8·N bytes each a feature.
+    """Returns the bounds of chunks of features of at most `_CHUNK_BYTES`, with `num_transforms` of 8·N bytes each a
+    feature.
 
-    All multiples of 8 (packed hints are read so) and of one size but for the last; as many as the threads share evenly.
+    All are multiples of 8 (packed hints are read so) and of one size but for the last; the threads share them evenly.
     """
-    most = max(1, _CHUNK_BYTES // (8 * degree * num_transforms) // 8)  # in eights of features
+    most = max(1, _CHUNK_BYTES // (8 * degree * num_transforms) // 8)  # This counts in eights of features.
     eights, num_threads = -(-features // 8), torch.get_num_threads()
-    rounds = -(-eights // (most * num_threads))  # turns that each thread takes
+    rounds = -(-eights // (most * num_threads))  # This is the number of turns that each thread takes.
     size = 8 * max(1, -(-eights // max(1, rounds * num_threads)))
     return [(start, min(start + size, features)) for start in range(0, features, size)]

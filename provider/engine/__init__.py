@@ -1,1 +1,2 @@
-"""From a request in the queue to its reply: what shares a product, who computes it, how it is handed back."""
+"""The way from a request in the queue to its reply: what shares a product, what computes it, how the reply is handed
+back."""

@@ -1,9 +1,9 @@
-"""The threads that make products: take batches from the scheduler, gather rows, and see to it that all are answered.
+"""The threads that make products: they take batches from the scheduler, gather rows, and see that all are answered.
 
-Guarantees: a reply owns its memory, so that a tenant who does not read holds nobody else's; see
-`provider.engine.replies` for who is answered, and when. In ring arithmetic a reply does not depend on what shared its
-batch; in float it does within rounding, since a matrix product of another height may add in another order. What a lost
-replica had begun, another makes.
+Guarantees: a reply owns its memory, so that a tenant that does not read its reply holds no other tenant's;
+`provider.engine.replies` says which requests are answered, and when. In ring arithmetic a reply does not depend on what
+shared its batch; in float it does within rounding, since a matrix product of another height may add in another order.
+What a lost replica had begun, another makes.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ _Made = TypeVar("_Made")
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 RETRY_S = 1.0
-"""When to come again while a lost shard is being brought back."""
+"""Seconds after which tenants may come again while a lost shard is being restored."""
 _REJOIN_S = 60.0
-"""How long requests are told to come again where another host may join."""
+"""Seconds for which requests are told to come again where another host may join."""
 _MAX_LOSSES = 2
-"""Replicas that one batch may take with it: it may be what ends them."""
+"""Replicas that may be lost over one batch before it is given up, since the batch may be what ends them."""
 
 
 class _Lane:
-    """One replica and its thread; used under the executor's lock."""
+    """One replica and its thread. It is used under the executor's lock."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.is_busy = self.is_lost = False  # busy: with one product, in whichever thread
+        self.is_busy = self.is_lost = False  # A busy lane makes one product, in whichever thread.
         self.thread: threading.Thread | None = None
 
 
 class Executor:
-    """One thread a replica; requests small enough may be computed by who brings them, while nothing waits."""
+    """Runs one thread for each replica. The thread that brings a small request may compute it itself, while nothing
+    waits."""
 
     def __init__(
         self,
@@ -59,13 +60,15 @@ class Executor:
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
     ) -> None:
-        """Args.
+        """Starts the threads.
 
-        replicas: all of the same weights; each takes the next batch when it is done with one. None: others will join.
-        scheduler: says which; used under this object's lock alone.
-        completed: told of every request, when it is answered with a tensor, or fails or is cancelled.
-        meter: told of every product.
-        charge: told a tenant's share of every product's seconds.
+        Args:
+            replicas: all have the same weights; each takes the next batch when it is done with one. If there are none,
+                others will join.
+            scheduler: chooses batches; used under this object's lock alone.
+            completed: called for every request when it is answered with a tensor, or fails or is cancelled.
+            meter: counts every product.
+            charge: called with a tenant and its share of a product's seconds.
         """
         self._scheduler, self._replies = scheduler, Replies(completed, self._unqueue)
         self._meter, self._charge = meter or Meter(), charge
@@ -73,18 +76,18 @@ class Executor:
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
         self._is_beside, self._beside_s = False, 0.0
-        """Whether a small product is made beside another one, which the lane does not show; what all such took of the
-        cores."""
+        """Whether a small product is being made beside another one, which the lane does not show; and the processor
+        seconds that all such products took."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
         self._is_joined = not replicas
-        self._empty_since_s = float("inf")  # who never came is waited for, however long that takes
+        self._empty_since_s = float("inf")  # A replica that never came is waited for, however long that takes.
         self._orphans: deque[tuple[Batch, int]] = deque()
-        """Batches of replicas that are gone, and how many each has outlived."""
+        """Batches of replicas that are gone, and how many replicas each has outlived."""
         for replica in replicas:
             self.add(replica)
 
     def add(self, replica: Replica) -> None:
-        """One more replica, from now on."""
+        """Adds one more replica."""
         lane = _Lane(replica)
         lane.thread = threading.Thread(target=self._run, args=(lane,), name="veilbase-compute", daemon=True)
         with self._changed:
@@ -92,16 +95,16 @@ class Executor:
         lane.thread.start()
 
     def join(self, replica: Replica) -> None:
-        """`add`, of one that may leave and come back: requests that find nobody are told to come again, for a while."""
+        """Adds a replica that may leave and come back: requests that find none are told to come again, for a while."""
         self._is_joined = True
         self.add(replica)
 
     def note_lost(self, replica: Replica) -> None:
-        """Somebody else saw that a replica is gone, before a product did."""
+        """Notes that a replica is gone, for a caller that saw it before a product did."""
         with self._changed:
             for lane in self._lanes:
                 if lane.replica is replica:
-                    lane.is_lost = True  # its thread sees to it
+                    lane.is_lost = True  # The lane's thread does the rest.
             self._changed.notify_all()
 
     def look(self) -> None:
@@ -115,22 +118,22 @@ class Executor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a product is being made, or waits to be; without a lock, so it may be late."""
+        """Tells whether a product is being made, or waits to be; without a lock, so the answer may be late."""
         return bool(self._scheduler) or any(lane.is_busy for lane in self._lanes)
 
     @property
     def num_replicas(self) -> tuple[int, int]:
-        """Replicas that can make products, and all that there should be."""
+        """Returns how many replicas can make products, and how many there should be."""
         with self._changed:
             return sum(not lane.is_lost for lane in self._lanes), max(self._num_expected, len(self._lanes))
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody will make products any more: for good, unless the provider is started again."""
+        """Tells whether no replica will make products any more, unless the provider is started again."""
         with self._changed:
             return not self._lanes and not self._is_joined
 
-    # ---- in -------------------------------------------------------------------------------------------------------
+    # ---- taking requests ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
         """Queues a job; answers it at once where no replica is left."""
@@ -141,21 +144,22 @@ class Executor:
             error = self._none_left()
             if error is None:
                 self._scheduler.add(job.ticket, time.monotonic())
-                self._changed.notify_all()  # who is woken may be a lane whose replica is busy
+                self._changed.notify_all()  # All are woken, since one alone might be a lane whose replica is busy.
         if error is not None:
             self._replies.fail(job, error)
 
     def _answer_empty(self, job: Job) -> None:
-        """No row needs no replica."""
+        """Answers a request without rows, which needs no replica."""
         dtype = DTYPES[job.ticket.call.arithmetic]
         self._replies.finish(job, torch.empty(0, job.reply_cols, dtype=dtype, device="cpu"))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        """The reply to a small request, made in the calling thread on one core; None where it should be queued instead.
+        """Makes the reply to a small request in the calling thread on one core; returns None where it should be queued
+        instead.
 
         No job is made for it: a decode step is a hundred such calls, and each pays for every object. Under a latency
         target one such request at a time need not wait for the end of a large product, where the replica can make it
-        beside: the operating system gives each its part of the core.
+        beside that: the operating system gives each its part of the core.
         """
         outcome = self._make_here(tenant, call, lambda replica: replica.product(call, rows))
         if outcome is not None:
@@ -163,26 +167,29 @@ class Executor:
         return outcome
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """`compute_here` for a call that was checked, from the bytes of one row and into those of its reply.
+        """Does what `compute_here` does for a call that was checked, from the bytes of one row and into those of its
+        reply.
 
         Returns:
-            The request's error; or whether the reply is written. False: it should go the longer way.
+            The request's error; or whether the reply is written. False means that the request should be queued.
         """
         lane = self._idle() or self._beside()
         multiply = None if lane is None or self._replies.are_told else lane.replica.row_product(call)
         if multiply is None:
             return False
 
-        def make(_replica: Replica) -> bool:  # whoever's turn it is: all have the same weights
+        # The lane that is chosen may be another: all replicas have the same weights.
+        def make(_replica: Replica) -> bool:
             multiply(row, reply)
             return True
 
         return self._make_here(tenant, call, make) or False
 
     def _make_here(self, tenant: str, call: Call, make: Callable[[Replica], _Made]) -> _Made | VeilbaseError | None:
-        """Makes something small in the calling thread; None where it may not be, or the replica is lost."""
+        """Makes something small in the calling thread; returns None where it may not, or the replica is lost."""
         if not self._idle() and not self._beside():
-            return None  # looked at without the lock first: what is chosen wrongly is queued, and answered all the same
+            # This looks without the lock first: a request that is wrongly sent to the queue is answered all the same.
+            return None
         with self._changed:
             idle = self._idle()
             if not self._scheduler.takes_decode(tenant, time.monotonic(), idle is not None):
@@ -228,7 +235,7 @@ class Executor:
     def _done_here(
         self, lane: _Lane, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
     ) -> None:
-        """Args: beside_s: what a product beside another took of a core; None where it was alone."""
+        """Args: beside_s: the processor seconds of a product beside another; None where it was alone."""
         now_s = time.monotonic()
         with self._changed:
             if beside_s is None:
@@ -237,7 +244,7 @@ class Executor:
                 self._is_beside = False
                 self._beside_s += beside_s
             if is_lost:
-                lane.is_lost = True  # its thread sees to it
+                lane.is_lost = True  # The lane's thread does the rest.
                 self._changed.notify_all()
                 return
             self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
@@ -255,24 +262,24 @@ class Executor:
             self._scheduler.cancel(ticket)
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Returns how many requests wait."""
         with self._changed:
             return len(self._scheduler)
 
     def close(self) -> None:
-        """Ends each thread after the batch that it is on, and lets the replicas go."""
+        """Ends each thread after its present batch, and closes the replicas."""
         self.begin_close()
         with self._changed:
             lanes = list(self._lanes)
         for lane in lanes:
             if lane.thread is not None:
                 lane.thread.join(timeout=_CLOSE_S)
-            lane.replica.close()  # which frees a thread that waits for one that hangs
+            lane.replica.close()  # This frees a thread that waits for a replica that hangs.
             if lane.thread is not None:
                 lane.thread.join(timeout=_CLOSE_S)
 
     def begin_close(self) -> None:
-        """Tells the threads, without waiting for them."""
+        """Tells the threads to end, without waiting for them."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -292,12 +299,12 @@ class Executor:
                 with self._changed:
                     left = self._scheduler.abandon()
                 self._replies.fail_all(left, FAILED)
-            work = None  # or the last reply's memory would be held until the next request
+            work = None  # Otherwise the last reply's memory would be held until the next request.
 
     def _run_batch(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
-        """Makes a batch's products, lets the replica go, and only then sees to the replies.
+        """Makes a batch's products, frees the replica, and only then delivers the replies.
 
-        Whoever is woken by a reply may take this core, and nobody should find the replica busy for as long.
+        A thread that a reply wakes may take this core, and no request should find the replica busy for as long.
         """
         made: list[tuple[Piece, Outcome]] = []
         measured_s, has_failed = None, False
@@ -318,11 +325,12 @@ class Executor:
         finally:
             if has_failed:
                 self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
-            while made:  # a reply is held by nobody else once it is answered
+            while made:  # Nothing else holds a reply once it is answered.
                 self._replies.deliver(*made.pop(0))
 
     def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
-        """What this lane is to compute, and how many replicas that has outlived; None at the end, or lost."""
+        """Returns the batch that this lane is to compute, and how many replicas it has outlived; None at the end, or if
+        lost."""
         with self._changed:
             while not self._closing.is_set() and not lane.is_lost:
                 now, due = time.monotonic(), None
@@ -351,7 +359,7 @@ class Executor:
             self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
 
     def _none_left(self) -> Unavailable | None:
-        """Why nothing can be computed, if so; under the lock."""
+        """Returns the error that says why nothing can be computed, or None; the caller holds the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
         is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < _REJOIN_S
@@ -359,11 +367,12 @@ class Executor:
         return _unavailable(RETRY_S if can_return else 0.0)
 
     def _is_back(self, lane: _Lane) -> bool:
-        """Waits for a lost replica; meanwhile, and where it does not return, what nobody else can do is refused."""
+        """Waits for a lost replica; meanwhile, and where it does not return, requests that no other can compute are
+        refused."""
         self._refuse_all()
         try:
             is_back = lane.replica.revive(self._closing)
-        except Exception as exc:  # noqa: BLE001 - the others go on
+        except Exception as exc:  # noqa: BLE001 - the other replicas go on
             _LOGGER.error("a replica could not be brought back: %s", type(exc).__name__)
             is_back = False
         with self._changed:
@@ -377,7 +386,7 @@ class Executor:
         return is_back
 
     def _refuse_all(self) -> None:
-        """Answers all that waits, where no replica is left."""
+        """Answers all that waits with an error, where no replica is left."""
         with self._changed:
             error = self._none_left()
             if error is None:
@@ -389,9 +398,11 @@ class Executor:
     # ---- one batch ------------------------------------------------------------------------------------------------
 
     def _products(self, replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
-        """What came of each piece that is still wanted and was not answered, and the seconds that all rows took.
+        """Returns the outcome of each piece that is still wanted and was not answered, and the seconds that all rows
+        took.
 
-        None where not every row was multiplied, or not all at once: that says nothing about how long so many rows take.
+        The seconds are None where not every row was multiplied, or not all at once: that says nothing about how long so
+        many rows take.
         """
         pieces = [piece for piece in batch.pieces if self._replies.is_good(piece, alone=len(batch.pieces) == 1)]
         parts = [(piece, rows) for piece in pieces if (rows := rows_of(piece)) is not None]
@@ -399,13 +410,15 @@ class Executor:
             return [], None
         began_s, beside_s = time.monotonic(), self._beside_s
         made = _at_once(replica, batch.call, parts)
-        if not made:  # whose fault it was shows when each runs alone; whoever ends the replica spoils no other's
+        # Which request was at fault shows when each runs alone; one that ends the replica spoils no other's.
+        if not made:
             for piece, rows in parts:
                 self._replies.deliver(piece, _alone(replica, batch.call, rows))
         seconds = time.monotonic() - began_s
         computed = [piece for piece, _ in parts]
         self._meter.batch(computed, began_s, seconds)
-        seconds = max(0.0, seconds - (self._beside_s - beside_s))  # what small products took of the core is not theirs
+        # What small products took of the core does not count.
+        seconds = max(0.0, seconds - (self._beside_s - beside_s))
         num_rows = sum(piece.num_rows for piece in computed)
         for piece in computed:
             self._charge(piece.ticket.tenant, seconds * piece.num_rows / num_rows)
@@ -415,7 +428,7 @@ class Executor:
 
 
 def _at_once(replica: Replica, call: Call, parts: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Outcome]]:
-    """One product of all rows; nothing where that was refused."""
+    """Makes one product of all rows; returns nothing where that was refused."""
     if len(parts) == 1:
         return [(piece, _alone(replica, call, rows)) for piece, rows in parts]
     try:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from provider.model.weights import PreparedModel
 
 _BLOCK_ELEMENTS = 1 << 24
-"""Weights that become float32 on demand do so in pieces of 64 MiB: a head's full copy would take gigabytes."""
+"""Weights that are converted to float32 at a time, 64 MiB: a full copy of an output head would take gigabytes."""
 _HINT_SCRATCH_BYTES = 64 << 20
-"""A hint's rows are expanded and multiplied in pieces that need no more: one of a wide layer would take gigabytes."""
+"""Most bytes of scratch in which a hint's rows are expanded and multiplied: a whole hint of a wide layer would take
+gigabytes."""
 
 
 def check_call(served: PreparedModel, call: Call, cols: int) -> int:
@@ -34,15 +35,15 @@ def check_call(served: PreparedModel, call: Call, cols: int) -> int:
 
     Args:
         served: the model.
-        call: from a request's header.
-        cols: numbers per row that the request announces.
+        call: the call in a request's header.
+        cols: how many numbers per row the request announces.
 
     Returns:
-        Numbers per row of the reply.
+        How many numbers per row the reply has.
 
     Raises:
-        UnknownLayer: no such group, or a hint in float arithmetic.
-        InvalidTensor: not the number of features of this group and direction.
+        UnknownLayer: there is no such group, or it is a hint in float arithmetic.
+        InvalidTensor: `cols` is not the number of features of this group and direction.
     """
     if call.group >= len(served.manifest.groups):
         raise UnknownLayer(f"expected a group below {len(served.manifest.groups)}, got {call.group}")
@@ -60,20 +61,20 @@ def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
 
 
 def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
-    """One product.
+    """Makes one product.
 
     Args:
         served: the model.
         call: which product.
-        rows: shape (num_rows, features of the direction), int32 (ring) or float32 (float), CPU; not written to.
-            For a hint, the seed that they come from.
+        rows: shape (num_rows, features of the direction), int32 (ring) or float32 (float), CPU; not written to. For a
+            hint, the seed that they come from.
 
     Returns:
         Shape (num_rows, features of the other side), same dtype.
 
     Raises:
-        UnknownLayer, InvalidTensor: see `check_call`; rows for a hint, or a seed for another purpose; another dtype;
-            NaN or infinity.
+        UnknownLayer, InvalidTensor: see `check_call`; also for rows in place of a hint's seed, a seed for another
+            purpose, another dtype, NaN or infinity.
     """
     if call.group >= len(served.groups):
         raise UnknownLayer(f"expected a group below {len(served.groups)}, got {call.group}")
@@ -81,7 +82,7 @@ def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
 
 
 def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
-    """One product of one group; see `compute`."""
+    """Makes one product of one group; see `compute`."""
     check_rows(call, rows)
     if isinstance(rows, SeededRows):
         check_cols(group.info, call, group.info.widths(call.direction)[0])
@@ -98,12 +99,12 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
         return _float_backward(group, rows)
     reply = _float_forward(group, rows)
     if call.purpose is Purpose.PRODUCT and group.bias is not None:
-        reply += group.bias  # the same sum for every caller: the two forms differ by exactly b
+        reply += group.bias  # The sum is the same for every caller: the two forms differ by exactly b.
     return reply
 
 
 def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """`product` of each, by one multiplication of all rows; each reply has memory of its own."""
+    """Makes `product` of each matrix, by one multiplication of all rows; each reply has memory of its own."""
     if call.arithmetic is not Arithmetic.RING:
         return together(lambda call, rows: product(group, call, rows), call, parts)
     for rows in parts:
@@ -115,7 +116,7 @@ def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> l
 def together(
     product: Callable[[Call, Rows], torch.Tensor], call: Call, parts: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """`products` by whoever makes one product: rows are put together, and replies taken apart, by copies."""
+    """Makes `products` by a function that makes one: rows are joined, and replies split, by copies."""
     counts = [rows.shape[0] for rows in parts]
     stacked = unwritten_tensor(sum(counts), parts[0].shape[1], parts[0].dtype)
     replies = product(call, torch.cat(list(parts), out=stacked)).split(counts)
@@ -123,25 +124,26 @@ def together(
 
 
 def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
-    """W̃, int8, shape (features of the request, features of the reply)."""
+    """Returns W̃, int8, shape (features of the request, features of the reply)."""
     return group.quantised if direction is Direction.FORWARD else group.quantised.t()
 
 
 def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, features: int | None = None) -> torch.Tensor:
-    """The product of what a seed expands to, piece by piece.
+    """Makes the product of what a seed expands to, piece by piece.
 
     Args:
         weight: int8, shape (len(columns), features of the reply).
         rows: the seed and how many rows.
-        columns: of the expanded rows, those to multiply.
-        features: numbers in an expanded row; None: as many as `columns` has.
+        columns: the columns of the expanded rows that are multiplied.
+        features: how many numbers an expanded row has; None for as many as `columns` has.
 
     Returns:
         int32, shape (num_rows, features of the reply).
     """
     reply_features, features = weight.shape[1], features or len(columns)
     reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32, device="cpu")
-    row_bytes = 8 * features + 16 * reply_features  # the numbers and their limbs; four limbs of int32 sums
+    # These are the numbers and their limbs, and four limbs of int32 sums.
+    row_bytes = 8 * features + 16 * reply_features
     for piece in rows.split(max(1, _HINT_SCRATCH_BYTES // row_bytes)):
         start = piece.first_row - rows.first_row
         numbers = piece.expand(features)[:, columns.start : columns.stop]
@@ -150,8 +152,8 @@ def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, featu
 
 
 def all_finite(rows: torch.Tensor) -> bool:
-    """Whether no number is NaN or infinite."""
-    # aminmax passes NaN on and cannot overflow, and needs no tensor of the rows' size
+    """Tells whether no number is NaN or infinite."""
+    # aminmax passes NaN on and cannot overflow, and needs no tensor of the rows' size.
     low, high = torch.aminmax(rows)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 

@@ -1,4 +1,4 @@
-"""How long this machine's products take, before the first tenant asks: where the scheduler's predictions begin."""
+"""Measures how long this machine's products take, before the first tenant asks: the scheduler's first predictions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from provider.schedule.scheduler import Scheduler
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 
 _ROWS = (1, 64, 1, 64)
-"""Measured twice: the first product of a shape also pays for its scratch memory."""
+"""Rows of the measured products. Each size is measured twice: the first product of a shape also pays for its scratch
+memory."""
 _MAX_PRODUCTS = 1 << 31
-"""Multiplications in one measurement: an output head is profiled with fewer rows."""
+"""Most multiplications in one measurement: an output head is profiled with fewer rows."""
 
 
 def make_scheduler(
@@ -29,7 +30,7 @@ def make_scheduler(
     product: Product | None = None,
     ids: Collection[int] | None = None,
 ) -> Scheduler:
-    """A scheduler for the products of one model; other arguments as of `latency_model` and `Scheduler`."""
+    """Makes a scheduler for the products of one model; `latency_model` and `Scheduler` describe the other arguments."""
     groups = served.manifest.groups
     return Scheduler(
         policy,
@@ -42,13 +43,13 @@ def make_scheduler(
 def latency_model(
     served: PreparedModel, profiled: bool = True, product: Product | None = None, ids: Collection[int] | None = None
 ) -> LatencyModel:
-    """A model of ring products by shape, each shape measured once; float and hints begin at its rate.
+    """Makes a model of ring products by shape, each shape measured once; float and hints begin at its rate.
 
     Args:
         served: the model.
-        profiled: False begins at a guess, which the first products correct.
-        product: makes the products that are timed; None: this process, with `served`.
-        ids: of the groups that are; None: all.
+        profiled: whether to measure; if not, the model begins at a guess, which the first products correct.
+        product: makes the products that are timed; None uses this process, with `served`.
+        ids: the groups that are measured; None for all.
     """
     groups = served.manifest.groups
     compute_one = product or (lambda call, rows: compute(served, call, rows))

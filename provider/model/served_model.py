@@ -25,10 +25,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """A served model, and the recorder if there is one; safe under threads. A `wire.transport.inproc.Handler`."""
+    """A served model, and the recorder if there is one. It is safe under threads, and a
+    `wire.transport.inproc.Handler`."""
 
     can_share = True
-    """See `provider.engine.replica.Replica`."""
+    """Several threads may compute at a time; see `provider.engine.replica.Replica`."""
 
     def __init__(self, served: PreparedModel, recorder: Recorder | None = None) -> None:
         """Args: recorder: writes down what tenants send; None, the normal case, keeps nothing."""
@@ -36,37 +37,38 @@ class ServedModel:
         self._recorder = recorder
 
     def manifest(self) -> Manifest:
-        """What tenants are told."""
+        """Returns what tenants are told about the model."""
         return self.served.manifest
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """The chunks of one bundle file."""
+        """Yields the chunks of one bundle file."""
         return self.served.bundle.read(file_name)
 
     def check(self, call: Call, cols: int) -> int:
-        """See `provider.engine.products.check_call`."""
+        """Checks a call; see `provider.engine.products.check_call`."""
         return products.check_call(self.served, call, cols)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """One product; see `provider.engine.products.compute`. Nothing is recorded: who answers does that.
+        """Makes one product; see `provider.engine.products.compute`. It records nothing; the code that answers does.
 
         Raises:
-            VeilbaseError: the request's fault, or `RemoteFault` for anything unforeseen, which the log explains.
+            VeilbaseError: the request is at fault, or `RemoteFault` for anything unforeseen, which the log explains.
         """
         try:
             return products.compute(self.served, call, rows)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
-            raise _fault_as_error(call, exc) from None
+            raise _fault_as_error(call, exc) from None  # the cause's text may hold values of a tenant's rows
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """`compute` of each, by one product of a call that was checked; each reply has memory of its own."""
+        """Makes `compute` of each, by one product of a call that was checked; each reply has memory of its own."""
         try:
             return products.products(self.served.groups[call.group], call, parts)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
-            raise _fault_as_error(call, exc) from None
+            raise _fault_as_error(call, exc) from None  # as in `compute`
 
     def row_product(self, call: Call) -> RowProduct | None:
-        """What makes the product of one row for a call that was checked, in any thread; None: `compute` does."""
+        """Returns what makes the product of one row for a call that was checked, in any thread; None where only
+        `compute` can."""
         if call.arithmetic is not Arithmetic.RING or call.direction is not Direction.FORWARD:
             return None
         if call.purpose is Purpose.HINT or call.group >= len(self.served.groups):
@@ -76,22 +78,22 @@ class ServedModel:
 
     @property
     def is_recording(self) -> bool:
-        """Whether `record` does anything."""
+        """Tells whether `record` does anything."""
         return self._recorder is not None
 
     def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
-        """Writes a whole request and its reply, if it has one, down, where there is a recorder."""
+        """Records a whole request and its reply, if it has one, where there is a recorder."""
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
 
     @functools.cached_property
     def fingerprints(self) -> dict[int, str]:
-        """Of every group's weights, by id; see `ServedGroup.fingerprint`."""
+        """Returns the fingerprint of every group's weights, by id; see `ServedGroup.fingerprint`."""
         return {group.info.id: group.fingerprint() for group in self.served.groups}
 
     def let_weights_go(self) -> None:
-        """From now on others compute; what is left describes the model."""
-        self.fingerprints  # noqa: B018 - while there is something to take them of
+        """Drops the weights, since other processes compute from now on; what is left describes the model."""
+        self.fingerprints  # noqa: B018 - they are computed while there are weights to compute them from
         self.served = replace(self.served, groups=())
         return_freed_memory()
 
@@ -102,9 +104,10 @@ class ServedModel:
 
 
 def _fault_as_error(call: Call, exc: Exception) -> VeilbaseError:
-    """The request's own fault as it is; anything else, such as a lack of memory, as one that says nothing of it."""
+    """Returns the request's own fault as it is, and anything else, such as a lack of memory, as an error that tells
+    nothing."""
     if isinstance(exc, VeilbaseError):
         return exc
-    # The type only: the text of an exception may hold values.
+    # Only the type is logged: the text of an exception may hold values.
     _LOGGER.error("a product of group %d failed: %s", call.group, type(exc).__name__)
     return RemoteFault("the provider failed while computing")

@@ -1,12 +1,13 @@
-"""Which layers a provider serves, and which of them share one call.
+"""Decides which layers a provider serves, and which of them share one call.
 
 Guarantees: layers are found by type and grouped by watching one forward pass; a layer whose weight is another layer's
 too, or is read or changed outside the layer's own call, is not served; nor is a layer with a forward of its own, unless
-it was seen to be x·W + b, for rows of several sizes. What torch's operations change in the model's tensors is put back
+it was seen to be x·W + b, for rows of several sizes. What torch's operations change in the model's tensors is restored
 after the pass (not what is written through numpy, or bound anew). What is not served is in the bundle.
 
-Not guaranteed: what another input, a cache or training would do. A group only says that its members met the same input
-in the trace: the tenant checks again in every call. The tenant's stand-in weight refuses to be read, in every call.
+What another input, a cache or training would do is not guaranteed. A group only says that its members met the same
+input in the trace: the tenant checks again in every call. The tenant's stand-in weight refuses to be read, in every
+call.
 """
 
 from __future__ import annotations
@@ -32,36 +33,36 @@ _LOGGER = logging.getLogger(__name__)
 _TRACE_SHAPE = (2, 3)
 _MAX_NAME = 512
 _MAX_MEMBERS = 256
-"""Both from wire/manifest.py: longer names and larger groups are refused there."""
+"""Most characters of a group's name, and most layers in a group; wire/manifest.py refuses longer and larger ones."""
 _TOLERANCE = 1e-5
-"""Of float32 sums in another order, relative: some 100 units in the last place."""
+"""Relative error of float32 sums in another order, some 100 units in the last place."""
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """`linear` or `conv1d` for a module of that type, or of one made from it, with a matrix to serve; else None."""
+    """Returns `linear` or `conv1d` for a module of that type, or of a subclass, with a matrix to serve; else None."""
     from transformers.pytorch_utils import Conv1D
 
-    weight = module._parameters.get("weight")  # a parametrised layer has a property instead
+    weight = module._parameters.get("weight")  # A parametrised layer has a property instead.
     if weight is None or weight.dim() != 2 or not weight.dtype.is_floating_point or not weight.numel():
         return None
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return None  # nn.MultiheadAttention reads its weight without calling it
+        return None  # nn.MultiheadAttention reads its weight without calling it.
     if not _is_stock(module) and (set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules):
-        return None  # a tenant's stand-in has a weight and a bias only
+        return None  # A tenant's stand-in has a weight and a bias only.
     if isinstance(module, nn.Linear):
         return "linear"
     return "conv1d" if isinstance(module, Conv1D) else None
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """Whether it computes x·W + b by its type; any other has to prove it."""
+    """Tells whether a module computes x·W + b by its type; any other must be seen to do so."""
     from transformers.pytorch_utils import Conv1D
 
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def base_layers(model: nn.Module, patterns: str | None = None) -> dict[str, nn.Module]:
-    """The layers that may be served, in module order; `trace_groups` says which of them are.
+    """Returns the layers that may be served, in module order; `trace_groups` says which of them are.
 
     Args:
         model: any Hugging Face model.
@@ -74,7 +75,7 @@ def base_layers(model: nn.Module, patterns: str | None = None) -> dict[str, nn.M
     found = {
         name: module
         for name, module in model.named_modules()
-        if layer_kind(module) and uses[id(module.weight)] == 1  # tied heads and shared layers stay with the tenant
+        if layer_kind(module) and uses[id(module.weight)] == 1  # Tied heads and shared layers stay with the tenant.
     }
     chosen = {name: module for name, module in found.items() if _matches(name, patterns)}
     if not chosen:
@@ -93,11 +94,11 @@ def _matches(name: str, patterns: str | None) -> bool:
 
 
 def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[str, ...]]:
-    """Groups of layer names in execution order; layers of one group got the same tensor object and version.
+    """Returns groups of layer names in execution order; layers of one group got the same tensor object and version.
 
     Args:
         model: the model, with its weights.
-        layers: from `base_layers`.
+        layers: the layers from `base_layers`.
 
     Returns:
         Every layer to serve, exactly once. One that ran never or more than once is alone in its group.
@@ -109,7 +110,7 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
     groups: list[tuple[str, ...]]
     try:
         trace.run()
-    except Exception as exc:  # noqa: BLE001 - any model, any failure: serving unfused layers is still right
+    except Exception as exc:  # noqa: BLE001 - any model may fail in any way: serving unfused layers is still right
         _LOGGER.warning("tracing the model failed (%s): no layers are fused", type(exc).__name__)
         groups = [(name,) for name, module in layers.items() if _is_stock(module) and name not in trace.refused]
     else:
@@ -123,7 +124,7 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
 
 
 class _Trace(TorchDispatchMode):
-    """One forward pass: what each layer was given, who touches a layer's weight, and what is changed in place.
+    """Watches one forward pass: what each layer was given, what touches a layer's weight, and what is changed in place.
 
     Attributes:
         calls: (input, its version) of each call, by layer.
@@ -139,11 +140,11 @@ class _Trace(TorchDispatchMode):
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._state = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
         self._places = sorted(self._state)
-        self._before: dict[int, torch.Tensor] = {}  # copies of what the pass changed
+        self._before: dict[int, torch.Tensor] = {}  # These are copies of what the pass changed.
         self._running: list[str] = []
 
     def run(self) -> None:
-        """Runs the model once, and puts back what it changed."""
+        """Runs the model once, and restores what it changed."""
         handles = [handle for name, module in self._layers.items() for handle in self._hook(name, module)]
         try:
             with self:
@@ -173,7 +174,7 @@ class _Trace(TorchDispatchMode):
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Sees every operation before it runs; reading a shape or a dtype is none."""
+        """Sees every operation before it runs; reading a shape or a dtype is no operation."""
         for tensor in tree_leaves((args, kwargs)):
             place = self._place(tensor) if isinstance(tensor, torch.Tensor) else None
             if place is not None:
@@ -181,7 +182,7 @@ class _Trace(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _place(self, tensor: torch.Tensor) -> int | None:
-        """The address of the parameter or buffer that a tensor is, or is a view of."""
+        """Returns the address of the parameter or buffer that a tensor is, or is a view of."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -198,7 +199,7 @@ class _Trace(TorchDispatchMode):
 
 
 def _is_product(module: nn.Module, rows: torch.Tensor, output: Any) -> bool:
-    """Whether the output is x·W + b, and would be for rows of other sizes, in float32, in training, too."""
+    """Tells whether the output is x·W + b, and would be for rows of other sizes, in float32, in training, too."""
     if not isinstance(rows, torch.Tensor) or not isinstance(output, torch.Tensor) or not _agrees(module, rows, output):
         return False
     probe = copy.deepcopy(module).float()
@@ -220,10 +221,12 @@ def _agrees(module: nn.Module, rows: torch.Tensor, output: torch.Tensor) -> bool
 
 
 def _to_serve(layers: dict[str, nn.Module], trace: _Trace) -> list[str]:
-    """Layers that ran and were not refused; of those that did not run, the ones with a twin that is served.
+    """Returns the layers that ran and were not refused, and of those that did not run, the ones with a twin that is
+    served.
 
-    Six tokens do not reach every expert of a mixture; the ones they reach speak for the rest. A layer of which no twin
-    ran at all is one that this use of the model does not need, or that is never called: it stays with the tenant.
+    Six tokens do not reach every expert of a mixture; the experts that they reach stand for the rest. A layer of which
+    no twin ran at all is one that this use of the model does not need, or that is never called: it stays with the
+    tenant.
     """
     refused = {_family(name) for name in trace.refused}
     served = {_family(name) for name in trace.calls} - refused
@@ -235,7 +238,7 @@ def _to_serve(layers: dict[str, nn.Module], trace: _Trace) -> list[str]:
 
 
 def _family(name: str) -> str:
-    """What the twins of a layer, at other places of a list, are called too."""
+    """Returns the name that a layer shares with its twins at other places of a list."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -263,7 +266,7 @@ def _group(names: list[str], calls: dict[str, list[tuple[torch.Tensor, int]]]) -
 
 
 def group_name(names: tuple[str, ...]) -> str:
-    """`model.layers.0.self_attn.q_proj+k_proj+v_proj`: what the names have in common is written once."""
+    """Returns `model.layers.0.self_attn.q_proj+k_proj+v_proj`: what the names have in common is written once."""
     parts = [name.split(".") for name in names]
     shared = 0
     while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):

@@ -1,4 +1,4 @@
-"""From a loaded model to what a provider holds: int8 (and native) weights per group, a manifest, a client bundle.
+"""Turns a loaded model into what a provider holds: int8 (and native) weights per group, a manifest, a client bundle.
 
 Guarantees: each original weight is released as soon as it has been quantised, and the model itself is dropped, so that
 a provider's memory is its weights. The quantiser is wire/ring/quantise.py's, bit for bit.
@@ -29,7 +29,8 @@ from wire.ring.quantise import digest, max_norms, quantise
 WeightsKind = Literal["int8", "native"]
 _LOGGER = logging.getLogger(__name__)
 _NOTICED_SHARE = 0.05
-"""Routers and mixing coefficients stay below it; stacked experts are most of a model."""
+"""Share of the parameters in other modules from which a warning is logged. Routers and mixing coefficients stay below
+it; stacked experts are most of a model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +43,7 @@ class PreparedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that the weights take."""
+        """Returns the bytes of memory that the weights take."""
         held = [t for g in self.groups for t in (g.quantised, g.alpha, g.bias, g.native) if t is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -58,15 +59,15 @@ def serve_model(
     """Takes a model apart; `loaded` is empty afterwards.
 
     Args:
-        loaded: its `model` and `tokenizer` become None.
+        loaded: the model; its `model` and `tokenizer` become None.
         weights: `native` keeps the checkpoint's weights next to int8.
         patterns: see `provider.model.trace.base_layers`.
-        limits: announced and enforced.
-        bundle_parent: folder under which the bundle is written.
-        recording: announced.
+        limits: the limits that the manifest announces; None for the defaults.
+        bundle_parent: the folder under which the bundle is written.
+        recording: whether the manifest announces a recording.
 
     Raises:
-        ConfigurationError: no layer to serve, a weight that cannot be quantised, or a disk that cannot be written.
+        ConfigurationError: there is no layer to serve, a weight cannot be quantised, or the disk cannot be written.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     loaded.model = loaded.tokenizer = None
@@ -97,7 +98,7 @@ def serve_model(
 
 
 def other_weights_share(model: nn.Module) -> float:
-    """The part of a model's parameters that are matrices of no nn.Linear, Conv1D, convolution or embedding.
+    """Returns the share of a model's parameters that are matrices of no nn.Linear, Conv1D, convolution or embedding.
 
     Stacked experts are such: parameters of shape (num_experts, in, out) that no layer of their own multiplies by.
     """
@@ -123,7 +124,7 @@ def _warn_of_other_weights(model: nn.Module) -> None:
 def return_freed_memory() -> None:
     """Gives the checkpoint's pages back: glibc kept 400 MB of SmolLM2's 540 MB after it was freed."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others may not
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, other libraries may not.
     if trim is not None:
         trim(0)
 
@@ -145,7 +146,7 @@ def _serve_group(group_id: int, layers: dict[str, nn.Module], weights: WeightsKi
         if bias is not None and module.bias is not None:
             bias[columns] = module.bias.detach().to(torch.float32)  # type: ignore[operator]
         infos.append(_layer_info(name, module, part, scale))
-        module._parameters["weight"] = None  # frees the original: only the quantised copy is left
+        module._parameters["weight"] = None  # This frees the original: only the quantised copy is left.
         start += out
     column, row = max_norms(quantised)
     info = GroupInfo(
@@ -162,7 +163,7 @@ def _serve_group(group_id: int, layers: dict[str, nn.Module], weights: WeightsKi
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
-    """The weight as (in_features, out_features): Conv1D stores it so, nn.Linear transposed."""
+    """Returns the weight as (in_features, out_features): Conv1D stores it so, nn.Linear transposed."""
     weight: torch.Tensor = module.weight.detach()  # type: ignore[operator]
     return weight.t() if layer_kind(module) == "linear" else weight
 

@@ -1,1 +1,2 @@
-"""Ports, streams and requests: who may ask, what is refused, and the way of frames in and out."""
+"""Ports, streams and requests: which callers are admitted, which requests are refused, and how frames come in and go
+out."""

@@ -1,4 +1,5 @@
-"""Who may call: a certificate that TLS has verified against the registry of tenants and shards."""
+"""Decides which callers are admitted: checks a certificate that TLS has verified against the registry of tenants and
+shards."""
 
 from __future__ import annotations
 
@@ -13,30 +14,32 @@ from wire.errors import REVOKED, NotPermitted, Unauthenticated, WireCode
 
 @dataclass(frozen=True)
 class Access:
-    """Who calls; `refusal` is asked again on every request, and raises `RegistryUnreadable` where nobody can say."""
+    """The caller. `refusal` is asked again on every request, and raises `RegistryUnreadable` where the registry cannot
+    be read."""
 
     tenant: str
     refusal: Callable[[], WireCode | None]
 
 
 class AccessCheck:
-    """Tells who calls."""
+    """Identifies callers."""
 
     def __init__(self, revocations: RevocationList | None) -> None:
-        """Args: revocations: None on a loopback port without TLS, where everybody is the local tenant."""
+        """Args: revocations: the registry; None on a loopback port without TLS, where every caller is the local
+        tenant."""
         self._revocations = revocations
 
     def admit(self, cert_pem: bytes, role: Role = "tenant") -> Access:
-        """The caller.
+        """Returns the caller's access.
 
         Args:
-            cert_pem: verified by TLS; empty without it.
-            role: what the caller wants to be.
+            cert_pem: a certificate that TLS has verified; empty without TLS.
+            role: the role that the caller claims.
 
         Raises:
-            Unauthenticated: not a certificate of this role, or not one of this provider's.
+            Unauthenticated: the certificate is not of this role, or not this provider's.
             NotPermitted: it was revoked.
-            RegistryUnreadable: nobody can say just now.
+            RegistryUnreadable: the registry cannot be read just now.
         """
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)

@@ -1,7 +1,7 @@
 """What each tenant may have at once: the operator's limits, kept over all streams of a tenant and over reconnects.
 
-Guarantees: a tenant's quota is one, however many streams it opens and however often it comes back; a request that is
-refused takes nothing; nothing is kept of tenants beyond a few numbers each, and tenants are those that were enrolled.
+Guarantees: a tenant has one quota, however many streams it opens and however often it comes back; a request that is
+refused takes nothing; only a few numbers are kept for each tenant, and tenants are those that were enrolled.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded
 from wire.limits import MAX_RETRY_S, Limits
 
 TRAINING_S = 60.0
-"""After a gradient a tenant counts as training for so long, on all its streams."""
+"""Seconds after a gradient for which a tenant counts as training, on all its streams."""
 
 
 class TenantAdmission:
-    """One tenant's quota; safe under threads."""
+    """One tenant's quota. It is safe under threads."""
 
     def __init__(self, limits: TenantLimits, room: SharedRoom) -> None:
-        """Args: limits: the operator's; room: of all tenants."""
+        """Args: limits: the operator's limits; room: the room that all tenants share."""
         self.limits, self._room = limits, room
         self._lock = threading.Lock()
         self._quota: Quota | None = None
         self.num_decode = 0
-        """Requests in flight that go before others' large ones."""
+        """Requests in flight that count as decode, which go before others' large ones."""
         self._trained_at_s = float("-inf")
 
     def admit(
@@ -38,17 +38,19 @@ class TenantAdmission:
         num_bytes: int,
         now_s: float,
     ) -> None:
-        """Takes a request in; `release` gives back what it holds.
+        """Admits a request; `release` gives back what it holds.
 
         Args:
-            request_class: what it counts as.
+            request_class: the class that it counts as.
             allowed_by: classes of which the tenant must have one.
-            num_bytes: of request and reply.
+            num_rows: the rows of the request.
+            num_bytes: the bytes of request and reply.
+            now_s: the present time.
 
         Raises:
-            NotPermitted: it has none of them.
-            LimitExceeded: more rows than one of its requests may have.
-            QuotaExceeded: too much at once; it says when to come again.
+            NotPermitted: the tenant has none of these classes.
+            LimitExceeded: the request has more rows than one of the tenant's may have.
+            QuotaExceeded: the tenant asks for too much at once; the error says when to come again.
         """
         if self.limits.classes.isdisjoint(allowed_by):
             raise NotPermitted(f"this tenant may not send {min(allowed_by).name.lower()} requests")
@@ -63,25 +65,25 @@ class TenantAdmission:
             raise QuotaExceeded("more at once than this tenant may send", min(wait_s, MAX_RETRY_S))
 
     def is_training(self, now_s: float) -> bool:
-        """Whether it sent a gradient lately, on any stream."""
+        """Tells whether the tenant sent a gradient lately, on any stream."""
         return now_s - self._trained_at_s < TRAINING_S
 
     def trained(self, now_s: float) -> None:
-        """It sent a gradient."""
+        """Notes that the tenant sent a gradient."""
         self._trained_at_s = now_s
 
     def release(self, request_class: RequestClass, num_rows: int, num_bytes: int) -> None:
-        """A request that was admitted is answered, cancelled or lost."""
+        """Notes that a request that was admitted is answered, cancelled or lost."""
         with self._lock:
             self.num_decode -= request_class is RequestClass.DECODE
             if self._quota is not None:
                 self._quota.released(num_rows, num_bytes)
 
     def announced(self, limits: Limits) -> Limits:
-        """What this tenant's manifest says, so that it splits its requests and waits by itself.
+        """Returns the limits in this tenant's manifest, by which the tenant splits its requests and waits.
 
         Args:
-            limits: of the provider.
+            limits: the provider's limits.
         """
         own = self.limits
         return limits.model_copy(
@@ -104,10 +106,11 @@ class Admission:
     def __init__(
         self, limits: Mapping[str, TenantLimits] | None = None, max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
     ) -> None:
-        """Args.
+        """Keeps the limits.
 
-        limits: by tenant; those of `EVERYBODY` are for all others.
-        max_in_flight_bytes: of all tenants' requests and replies.
+        Args:
+            limits: the limits by tenant; those of `EVERYBODY` are for all others.
+            max_in_flight_bytes: the most bytes of all tenants' requests and replies.
         """
         self._limits, self._room = dict(limits or {}), SharedRoom(max_in_flight_bytes)
         self._lock = threading.Lock()
@@ -115,11 +118,11 @@ class Admission:
 
     @property
     def num_limits(self) -> int:
-        """How many different limits there can be."""
+        """Returns how many different limits there can be."""
         return len(self._limits) + 1
 
     def of(self, tenant: str) -> TenantAdmission:
-        """The tenant's own, made at first use."""
+        """Returns the tenant's own quota, which is made at first use."""
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:
@@ -127,7 +130,7 @@ class Admission:
             return known
 
     def weight_of(self, tenant: str) -> float:
-        """The tenant's share beside others."""
+        """Returns the tenant's share beside others."""
         return self._limits_of(tenant).weight
 
     def _limits_of(self, tenant: str) -> TenantLimits:

@@ -1,6 +1,6 @@
 """Carries one session's frames over one gRPC stream, for tenants that cannot reach the tensor port.
 
-By grpc's public interface: a thread that reads, and the RPC's own, which sends.
+It uses grpc's public interface: one thread reads, and the RPC's own thread sends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
     """Moves a session's messages until one side ends.
 
     Args:
-        session: new.
-        messages: of the RPC; read in a thread of their own.
+        session: a new session.
+        messages: the RPC's messages, read in a thread of their own.
 
     Yields:
-        What grpc sends.
+        The frames that grpc sends.
     """
     wake = threading.Event()
     session.notify = wake.set
@@ -43,4 +43,4 @@ def _read(session: Session, messages: Iterator[bytes]) -> None:
                 return
         session.end_input()
     except grpc.RpcError:
-        session.close()  # the tenant went away
+        session.close()  # The tenant went away.

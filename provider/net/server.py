@@ -1,4 +1,4 @@
-"""A provider's port: what listens, with which certificate, before and after there is a model to serve."""
+"""A provider's ports: what listens, with which certificate, before and after there is a model to serve."""
 
 from __future__ import annotations
 
@@ -34,22 +34,25 @@ from wire.transport.tls_socket import server_context
 _STOP_GRACE_S = 2.0
 _TRY_AGAIN_S = 60.0
 _RENEW_S = 30 * 86_400.0
-"""Age of the server's certificate at which the next handshake gets a new one; it would live for 397 days."""
+"""Age of the server's certificate, in seconds, at which the next handshake gets a new one; it would live for 397
+days."""
 _HANDSHAKE_MS = 3000
-"""For TLS and HTTP/2's first frame: one round trip after the connection is there, so this allows for a slow link and a
-lost packet. The shorter it is, the sooner strangers who only connect make room for a tenant."""
+"""Milliseconds for TLS and HTTP/2's first frame. They take one round trip after the connection is there, so this allows
+for a slow link and a lost packet. The shorter it is, the sooner strangers who only connect make room for a tenant."""
 _LOGGER = logging.getLogger(__name__)
 
 
 def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[str, Any]]:
-    """gRPC options of the server: message limits, keepalive both ways, one process per port, and few strangers.
+    """Returns gRPC's options for the server: message limits, keepalive both ways, one process per port, and few
+    strangers.
 
     Args:
-        most_connections: those that are open at a time; one too many is closed as soon as it comes.
+        most_connections: the most that are open at a time; one more is closed as soon as it comes.
     """
     return [
-        # Anybody can connect and say nothing. Without the first of these two as many as there may be would stay for
-        # two minutes and shut tenants out; without the second there may be as many as the process can open files.
+        # Any peer can connect and stay silent. Without the first of these two options as many as there may be would
+        # stay for two minutes and shut tenants out; without the second there may be as many as the process can open
+        # files.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_allowed_incoming_connections", most_connections),
         ("grpc.max_send_message_length", MAX_FRAME_BYTES),
@@ -67,7 +70,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
 
 
 class Server:
-    """Bound ports, which a service can be put behind."""
+    """Bound ports, behind which a service can be put."""
 
     def __init__(
         self,
@@ -77,14 +80,14 @@ class Server:
         names: Sequence[str] = (),
         tensor_port: int | None = 0,
     ) -> None:
-        """Binds, before a model is loaded: a port that is taken shows at once.
+        """Binds before a model is loaded, so that a port that is taken shows at once.
 
         Args:
-            host: address to bind; with TLS also a name in the server's certificate.
-            port: 0 picks one.
-            state: the CA and the registry; None serves plain text, and no tensor port.
-            names: further ones for the certificate.
-            tensor_port: 0 picks one, None opens none: then gRPC carries the streams.
+            host: the address to bind; with TLS also a name in the server's certificate.
+            port: the port's number; 0 picks one.
+            state: the CA and the registry; None serves plain text, and opens no tensor port.
+            names: further names for the certificate.
+            tensor_port: its number; 0 picks one, None opens none, and then gRPC carries the streams.
 
         Raises:
             ConfigurationError: a port is taken, or the address is not this machine's.
@@ -102,7 +105,7 @@ class Server:
 
     @property
     def tensor_port(self) -> int | None:
-        """The number of the tensor port, where there is one."""
+        """Returns the number of the tensor port, or None where there is none."""
         return None if self._tensors is None else self._tensors.port
 
     def _bind(self, address: str, host: str, names: Sequence[str]) -> int:
@@ -128,14 +131,14 @@ class Server:
         """Begins to answer.
 
         Args:
-            model: what is served.
-            shards: None computes in this process, with a scheduler of the default policy, without a profile.
-            admission: None limits no tenant.
-            usage: None keeps no account.
+            model: the model that is served.
+            shards: compute; None computes in this process, with a scheduler of the default policy, without a profile.
+            admission: the tenants' quotas; None limits no tenant.
+            usage: the accounts; None keeps none.
             busy_poll_s: see `wire.transport.busy_poll`.
 
         Returns:
-            What answers, for who wants to watch it.
+            The service that answers, for callers that want to watch it.
         """
         if shards is None:
             shards = [whole(model, make_scheduler(model.served, Policy(), profiled=False))]
@@ -151,15 +154,15 @@ class Server:
         return service
 
     def renew_certificate(self) -> None:
-        """The next handshake gets a certificate made then; open connections keep theirs."""
+        """Makes the next handshake use a certificate made then; open connections keep theirs."""
         if self._certificates is not None:
             self._certificates.renew()
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Ends every call and waits until they have.
+        """Ends every call and waits until all have ended.
 
         Args:
-            drain_s: before that, so long, new work is refused while what is in flight is answered.
+            drain_s: how long, before that, new work is refused while what is in flight is answered.
         """
         if self._service is not None:
             if drain_s > 0 and not self._service.drain(drain_s):
@@ -172,16 +175,16 @@ class Server:
 
 
 def whole(model: ServedModel, scheduler: Scheduler) -> Shard:
-    """All groups, computed in this process."""
+    """Makes a shard of all groups, computed in this process."""
     here = Here(model.compute, model.compute_together, model.can_share, model.row_product)
     return Shard(range(len(model.manifest().groups)), [here], scheduler)
 
 
 class _Certificates:
-    """The server's own certificate, made anew before it runs out and when it is asked for."""
+    """The server's own certificate, made anew before it expires and when `renew` was called."""
 
     def __init__(self, state: StateDir, host: str, names: Sequence[str]) -> None:
-        """Makes the first one."""
+        """Makes the first certificate."""
         self._state, self._host, self._names = state, host, names
         self._lock = threading.Lock()
         self._is_stale = self._has_failed = False
@@ -196,11 +199,11 @@ class _Certificates:
         self._number += 1
 
     def renew(self) -> None:
-        """The next handshake gets a new one."""
+        """Makes the next handshake get a new one."""
         self._is_stale = True
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For gRPC, which asks again at every handshake."""
+        """Returns the credentials for gRPC, which asks again at every handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(), self._fetch, require_client_authentication=True
         )
@@ -210,7 +213,7 @@ class _Certificates:
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
 
     def _fetch(self) -> Any:
-        """None keeps what gRPC has."""
+        """Returns a new configuration; None keeps the one that gRPC has."""
         with self._lock:
             self._look()
             if self._given == self._number:
@@ -219,7 +222,7 @@ class _Certificates:
             return self._configuration()
 
     def tls_context(self) -> ssl.SSLContext:
-        """For the tensor port, at each handshake."""
+        """Returns the TLS context for the tensor port, which asks at each handshake."""
         with self._lock:
             self._look()
             return self._context
@@ -229,7 +232,7 @@ class _Certificates:
         if not self._is_stale and now - self._made_at < _RENEW_S:
             return
         if self._has_failed and now - self._tried_at < _TRY_AGAIN_S:
-            return  # anybody can begin a handshake: that must not fill the log
+            return  # Any peer can begin a handshake: that must not fill the log.
         self._tried_at, self._has_failed = now, False
         try:
             self._make()

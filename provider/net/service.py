@@ -1,4 +1,4 @@
-"""The network face of a provider: three methods and one for shards, the tensor port, and who may call them.
+"""The provider's network methods: three for tenants, one for shards, and the tensor port, each with its access check.
 
 Guarantees: every call, and every request inside a stream, is checked against the registry; messages above the frame
 limit are refused before they reach this code; the tensor path uses no protobuf and unpickles nothing.
@@ -45,9 +45,9 @@ from wire.transport.tls_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_CALLS_PER_TENANT = 8
-"""Streams and downloads of one tenant at a time. Each holds a thread, and threads are for everybody."""
+"""Most streams and downloads of one tenant at a time. Each holds a thread, and all tenants share the threads."""
 _CALLS_OF_EACH = 2
-"""The same while half of all threads or more are taken, so that no few dozen tenants shut others out."""
+"""The same limit while half of all threads or more are taken, so that a few dozen tenants cannot shut others out."""
 MAX_THREADS = 256
 _DRAIN_LOOK_S = 0.02
 _STATUS = {
@@ -56,12 +56,13 @@ _STATUS = {
     RegistryUnreadable: (grpc.StatusCode.UNAVAILABLE, "cannot tell who is enrolled"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
 }
-"""Fixed texts: nothing that happened here is told."""
+"""gRPC's status and a fixed text for each refusal; the text tells nothing about what happened here."""
 _LOGGER = logging.getLogger(__name__)
 
 
 def _is_refused(access: Access) -> bool:
-    """Of a shard, which comes again by itself: where nobody can say, it is sent away rather than trusted."""
+    """Tells whether a shard is refused. It comes again by itself, so where the registry cannot be read it is sent
+    away."""
     try:
         return access.refusal() is not None
     except Unavailable:
@@ -69,7 +70,7 @@ def _is_refused(access: Access) -> bool:
 
 
 class ProviderService:
-    """The methods of the gRPC service; thin, since `ServedModel` and `Session` do the work."""
+    """The methods of the gRPC service. They are thin, since `ServedModel` and `Session` do the work."""
 
     def __init__(
         self,
@@ -81,13 +82,15 @@ class ProviderService:
         tensor_port: int | None = None,
         busy_poll_s: float = MOST_S,
     ) -> None:
-        """Args.
+        """Starts the executor and the thread that sweeps streams.
 
-        revocations: None serves everybody as the local tenant.
-        shards: of all groups; this service's, but not their replicas' ends.
-        admission, usage: this service's, too.
-        tensor_port: announced; what listens there calls `serve`.
-        busy_poll_s: see `wire.transport.busy_poll`.
+        Args:
+            model: the model that is served.
+            revocations: the registry; None serves every caller as the local tenant.
+            shards: hold all groups; the service owns them, but not the far ends of their replicas.
+            admission, usage: quotas and accounts, which the service owns, too.
+            tensor_port: the port that the manifest announces; the code that listens there calls `serve`.
+            busy_poll_s: see `wire.transport.busy_poll`.
         """
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
@@ -111,27 +114,27 @@ class ProviderService:
 
     @property
     def queue_depth(self) -> int:
-        """Requests that wait for the executor."""
+        """Returns how many requests wait for the executor."""
         return len(self._executor)
 
     @property
     def num_replicas(self) -> list[tuple[int, int]]:
-        """Per shard, replicas that can compute, and all."""
+        """Returns for each shard the number of replicas that can compute, and of all."""
         return self._executor.num_replicas
 
     @property
     def num_given_up(self) -> int:
-        """Shards that nobody will hold again."""
+        """Returns how many shards have lost their last replica for good."""
         return sum(one.is_given_up for one in self._executor.executors)
 
     @property
     def num_streams(self) -> int:
-        """Streams that are open."""
+        """Returns how many streams are open."""
         with self._lock:
             return len(self._sessions)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Raw bytes in, raw bytes out."""
+        """Returns the methods for gRPC, which takes and gives raw bytes."""
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
@@ -162,7 +165,8 @@ class ProviderService:
 
     def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         access = self._admit(context)
-        # A status, not a frame: a tenant that never reads could hold this thread with a frame it does not take.
+        # This refuses by a status, not by a frame: a tenant that never reads could hold this thread with a frame that
+        # it does not take.
         self._occupy(access.tenant, context)
         session = self._open(access, context.cancel)
         if not context.add_callback(lambda: self._drop(session)):
@@ -173,13 +177,13 @@ class ProviderService:
             self._drop(session)
 
     def serve(self, connection: MessageSocket) -> VeilbaseError | None:
-        """A stream on the tensor port, until it ends.
+        """Serves a stream on the tensor port until it ends.
 
         Args:
-            connection: new; its peer's certificate has been verified. The caller releases it.
+            connection: a new connection, whose peer's certificate has been verified. The caller releases it.
 
         Returns:
-            Why there is no stream for it, which the caller says.
+            The error that refuses the stream, which the caller sends; None where it was served.
         """
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:
@@ -218,17 +222,17 @@ class ProviderService:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "shards join over TLS only")
             return
         access = self._admit(context, "shard")
-        self._occupy(f"shard {access.tenant}", context)  # no tenant can be called so
+        self._occupy(f"shard {access.tenant}", context)  # No tenant can have such a name.
         yield from self._shard_listener.serve(access.tenant, messages, context, lambda: _is_refused(access))
 
     def _enter(self, context: Any) -> str:
-        """The tenant that calls; ends the RPC where it may not."""
+        """Returns the name of the tenant that calls; ends the RPC if the tenant may not."""
         access = self._admit(context)
         self._occupy(access.tenant, context)
         return access.tenant
 
     def _admit(self, context: Any, role: Role = "tenant") -> Access:
-        """Who calls; ends the RPC where it is nobody this provider knows."""
+        """Returns the caller's access; ends the RPC if the caller is not known to this provider."""
         chain = context.auth_context().get("x509_pem_cert")
         try:
             return self._look_up(chain[0] if chain else b"", role)
@@ -236,7 +240,7 @@ class ProviderService:
             if isinstance(exc, Unavailable) and exc.retry_s > 0:
                 context.set_trailing_metadata(((RETRY_METADATA, str(math.ceil(1000 * exc.retry_s))),))
             context.abort(*next(status for kind, status in _STATUS.items() if isinstance(exc, kind)))
-            raise  # not reached: `abort` raises
+            raise  # This is not reached: `abort` raises.
 
     def _look_up(self, cert_pem: bytes, role: Role) -> Access:
         access = self._access_check.admit(cert_pem, role)
@@ -245,7 +249,7 @@ class ProviderService:
         return access
 
     def _occupy(self, caller: str, context: Any) -> None:
-        """Counts the call until it ends, whoever ends it; ends it at once where there are too many."""
+        """Counts the call until it ends, whichever side ends it; ends it at once where there are too many."""
         if not self._take_place(caller):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         if not context.add_callback(lambda: self._leave(caller)):
@@ -266,7 +270,7 @@ class ProviderService:
                 del self._calls[tenant]
 
     def _sweep(self) -> None:
-        """Looks at every stream from outside: one that only waits for messages would not see a revocation."""
+        """Checks every stream from outside: a stream that only waits for messages would not notice a revocation."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
             if self._shard_listener is not None:
@@ -276,7 +280,7 @@ class ProviderService:
             for session in sessions:
                 try:
                     session.sweep(time.monotonic())
-                except Exception as exc:  # noqa: BLE001 - the thread looks after every tenant and must go on
+                except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
                     _LOGGER.error("a sweep of %s failed: %s", session.tenant, type(exc).__name__)
 
     def _drop(self, session: Session) -> None:
@@ -286,6 +290,9 @@ class ProviderService:
 
     def drain(self, seconds: float) -> bool:
         """Refuses new work, and waits for what is in flight.
+
+        Args:
+            seconds: how long to wait.
 
         Returns:
             Whether all of it was answered in time.
@@ -297,7 +304,8 @@ class ProviderService:
         give_up_at = time.monotonic() + seconds
         while True:
             with self._lock:
-                sessions = list(self._sessions)  # anew each time: one may have come in just before
+                # The list is made anew each time: a session may have come in just before.
+                sessions = list(self._sessions)
             for session in sessions:
                 session.drain()
             busy = [session for session in sessions if not session.is_idle]

@@ -1,12 +1,12 @@
-"""One tenant's stream: frames in, frames out, many requests in flight.
+"""One tenant's stream: frames come in, frames go out, and many requests are in flight.
 
 Guarantees: a request's header passes every check before anything is allocated for it; a fault of one request answers
-that request alone, a frame that cannot be read ends the stream; what leaves is replies, and errors as numbers only.
-When the tenant goes, everything of the session goes. Knows nothing of what carries them.
+that request alone, a frame that cannot be read ends the stream; only replies are sent, and errors as numbers. When the
+tenant goes, everything of the session goes. This module does not know which transport carries the frames.
 
-Threads: none of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands messages in, one at a
-time, and takes frames out, one at a time; small requests are computed where they are handed in, the rest by the
-executor's worker. `_lock` guards the table.
+Threads: the session has none of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands messages
+in, one at a time, and takes frames out, one at a time; small requests are computed where they are handed in, the rest
+by the executor's worker. `_lock` guards the table.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 
 INLINE_ROWS = 8
-"""Decode requests of at most so many rows are computed where they are read while nothing else is: a step is 4 calls a
+"""Most rows of a decode request that is computed where it is read, while nothing else is computed: a step is 4 calls a
 block, and each change of threads costs."""
 INLINE_PRODUCTS = 1 << 23
-"""And of at most so many multiplications, a millisecond or so."""
+"""Most multiplications of such a request, which take a millisecond or so."""
 MAX_REQUESTS = 1 << 14
-"""Requests in flight, and answers that wait to be sent: without it, empty requests would cost nothing and add up."""
+"""Most requests in flight, and most answers that wait to be sent: without it, empty requests would cost nothing and add
+up."""
 SWEEP_S = 0.5
-"""A stream that only waits learns of a revocation, or of a deadline, after so long at most."""
+"""Seconds after which, at most, a stream that only waits learns of a revocation or of a deadline."""
 HANDSHAKE_S = 20.0
 _END = object()
 _LOGGER = logging.getLogger(__name__)
 
 
 class Computes(Protocol):
-    """An executor, or several behind one face."""
+    """An executor, or several behind one interface."""
 
     def submit(self, job: Job) -> None:
-        """See `provider.engine.executor.Executor`, as for the others."""
+        """Queues a job; see `provider.engine.executor.Executor` for this and the other methods."""
         ...
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None: ...
@@ -95,19 +96,20 @@ class _Request:
 
 
 def _is_whole_row(header: Header, payload: memoryview, request_class: RequestClass, reply_cols: int) -> bool:
-    """Whether a request is one token's, all of it is here, and its product is small."""
+    """Tells whether a request is one token's, all of it is here, and its product is small."""
     return (
         header.rows == 1
         and request_class is RequestClass.DECODE
         and len(payload) == header.total_bytes
         and not payload.readonly
         and header.cols * reply_cols <= INLINE_PRODUCTS
-        and reply_cols * frame.ITEM_BYTES <= CHUNK_BYTES  # the reply is one frame
+        and reply_cols * frame.ITEM_BYTES <= CHUNK_BYTES  # The reply is one frame.
     )
 
 
 def error_frame(request_id: int, error: VeilbaseError) -> bytes:
-    """What is said of a request, or by id 0 of the whole stream: a number, and a time where there is one."""
+    """Returns the frame for an error of a request, or by id 0 of the whole stream: a number, and a time where there is
+    one."""
     retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
     retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
     return Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack()
@@ -127,16 +129,17 @@ class Session:
         refusal: Callable[[], WireCode | None],
         hang_up: Callable[[], object] = lambda: None,
     ) -> None:
-        """Args.
+        """Prepares for the first message.
 
-        tenant: name for the log and the recorder.
-        limits: of this stream.
-        admission, usage: the tenant's, shared by its streams.
-        check: call and columns to the columns of the reply; raises `wire.errors`.
-        executor: computes.
-        refusal: why this tenant may not go on, or None; asked on every request. Unavailable, raised, answers that
-            request alone: nobody can say just now.
-        hang_up: ends the RPC from outside.
+        Args:
+            tenant: the name for the log and the recorder.
+            limits: the limits of this stream.
+            admission, usage: the tenant's, which its streams share.
+            check: takes a call and its columns and returns the columns of the reply; raises `wire.errors`.
+            executor: computes.
+            refusal: returns why this tenant may not go on, or None; called on every request. If it raises Unavailable,
+                the registry cannot be read just now, and that request alone is answered so.
+            hang_up: ends the RPC from outside.
 
         `notify` may be set before the first message: it is called, in any thread, when there may be a frame to send.
         """
@@ -152,16 +155,16 @@ class Session:
         self._highest_id = 0
         self._output: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._replies: deque[tuple[_Request, Iterator[bytes | memoryview]]] = deque()
-        """Large replies that are being sent; only who takes frames looks at them."""
+        """Large replies that are being sent; only the thread that takes frames looks at them."""
         self._greeted = self._input_ended = self._closed = self._over = False
         self._draining = self._is_answering = False
         now = time.monotonic()
         self._greet_by, self._sweep_at = now + HANDSHAKE_S, now + SWEEP_S
 
-    # ---- in ---------------------------------------------------------------------------------------------------------
+    # ---- receiving --------------------------------------------------------------------------------------------------
 
     def receive(self, message: bytes | memoryview) -> bool:
-        """Takes one message; for one thread at a time. False when no more will be taken."""
+        """Takes one message, from one thread at a time. Returns False when no more will be taken."""
         try:
             self._take(*frame.parse(message))
             return not self._closed
@@ -169,7 +172,7 @@ class Session:
             self.end(exc.code)
         except VeilbaseError as exc:
             self.end(code_of(exc))
-        except Exception as exc:  # noqa: BLE001 - a stream that nobody reads must not leave the tenant waiting
+        except Exception as exc:  # noqa: BLE001 - a stream that is no longer read must not leave the tenant waiting
             _LOGGER.error("a stream failed: %s", type(exc).__name__, extra=self._named(0))
             self.end(WireCode.INTERNAL)
         return False
@@ -206,19 +209,19 @@ class Session:
         elif header.offset == 0:
             raise MalformedFrame("a request id that is in flight was used again")
         assembler = request.assembler
-        if assembler is None:  # only a request that came whole has none
+        if assembler is None:  # Only a request that came whole has none.
             raise MalformedFrame("a request id that is in flight was used again")
         if assembler.add(header, payload):
             request.assembler = None
             self._compute(request, assembler)
 
     def _check_leftover(self, header: Header) -> None:
-        """Chunks of a request that was refused, cancelled or expired are skipped; others have no first chunk."""
+        """Skips chunks of a request that was refused, cancelled or expired; other chunks here lack a first chunk."""
         if header.request_id > self._highest_id:
             raise MalformedFrame("a request must begin with its first chunk")
 
     def _admit_or_answer(self, header: Header, payload: memoryview) -> _Request | None:
-        """Args: payload: of its first frame. None: it has been answered."""
+        """Admits a request, whose first frame has this payload; returns None where it has been answered."""
         if header.request_id == 0:
             raise MalformedFrame("request id 0 is the stream itself")
         self._highest_id = max(self._highest_id, header.request_id)
@@ -237,7 +240,8 @@ class Session:
             return None
 
     def _admit(self, header: Header, payload: memoryview, now: float) -> _Request | None:
-        """Every check that needs the header alone, then a place in the table, unless it can be answered at once."""
+        """Makes every check that needs the header alone, then takes a place in the table, unless it can be answered at
+        once."""
         if header.deadline_ms == 0:
             raise DeadlineExceeded("a request without time to be answered in")
         reply_cols = self._check_shape(header)
@@ -245,11 +249,12 @@ class Session:
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         admission = self._admission
         request_class = class_of(header.call, header.rows, admission.num_decode, admission.is_training(now))
-        # where nothing waits to be sent: else replies to who does not read would be held and not counted
+        # This holds only where nothing waits to be sent: otherwise replies to a tenant that does not read would pile up
+        # uncounted.
         is_row = _is_whole_row(header, payload, request_class, reply_cols) and self._has_sent_all()
         request = None if is_row else _Request(header, reply_cols, held, request_class, expires_at)
         with self._lock:
-            if self._closed:  # a message that was taken just before: what it asked for would be held for ever
+            if self._closed:  # This message was taken just before the end: what it asked for would be held for ever.
                 raise Unavailable("the stream has ended")
             if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
                 raise QuotaExceeded("too much in flight", FULL_RETRY_S)
@@ -266,7 +271,7 @@ class Session:
         return request
 
     def _keep(self, request: _Request) -> None:
-        """Under the lock."""
+        """Puts a request into the table; the caller holds the lock."""
         self._requests[request.header.request_id] = request
         self._held_bytes += request.held_bytes
 
@@ -276,7 +281,7 @@ class Session:
     def _answer_row(
         self, header: Header, row: memoryview, reply_cols: int, held: int, expires_at: float
     ) -> _Request | None:
-        """Answers a token's row, which was admitted, without a place in the table: nobody can ask for it meanwhile.
+        """Answers a token's row, which was admitted, without a place in the table: nothing can ask for it meanwhile.
 
         Returns:
             None; or the request, with its place, where it cannot be answered here.
@@ -306,11 +311,11 @@ class Session:
         return None
 
     def _check_shape(self, header: Header) -> int:
-        """Numbers in a row of the reply to what the header announces."""
+        """Returns how many numbers a row of the reply has, to what the header announces."""
         reply_cols = self._check(header.call, header.cols)
         try:
             frame.check_tensor_header(header, self._limits.max_rows, self._limits.max_tensor_bytes)
-        except MalformedFrame as exc:  # one request's arithmetic is wrong; the frames around it can be read
+        except MalformedFrame as exc:  # One request's numbers do not fit; the frames around it can be read.
             raise InvalidTensor(str(exc)) from None
         reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
         if reply_bytes > self._limits.max_tensor_bytes:
@@ -318,7 +323,7 @@ class Session:
         return reply_cols
 
     def end_input(self) -> None:
-        """No more messages will come; what is being computed is still answered."""
+        """Notes that no more messages will come; what is being computed is still answered."""
         with self._lock:
             unfinished = [number for number, request in self._requests.items() if request.assembler is not None]
         for number in unfinished:
@@ -326,13 +331,13 @@ class Session:
         self._input_ended = True
         self.notify()
 
-    # ---- compute ----------------------------------------------------------------------------------------------------
+    # ---- computing --------------------------------------------------------------------------------------------------
 
     def _compute(self, request: _Request, assembler: Assembler) -> None:
         header, call = request.header, request.header.call
         try:
             rows = assembler.rows()
-        except VeilbaseError as exc:  # a seed that does not fit its header: a fault of this request alone
+        except VeilbaseError as exc:  # The seed does not fit its header, which is a fault of this request alone.
             self._answer(request, exc)
             return
 
@@ -352,30 +357,30 @@ class Session:
         job = request.job = Job(
             call, rows, self.tenant, request.request_class, request.expires_at, done, request.reply_cols
         )
-        if self._requests.get(header.request_id) is request:  # else the tenant went away since the last chunk
+        if self._requests.get(header.request_id) is request:  # Otherwise the tenant went away since the last chunk.
             self._executor.submit(job)
 
     def _answer(self, request: _Request, outcome: Outcome) -> None:
         number = request.header.request_id
         if self._requests.get(number) is not request:
-            return  # cancelled in the meantime
+            return  # The request was cancelled meanwhile.
         if isinstance(outcome, VeilbaseError):
             self._fail(number, outcome)
         elif self._output.qsize() > MAX_REQUESTS:
             self._give_up()
         else:
-            request.reply = outcome  # kept there, so that a request that is forgotten takes its reply with it
+            request.reply = outcome  # It is kept there, so that a request that is forgotten takes its reply with it.
             self._put(request)
 
     def _forget(self, request_id: int, last: bytes | None = None) -> bool:
-        """Args: last: to be sent about it."""
+        """Drops a request, and queues `last` about it if given; returns False where there was no such request."""
         with self._lock:
             request = self._requests.pop(request_id, None)
             if request is None:
                 return False
             self._held_bytes -= request.held_bytes
             if last is not None:
-                self._output.put(last)  # in here: who finds that no request is left finds this
+                self._output.put(last)  # This is under the lock: a thread that finds no request left finds this frame.
         self._admission.release(request.request_class, request.header.rows, request.held_bytes)
         request.reply = None
         if request.job is not None:
@@ -383,10 +388,10 @@ class Session:
         return True
 
     def sweep(self, now: float) -> None:
-        """Drops what has expired; ends a stream whose tenant was revoked, or that never said HELLO."""
+        """Drops what has expired; ends a stream whose tenant was revoked, or that never sent HELLO."""
         self._sweep_at = now + SWEEP_S
         if self._closed:
-            self._hang_up()  # whoever sends is held by a tenant that does not read
+            self._hang_up()  # The thread that sends is held by a tenant that does not read.
             return
         with self._lock:
             expired = [number for number, request in self._requests.items() if now >= request.expires_at]
@@ -395,13 +400,13 @@ class Session:
         try:
             code = self._refusal()
         except Unavailable:
-            code = None  # it may be back in a moment, and until then every request is refused
+            code = None  # The registry may be back in a moment, and until then every request is refused.
         if code is None and not self._greeted and now >= self._greet_by:
             code = WireCode.MALFORMED
         if code is not None:
             self.end(code)
 
-    # ---- out --------------------------------------------------------------------------------------------------------
+    # ---- sending ----------------------------------------------------------------------------------------------------
 
     def _put(self, item: object) -> None:
         self._output.put(item)
@@ -409,16 +414,16 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        """Whether `next_frame` will never return another frame."""
+        """Tells whether `next_frame` will never return another frame."""
         return self._over
 
     def next_frame(self) -> bytes | memoryview | None:
-        """What to send next, or None where there is nothing now; for one thread at a time.
+        """Returns the frame to send next, or None where there is none now; one thread at a time calls this.
 
-        Large replies take turns, a chunk each. `notify` is called when there may be something again.
+        Large replies take turns, a chunk each. `notify` is called when there may be a frame again.
         """
         while not self._over:
-            ended = self._input_ended and self.is_idle  # before the queue is seen to be empty
+            ended = self._input_ended and self.is_idle  # This comes before the queue is seen to be empty.
             item = None if self._output.empty() else self._output.get()
             if isinstance(item, bytes | memoryview):
                 return item
@@ -434,7 +439,7 @@ class Session:
                 request, frames = self._replies.popleft()
                 chunk = next(frames, None)
                 if chunk is not None:
-                    if self._requests.get(request.header.request_id) is request:  # else that was the last
+                    if self._requests.get(request.header.request_id) is request:  # Otherwise that was the last chunk.
                         self._replies.append((request, frames))
                     return chunk
             else:
@@ -443,12 +448,12 @@ class Session:
         return None
 
     def stop_sending(self) -> None:
-        """Lets go of replies that are half sent; by who takes frames, which will take no more."""
+        """Drops replies that are half sent; called by the thread that takes frames, which will take no more."""
         self._over = True
         self._replies.clear()
 
     def _small_reply(self, request: _Request) -> bytes | memoryview | None:
-        """The one frame of a reply; None where the request was cancelled or expired before its turn."""
+        """Returns the one frame of a reply; None where the request was cancelled or expired before its turn."""
         reply = request.reply
         if reply is None:
             return None
@@ -456,7 +461,7 @@ class Session:
         return message if self._forget(request.header.request_id) else None
 
     def _answered(self, request: _Request) -> Header:
-        """Of the reply, which from here on the caller holds."""
+        """Returns the header of the reply, and counts it; from here on the caller holds the reply."""
         asked, size = request.header, request.reply_bytes
         self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
         request.reply = None
@@ -465,21 +470,22 @@ class Session:
     def _reply_frames(self, request: _Request) -> Iterator[bytes | memoryview]:
         asked, reply = request.header, request.reply
         if reply is None:
-            return  # cancelled or expired before its turn
+            return  # The request was cancelled, or expired before its turn.
         left = request.reply_bytes
         for message in frame.frames(self._answered(request), frame.tensor_bytes(reply)):
             left -= len(message) - frame.HEADER_BYTES
             if self._requests.get(asked.request_id) is not request:
                 return
             if left == 0:
-                # Released before the last chunk leaves: the tenant may use the room as soon as it has that chunk.
+                # It is released before the last chunk is sent: the tenant may use the room as soon as it has that
+                # chunk.
                 self._forget(asked.request_id)
             yield message
 
     def _fail(self, request_id: int, error: VeilbaseError, is_admitted: bool = True) -> None:
-        """Answers with an error a request that is in the table, unless it has ended, or one that never was."""
+        """Answers a request with an error: one in the table, unless it has ended, or one that never was in it."""
         code = code_of(error)
-        if code is WireCode.INTERNAL:  # the tenant is told to ask for this line, so it comes first
+        if code is WireCode.INTERNAL:  # The tenant is told to ask for this line, so it comes first.
             _LOGGER.error("a request failed", extra=self._named(request_id))
         last = error_frame(request_id, error)
         if not is_admitted:
@@ -492,7 +498,7 @@ class Session:
         self.notify()
 
     def _named(self, request_id: int) -> dict[str, object]:
-        """For the log: which request of which stream."""
+        """Returns the fields that tell the log which request of which stream this is."""
         return {"tenant": self.tenant, "stream": self.stream_id, "request": request_id}
 
     def _give_up(self) -> None:
@@ -502,12 +508,12 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every request has been answered, and what was said of it is there to be sent."""
+        """Tells whether every request has been answered, and its answer is queued."""
         with self._lock:
             return not self._requests and not self._is_answering
 
     def drain(self) -> None:
-        """From now on new requests are refused; those that are here are answered."""
+        """Refuses new requests from now on; those that are here are answered."""
         self._draining = True
 
     def end(self, code: WireCode) -> None:
@@ -517,9 +523,9 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Drops everything; safe to call twice and from any thread."""
+        """Drops everything. It is safe to call this twice and from any thread."""
         with self._lock:
-            self._closed = True  # under the lock: nothing is admitted after it
+            self._closed = True  # It is set under the lock, so that nothing is admitted after it.
             numbers = list(self._requests)
         for number in numbers:
             self._forget(number)

@@ -1,11 +1,11 @@
 """The tensor port: a listener of its own for the tenants' streams, with TLS and without gRPC.
 
-A connection has a thread of its own that reads, computes what is small, and sends; replies that others made wake it
-(SPEC.md, section 1). gRPC's `Stream` carries the same frames for who cannot reach this port.
+Each connection has a thread of its own that reads, computes what is small, and sends; replies that other threads made
+wake it (wire/SPEC.md, section 1). gRPC's `Stream` carries the same frames for tenants that cannot reach this port.
 
-Guarantees: nobody without a certificate of the provider's CA gets past the handshake, which has a deadline; connections
-are bounded in number, and where there are too many the oldest without a stream makes room for the next; one that goes,
-or that does not read, costs nobody else anything.
+Guarantees: a peer without a certificate of the provider's CA does not get past the handshake, which has a deadline;
+connections are bounded in number, and where there are too many the oldest without a stream makes room for the next; a
+tenant that goes away, or that does not read, costs no other tenant anything.
 """
 
 from __future__ import annotations
@@ -29,55 +29,56 @@ from wire.transport.busy_poll import BusyPoll
 from wire.transport.tls_socket import MessageSocket, handshake
 
 MAX_CONNECTIONS = MOST_STREAMS
-"""Those that are still shaking hands included. Each holds a thread."""
+"""Most connections, including those whose handshake is not done. Each holds a thread."""
 _BACKLOG = 64
 _LINGER_S = 2.0
-"""So long a tenant may take to read the last frame."""
+"""Most seconds that a tenant may take to read the last frame."""
 _STOP_S = 2.0
 _PAUSE_S = 0.1
 _WAKE = (1).to_bytes(8, sys.byteorder)
-"""What eventfd takes: a number to add to its count. A pipe takes anything."""
+"""The bytes that wake a waiting thread. eventfd takes a number to add to its count; a pipe takes anything."""
 _LOGGER = logging.getLogger(__name__)
 Serve = Callable[[MessageSocket], VeilbaseError | None]
 
 
 class TensorPort:
-    """A bound port; `start` lets connections in."""
+    """A bound port. `start` lets connections in."""
 
     def __init__(self, host: str, port: int, most: int = MOST_STREAMS) -> None:
-        """Binds.
+        """Binds the port.
 
         Args:
             host: an address or a name of this machine.
-            port: 0 picks one.
-            most: connections, fewer than `MAX_CONNECTIONS` where the process may not open so many files.
+            port: the port's number; 0 picks one.
+            most: the most connections, fewer than `MAX_CONNECTIONS` where the process may not open so many files.
 
         Raises:
             ConfigurationError: the port is taken, or the address is not this machine's.
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # as gRPC: "::" is IPv4 as well
+            # This does what gRPC does: "::" is IPv4 as well.
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
             self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=both)
-        except OSError:
+        except OSError as exc:
             raise ConfigurationError(
                 f"cannot listen on {host}, port {port}, for tensors: is it in use, or not an address of this machine?"
-            ) from None
+            ) from exc
         self.port: int = self._listener.getsockname()[1]
         self._places = threading.BoundedSemaphore(min(most, MAX_CONNECTIONS))
         self._lock = threading.Lock()
         self._open: dict[socket.socket | MessageSocket, threading.Thread] = {}
         self._guests: dict[socket.socket | MessageSocket, None] = {}
-        """Open, but without a stream: still shaking hands, or refused. The oldest first."""
+        """Open connections without a stream, the oldest first: their handshake is not done, or they were refused."""
         self._has_stopped = False
 
     def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
         """Lets connections in.
 
         Args:
-            context: the newest, asked for at each handshake.
-            serve: called in a thread of its own for each connection, which ends when that returns; where it returns an
-                error, with that.
+            context: gives the newest TLS context; called at each handshake.
+            serve: called in a thread of its own for each connection, which ends when that returns; an error that it
+                returns is sent first.
         """
         threading.Thread(target=self._accept, args=(context, serve), name="veilbase-tensors", daemon=True).start()
 
@@ -85,7 +86,7 @@ class TensorPort:
         while not self._has_stopped:
             try:
                 plain, _ = self._listener.accept()
-            except OSError:  # stopped, or no file left for it
+            except OSError:  # The port was stopped, or no file descriptor is left for the connection.
                 time.sleep(_PAUSE_S)
                 continue
             if not self._find_place():
@@ -96,13 +97,14 @@ class TensorPort:
             )
             try:
                 thread.start()
-            except RuntimeError:  # the machine has no thread left
+            except RuntimeError:  # The machine has no thread left.
                 plain.close()
                 self._places.release()
                 time.sleep(_PAUSE_S)
 
     def _find_place(self) -> bool:
-        """Takes a place. Where there is none, anybody could keep it so: so the oldest guest has to go."""
+        """Takes a place for a connection. Where there is none, the oldest connection without a stream is closed, since
+        otherwise any peer could hold the places."""
         if self._places.acquire(blocking=False):
             return True
         with self._lock:
@@ -133,8 +135,8 @@ class TensorPort:
             if refusal is not None and self._note(connection, is_guest=True):
                 _refuse(connection, refusal)
         except OSError:
-            pass  # whoever it was is no tenant, or has gone
-        except Exception as exc:  # noqa: BLE001 - one connection's fault is nobody else's
+            pass  # The peer was no tenant, or has gone.
+        except Exception as exc:  # noqa: BLE001 - one connection's fault must not touch another's
             _LOGGER.error("a connection failed: %s", type(exc).__name__)
         finally:
             self._forget(plain)
@@ -150,25 +152,25 @@ class TensorPort:
             self._guests.pop(connection, None)
 
     def stop(self) -> None:
-        """Ends every connection and waits a moment until they have."""
+        """Ends every connection and waits a moment until they have ended."""
         with self._lock:
             self._has_stopped = True
             ending = dict(self._open)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            self._listener.shutdown(socket.SHUT_RDWR)  # This wakes `accept`.
         self._listener.close()
         for connection in ending:
             if not isinstance(connection, MessageSocket):
                 _shut(connection)
         give_up_at = time.monotonic() + _STOP_S
         for connection, thread in ending.items():
-            thread.join(max(0.0, give_up_at - time.monotonic()))  # the service has told each stream by now
+            thread.join(max(0.0, give_up_at - time.monotonic()))  # The service has told each stream by now.
             if isinstance(connection, MessageSocket):
                 connection.close()
 
 
 def _shut(connection: socket.socket | MessageSocket) -> None:
-    """Wakes whoever waits for it; its own thread closes it."""
+    """Wakes the thread that waits for a connection; that thread closes it."""
     if isinstance(connection, MessageSocket):
         connection.close()
     else:
@@ -187,16 +189,18 @@ def carry(session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> N
     """Moves a session's messages until one side ends, in the caller's thread.
 
     Args:
-        session: new.
-        connection: new, too; the caller releases it.
+        session: a new session.
+        connection: its connection, new as well; the caller releases it.
         busy_poll: this connection's.
     """
     _Carrier(session, connection, busy_poll).run()
 
 
 def _wake_ends() -> tuple[int, int]:
-    """Descriptors that a thread waits for, and that another writes `_WAKE` to; one and the same where there is eventfd,
-    since descriptors are few (provider/net/descriptors.py)."""
+    """Returns the descriptor that a thread waits for, and the one that another writes `_WAKE` to.
+
+    They are one and the same where there is eventfd, since descriptors are few (provider/net/descriptors.py).
+    """
     if hasattr(os, "eventfd"):
         both = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         return both, both
@@ -217,7 +221,7 @@ class _Carrier:
         session.notify = self._notify
 
     def _notify(self) -> None:
-        """For any thread: there may be a frame to send."""
+        """Notes that there may be a frame to send; any thread may call it."""
         self._has_news = True
         if self._is_waiting:
             with self._lock, contextlib.suppress(BlockingIOError):
@@ -226,23 +230,23 @@ class _Carrier:
 
     def run(self) -> None:
         try:
-            self._take(select.POLLIN)  # what came with the handshake, its end included
+            self._take(select.POLLIN)  # This takes what came with the handshake, including its end.
             while self._send():
                 self._take(self._wait())
             self._connection.finish(_LINGER_S)
-        except (OSError, EOFError):  # the tenant went away
+        except (OSError, EOFError):  # The tenant went away.
             self._session.close()
         finally:
             self._session.stop_sending()
-            self._session.notify = lambda: None  # or the two would hold each other
+            self._session.notify = lambda: None  # Otherwise the two would keep each other alive.
             with self._lock:
                 for one in {self._waker, self._wake_end}:
                     os.close(one)
                 self._waker = -1
 
     def _send(self) -> bool:
-        """Sends what the connection takes. False when all has been sent that ever will be."""
-        self._has_news = False  # before the session is asked: what comes after that is news again
+        """Sends what the connection takes. Returns False when there is nothing more to send, ever."""
+        self._has_news = False  # This is cleared before the session is asked: what comes after that is news again.
         while not self._connection.has_unsent:
             message = self._session.next_frame()
             if message is None:
@@ -252,11 +256,13 @@ class _Carrier:
         return True
 
     def _wait(self) -> int:
-        """What the connection is ready for, once it is, or once there is something to send."""
+        """Waits until the connection is ready or there is something to send; returns what the connection is ready
+        for."""
         must_send = self._connection.has_unsent
         wanted = (select.POLLIN if self._is_reading else 0) | (select.POLLOUT if must_send else 0)
         self._poll.register(self._connection, wanted)
-        # who waits for the peer to read may wait long, and who was sent no reply does not decode, whatever it sends
+        # A thread that waits for the peer to read may wait long, and a peer that was sent no reply does not decode,
+        # whatever it sends.
         self._busy_poll.look(self._is_wanted, self._has_replied and not must_send and self._connection.took_little)
         self._has_replied = False
         self._is_waiting = True

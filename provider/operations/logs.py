@@ -1,4 +1,4 @@
-"""Log lines with names for what they are about: which tenant, stream and request; as text or as JSON, one line each."""
+"""Log lines with fields for what they are about: tenant, stream and request; as text or as JSON, one line each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 FIELDS = ("tenant", "stream", "request")
-"""Given as `extra`; nothing else of a record is written."""
+"""Fields that are written when they are given as `extra`; no other field of a record is."""
 
 
 def configure(log_format: LogFormat) -> None:
@@ -21,7 +21,7 @@ def configure(log_format: LogFormat) -> None:
 
 
 def configured() -> LogFormat:
-    """What this process writes, for those that it starts."""
+    """Returns the format that this process writes, for the processes that it starts."""
     return "json" if any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers) else "text"
 
 
@@ -30,24 +30,25 @@ def _named(record: logging.LogRecord) -> dict[str, object]:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger, message, then name=value."""
+    """Formats time, level, logger, message, then name=value."""
 
     def __init__(self) -> None:
-        """No settings."""
+        """Takes no settings."""
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and a traceback where there is one."""
+        """Formats a record as one line, and a traceback where there is one."""
         line = super().format(record)
         names = " ".join(f"{name}={value}" for name, value in _named(record).items())
         return f"{line} {names}" if names else line
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line."""
+    """Formats each line as one object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Keys time (UTC), level, logger, message, those of `FIELDS`, and error for a traceback."""
+        """Formats a record with the keys time (UTC), level, logger, message, those of `FIELDS`, and error for a
+        traceback."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

@@ -1,4 +1,4 @@
-"""What the executor did: batches, waits and times as histograms; numbers only."""
+"""Counts what the executor did: batches, waits and times as histograms; numbers only."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25
 
 
 class Histogram:
-    """Counts by upper bound; not safe under threads."""
+    """Counts by upper bound. It is not safe under threads."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Args: bounds: rising."""
+        """Args: bounds: the upper bounds, rising."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def add(self, value: float) -> None:
-        """One observation."""
+        """Adds one observation."""
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """As Prometheus has them: upper bound, and how many were not above it."""
+        """Returns the buckets as Prometheus has them: upper bound, and how many were not above it."""
         rising, total = [], 0
         for bound, count in zip((*(str(float(one)) for one in self.bounds), "+Inf"), self.counts, strict=True):
             total += count
@@ -38,7 +38,7 @@ class Histogram:
         return rising
 
     def copy(self) -> Histogram:
-        """One that does not change."""
+        """Returns a copy that does not change."""
         other = Histogram(self.bounds)
         other.counts, other.sum = list(self.counts), self.sum
         return other
@@ -52,14 +52,14 @@ class GroupWait(NamedTuple):
 
 
 class Meter:
-    """Safe under threads."""
+    """Counts products and waits. It is safe under threads."""
 
     def __init__(self) -> None:
-        """All zero."""
+        """Starts at zero."""
         self._lock = threading.Lock()
         self._inline = 0
         self._waits: dict[int, list[float]] = {}
-        """By layer group, the fields of `GroupWait`: of all that is counted this is counted most often."""
+        """By layer group, the fields of `GroupWait`, as a plain list: this is what is counted most often."""
         self._histograms = {
             "batch_rows": Histogram(_ROWS),
             "batch_requests": Histogram(_REQUESTS),
@@ -71,12 +71,12 @@ class Meter:
         self._decode_latency = self._histograms[latency_name(RequestClass.DECODE)]
 
     def batch(self, pieces: Sequence[Piece], began_s: float, seconds: float) -> None:
-        """A product was made.
+        """Counts a product.
 
         Args:
-            pieces: whose rows were in it.
-            began_s: on the clock of its tickets.
-            seconds: that it took.
+            pieces: the pieces whose rows were in it.
+            began_s: when it began, on the clock of its tickets.
+            seconds: how long it took.
         """
         with self._lock:
             for piece in pieces:
@@ -92,7 +92,7 @@ class Meter:
             self._histograms["execution_seconds"].add(seconds)
 
     def inline(self, group: int, seconds: float) -> None:
-        """A small decode request was computed where it was read, without waiting."""
+        """Counts a small decode request that was computed where it was read, without waiting."""
         with self._lock:
             self._inline += 1
             self._waited(group, 0.0)
@@ -106,21 +106,21 @@ class Meter:
         counts[1] += seconds
 
     def waits(self) -> dict[int, GroupWait]:
-        """By layer group: Symbiosis, figure 7."""
+        """Returns the waits by layer group, as in Symbiosis, figure 7."""
         with self._lock:
             return {group: GroupWait(int(requests), seconds) for group, (requests, seconds) in self._waits.items()}
 
     def snapshot(self) -> tuple[int, dict[str, Histogram]]:
-        """Requests computed where they were read, and copies of the histograms by name."""
+        """Returns the number of requests computed where they were read, and copies of the histograms by name."""
         with self._lock:
             return self._inline, {name: one.copy() for name, one in self._histograms.items()}
 
 
 def wait_name(request_class: RequestClass) -> str:
-    """The histogram of a class's waits."""
+    """Returns the name of the histogram of a class's waits."""
     return f"wait_{request_class.name.lower()}"
 
 
 def latency_name(request_class: RequestClass) -> str:
-    """The histogram of the times from arrival to reply, inside the provider."""
+    """Returns the name of the histogram of the times from arrival to reply, inside the provider."""
     return f"latency_{request_class.name.lower()}"

@@ -1,7 +1,7 @@
-"""The provider's numbers in Prometheus' terms, collected when somebody asks.
+"""The provider's numbers in Prometheus' terms, collected when they are asked for.
 
-Guarantees: at most `MAX_TENANTS` tenants are named, whatever is enrolled, the others are added up as `other`; no value
-of a tensor and no text of a tenant's is among the labels. Costs the path of a request nothing.
+Guarantees: at most `MAX_TENANTS` tenants are named, however many are enrolled, and the others are added up as `OTHER`;
+no label holds a value of a tensor or a text that a tenant chose. It adds no work to the path of a request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from provider.schedule.request_class import RequestClass
 
 MAX_TENANTS = 50
 OTHER = "other tenants"
-"""No tenant can be called so."""
+"""The label of all tenants that are not named. No tenant can have this name."""
 _HISTOGRAMS = {
     "batch_rows": "Rows of a product.",
     "batch_requests": "Requests that shared a product.",
@@ -28,7 +28,7 @@ _HISTOGRAMS = {
 
 
 class ProviderCollector(Collector):
-    """Reads meter and usage."""
+    """Reads the meter and the accounts."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ProviderCollector(Collector):
         num_replicas: Callable[[], Sequence[tuple[int, int]]],
         num_given_up: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Args: queue_depth, num_streams, num_replicas, num_given_up: of the service, asked each time."""
+        """Args: queue_depth, num_streams, num_replicas, num_given_up: ask the service, each time."""
         self._num_given_up = num_given_up
         self._meter, self._usage, self._num_replicas = meter, usage, num_replicas
         self._queue_depth, self._num_streams = queue_depth, num_streams
@@ -47,7 +47,7 @@ class ProviderCollector(Collector):
         self._named: set[str] = set()
 
     def collect(self) -> Iterator[Metric]:
-        """All of it."""
+        """Yields all metrics."""
         yield GaugeMetricFamily("veilbase_start_time_seconds", "When the provider began.", self._began_s)
         yield GaugeMetricFamily("veilbase_queue_depth", "Requests that wait for the executor.", self._queue_depth())
         yield GaugeMetricFamily("veilbase_streams", "Streams that are open.", self._num_streams())
@@ -89,10 +89,12 @@ class ProviderCollector(Collector):
 
 
 def bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, Usage]:
-    """Those tenants that sent most, and the sum of all others.
+    """Returns the tenants that sent most, and the sum of all others.
 
     Args:
-        named: stay so, or the sum of the others would fall when one overtakes another, and look like a restart.
+        totals: the totals of all tenants.
+        named: tenants that were named before and stay so: otherwise the sum of the others would fall when one overtakes
+            another, and look like a restart.
     """
     ranked = sorted(totals, key=lambda name: (name not in named, -sum(totals[name].rows.values()), name))
     shown = {name: totals[name] for name in ranked[:MAX_TENANTS]}
@@ -124,7 +126,7 @@ def _tenants(totals: dict[str, Usage]) -> Iterator[Metric]:
 
 
 def registry(collector: ProviderCollector) -> CollectorRegistry:
-    """One of its own: nothing of the process' global one, which names the machine's Python."""
+    """Makes a registry of its own, without anything of the process's global one, which names the machine's Python."""
     made = CollectorRegistry()
     made.register(collector)
     return made

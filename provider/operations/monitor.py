@@ -1,8 +1,8 @@
 """Where an operator can look: metrics over HTTP, on a loopback port and on a socket in the state directory, and gRPC's
 health service.
 
-Guarantees: reachable from this machine alone; the socket by its owner alone, since the state directory has mode 0700.
-Answers GET and nothing else. A look never stops a tenant.
+Guarantees: only this machine can reach them, and only its owner the socket, since the state directory has mode 0700.
+They answer GET and nothing else. Reading them never stops a tenant.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SERVICE_NAME = "veilbase.v1.Provider"
 METRICS_PATH = "/metrics"
 _TIMEOUT_S, _TAKE_AGAIN_S = 10.0, 2.0
 _MAX_SOCKET_PATH = 100
-"""Of the 107 bytes that Linux allows."""
+"""Most bytes of the socket's path, of the 107 that Linux allows."""
 
 
 class Monitor:
-    """The servers; none of them is needed."""
+    """The servers for operators, each of which is optional."""
 
     def __init__(self, metrics: CollectorRegistry) -> None:
         """Args: metrics: what GET /metrics shows."""
@@ -47,15 +47,15 @@ class Monitor:
         """Opens the loopback port.
 
         Returns:
-            The port, picked where `port` is 0.
+            The port's number, which is picked where `port` is 0.
 
         Raises:
-            ConfigurationError: it is taken.
+            ConfigurationError: the port is taken.
         """
         try:
             server = _TcpServer(("127.0.0.1", port), _handler(self._metrics))
-        except OSError:
-            raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for metrics: is it in use?") from None
+        except OSError as exc:
+            raise ConfigurationError(f"cannot listen on 127.0.0.1:{port} for metrics: is it in use?") from exc
         self._start(server)
         return int(server.server_address[1])
 
@@ -113,12 +113,12 @@ class Monitor:
         return bound
 
     def not_serving(self) -> None:
-        """From now on the health service says so."""
+        """Makes the health service say NOT_SERVING from now on."""
         if self._servicer is not None:
             self._servicer.enter_graceful_shutdown()
 
     def close(self) -> None:
-        """Ends all of them."""
+        """Ends all servers."""
         self._closed.set()
         for server in self._servers:
             server.shutdown()
@@ -126,17 +126,17 @@ class Monitor:
         if self._socket is not None:
             path, inode = self._socket
             with contextlib.suppress(OSError):
-                if path.stat().st_ino == inode:  # else it is another provider's by now
+                if path.stat().st_ino == inode:  # Otherwise it is another provider's by now.
                     path.unlink()
         if self._health is not None:
             self._health.stop(0).wait()
 
 
 def read_metrics(folder: Path) -> str:
-    """What the provider of a state directory shows.
+    """Returns what the provider of a state directory shows.
 
     Raises:
-        ConfigurationError: none is running there.
+        ConfigurationError: no provider is running there.
     """
     try:
         with socket.socket(socket.AF_UNIX) as client:
@@ -144,8 +144,8 @@ def read_metrics(folder: Path) -> str:
             client.connect(str(folder / SOCKET_NAME))
             client.sendall(f"GET {METRICS_PATH} HTTP/1.0\r\n\r\n".encode())
             parts = list(iter(lambda: client.recv(1 << 16), b""))
-    except OSError:
-        raise ConfigurationError(f"no provider is running with the state directory {str(folder)!r}") from None
+    except OSError as exc:
+        raise ConfigurationError(f"no provider is running with the state directory {str(folder)!r}") from exc
     return b"".join(parts).partition(b"\r\n\r\n")[2].decode()
 
 
@@ -157,7 +157,7 @@ def _answers(path: Path) -> bool:
 
 class _Quiet(socketserver.BaseServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hung up is nothing to write down."""
+        """Ignores a client that hung up, which is not worth a line in the log."""
 
 
 class _TcpServer(_Quiet, socketserver.ThreadingTCPServer):
@@ -175,7 +175,7 @@ def _handler(metrics: CollectorRegistry) -> type[http.server.BaseHTTPRequestHand
         server_version, sys_version = "veilbase", ""
 
         def do_GET(self) -> None:
-            """The metrics, or 404."""
+            """Sends the metrics, or 404."""
             if self.path.partition("?")[0] != METRICS_PATH:
                 self.send_error(404)
                 return
@@ -187,9 +187,9 @@ def _handler(metrics: CollectorRegistry) -> type[http.server.BaseHTTPRequestHand
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Nothing: what a client sends does not go into our log."""
+            """Logs nothing: what a client sends does not go into our log."""
 
         def address_string(self) -> str:
-            return "local"  # a Unix socket's peer has no address
+            return "local"  # A Unix socket's peer has no address.
 
     return Handler

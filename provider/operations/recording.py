@@ -1,10 +1,10 @@
-"""Writes down exactly what a provider sees, for security evaluation (DESIGN.md, section 8).
+"""Writes down exactly what a provider sees, for security evaluation (docs/operations.md, "Recording").
 
-Guarantees: manifest.json says what was served; one line of index.jsonl per request, in the order of `seq`; tensors only
-up to the size limit, and from the first that is missing on the index says so; a full disk ends the recording, never
-the serving. end.json, written at the end, counts the lines: a recording without it was cut off or goes on. Lines are
-in the order in which requests were answered, failed or were cancelled; what is refused before it is queued (malformed,
-over quota) is not in it.
+Guarantees: manifest.json says what was served; index.jsonl has one line per request, in the order of `seq`; tensors are
+written only up to the size limit, and from the first that is missing on the index says so; a full disk ends the
+recording, never the serving. end.json, written at the end, counts the lines: a recording without it was cut off or goes
+on. Lines are in the order in which requests were answered, failed or were cancelled; what is refused before it is
+queued (malformed, over quota) is not in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends to one folder."""
+    """Appends requests to a recording in one folder."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, limit_bytes: int = DEFAULT_LIMIT_BYTES, patterns: str = ""
@@ -37,12 +37,13 @@ class Recorder:
 
         Args:
             folder: made if it is not there; must hold no other recording.
-            manifest: of the served model; written beside the index, so that a reader knows whose traffic it is.
-            limit_bytes: of tensor files together.
+            manifest: the served model's, written beside the index, so that a reader knows which model the traffic
+                belongs to.
+            limit_bytes: the most bytes of tensor files together.
             patterns: comma-separated fnmatch patterns of group or layer names; empty means all.
 
         Raises:
-            ConfigurationError: no such layer, another recording is there, or the folder cannot be written.
+            ConfigurationError: there is no such layer, another recording is there, or the folder cannot be written.
         """
         self._folder, self._limit_bytes = folder, limit_bytes
         self._groups = {group.id for group in manifest.groups if _wanted(group, patterns)}
@@ -53,10 +54,10 @@ class Recorder:
             self._index = (folder / "index.jsonl").open("x", encoding="utf-8")
             with (folder / "manifest.json").open("wb") as file:
                 file.write(manifest.to_bytes())
-        except FileExistsError:
-            raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from None
+        except FileExistsError as exc:
+            raise ConfigurationError(f"{folder} holds a recording already: choose another --record") from exc
         except OSError as exc:
-            raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from None
+            raise ConfigurationError(f"cannot record to {folder}: {exc.strerror}") from exc
         self._lock = threading.Lock()
         self._seq = self._written_bytes = 0
         self._failed = self._is_full = False
@@ -66,10 +67,11 @@ class Recorder:
         )  # fmt: skip
 
     def record(self, tenant: str, call: Call, request: Rows, reply: torch.Tensor | None) -> None:
-        """Writes one request; safe under threads. A hint's `request` is what came: the payload's 48 bytes, uint8.
+        """Writes one request; this is safe under threads. Of a hint it writes what came: the payload's 48 bytes, uint8.
 
         Args:
-            reply: None where the request failed or was cancelled.
+            tenant, call, request: the request.
+            reply: its reply; None where the request failed or was cancelled.
         """
         if call.group not in self._groups or self._failed:
             return

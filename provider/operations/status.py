@@ -1,4 +1,4 @@
-"""`provider status`: the metrics of a running provider as a table."""
+"""Shows the metrics of a running provider as a table, for `provider status`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class Snapshot:
     """What was read at one moment.
 
     Attributes:
-        at_s: on the clock of `time.monotonic`.
-        values: by the sample's name and its labels.
+        at_s: the time on the clock of `time.monotonic`.
+        values: the values by the sample's name and its labels.
     """
 
     at_s: float
     values: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(default_factory=dict)
 
     def get(self, name: str, **labels: str) -> float:
-        """0 where nothing was counted."""
+        """Returns a value; 0 where nothing was counted."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
     def by_tenant(self, name: str) -> dict[str, float]:
-        """Sums over all other labels."""
+        """Returns each tenant's sum over all other labels."""
         return self.by_label(name, "tenant")
 
     def by_label(self, name: str, label: str, **others: str) -> dict[str, float]:
-        """Sums by the values of one label, of samples that have those others."""
+        """Returns sums by the values of one label, of samples that have those other labels."""
         sums: dict[str, float] = {}
         for (sample, labels), value in self.values.items():
             one = dict(labels).get(label)
@@ -49,13 +49,13 @@ class Snapshot:
         return sums
 
     def tenants(self) -> list[str]:
-        """Those that have rows, most first."""
+        """Returns the tenants that have rows, the one with most first."""
         rows = self.by_tenant("veilbase_rows_total")
         return sorted(rows, key=lambda name: (-rows[name], name))
 
 
 def parse(text: str, at_s: float) -> Snapshot:
-    """Of the metrics' text form."""
+    """Parses the metrics' text form."""
     snapshot = Snapshot(at_s)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,10 +64,12 @@ def parse(text: str, at_s: float) -> Snapshot:
 
 
 def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
-    """The table.
+    """Makes the table.
 
     Args:
-        before: an earlier look: rates are over the time since; None shows averages since the start.
+        now: the newest snapshot.
+        before: an earlier one: rates are over the time since; None shows averages since the start.
+        uptime_s: how long the provider has run.
     """
     span = uptime_s if before is None else now.at_s - before.at_s
 
@@ -98,7 +100,7 @@ def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
 
 
 def _replicas(now: Snapshot) -> list[Text]:
-    """A line where there is more than one, or one is lost."""
+    """Returns a line where there is more than one replica, or one is lost."""
     live, lost = (now.by_label("veilbase_replicas", "shard", state=state) for state in ("live", "lost"))
     if len(live) == 1 and sum(live.values()) == 1 and not sum(lost.values()):
         return []
@@ -137,7 +139,7 @@ def show(folder: Path, watch_s: float | None) -> None:
             before, now = now, look(folder)
             shown = render(now, before, _uptime_s(now))
             if live is None:
-                console.print(shown)  # into a pipe or a file: one table after the other
+                console.print(shown)  # Into a pipe or a file, one table follows the other.
             else:
                 live.update(shown, refresh=True)
 

@@ -1,9 +1,9 @@
-"""What each tenant has used: counted in memory, added to a file now and then and at the end.
+"""Counts what each tenant has used in memory, and adds it to a file now and then and at the end.
 
 Guarantees: what was counted by the last save survives a crash, since the file is replaced whole and synced; providers
 that share a state directory add to one account; a file that cannot be read is an error and not an empty account; where
-the disk is full the log says so, tenants are served all the same, and the next save brings what this one could not.
-Holds numbers and tenants' names only.
+the disk is full the log says so, tenants are served all the same, and the next save brings what this one could not. It
+holds numbers and tenants' names only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from provider.identity.authority import TENANT_NAME_PATTERN, create_file, sync_directory
 from provider.schedule.request_class import RequestClass
-from wire.errors import ConfigurationError, WireCode
+from wire.errors import ConfigurationError, WireCode, os_cause
 
 SAVE_S = 60.0
 FILE_NAME = "usage.json"
@@ -34,9 +34,9 @@ class Usage(BaseModel):
     """One tenant's totals.
 
     Attributes:
-        requests, rows: that were answered, by class of work.
-        bytes_up, bytes_down: payloads of those requests and of their replies.
-        seconds: of the executor, products shared with others by rows.
+        requests, rows: those that were answered, by class of work.
+        bytes_up, bytes_down: the payloads of those requests and of their replies.
+        seconds: the executor's seconds; products shared with others count by rows.
         errors: requests that were refused or failed, by the name of their code.
     """
 
@@ -50,7 +50,7 @@ class Usage(BaseModel):
     errors: dict[str, _Count] = Field(default_factory=dict)
 
     def plus(self, more: Usage, sign: int = 1) -> Usage:
-        """The sum, or with sign -1 the difference from an earlier total of the same counts."""
+        """Returns the sum, or with sign -1 the difference from an earlier total of the same counts."""
         return Usage(
             requests=_sum(self.requests, more.requests, sign),
             rows=_sum(self.rows, more.rows, sign),
@@ -73,10 +73,10 @@ class _UsageFile(BaseModel):
 
 
 class TenantUsage:
-    """One tenant's counts since the provider began; safe under threads."""
+    """One tenant's counts since the provider began. It is safe under threads."""
 
     def __init__(self) -> None:
-        """All zero."""
+        """Starts at zero."""
         self._lock = threading.Lock()
         self._requests, self._rows = [0] * len(RequestClass), [0] * len(RequestClass)
         self._bytes_up = self._bytes_down = 0
@@ -84,7 +84,7 @@ class TenantUsage:
         self._errors: Counter[str] = Counter()
 
     def answered(self, request_class: RequestClass, num_rows: int, bytes_up: int, bytes_down: int) -> None:
-        """A request got its reply."""
+        """Counts a request that got its reply."""
         with self._lock:
             self._requests[request_class] += 1
             self._rows[request_class] += num_rows
@@ -92,17 +92,17 @@ class TenantUsage:
             self._bytes_down += bytes_down
 
     def computed(self, seconds: float) -> None:
-        """This tenant's share of a product."""
+        """Adds this tenant's share of a product."""
         with self._lock:
             self._seconds += seconds
 
     def failed(self, code: WireCode) -> None:
-        """A request was refused or failed."""
+        """Counts a request that was refused or failed."""
         with self._lock:
             self._errors[code.name] += 1
 
     def total(self) -> Usage:
-        """A copy."""
+        """Returns a copy of the totals."""
         with self._lock:
             return Usage(
                 requests={one.name.lower(): self._requests[one] for one in RequestClass},
@@ -121,7 +121,7 @@ class UsageBook:
         """Args: path: the file; None keeps nothing.
 
         Raises:
-            ConfigurationError: a file that is none of ours.
+            ConfigurationError: the file is none of ours.
         """
         self._path = path
         self._lock, self._saving = threading.Lock(), threading.Lock()
@@ -146,7 +146,7 @@ class UsageBook:
         self.save()
 
     def of(self, tenant: str) -> TenantUsage:
-        """The tenant's own, made at first use."""
+        """Returns the tenant's own counts, which are made at first use."""
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:
@@ -154,13 +154,13 @@ class UsageBook:
             return known
 
     def totals(self) -> dict[str, Usage]:
-        """By tenant, since the provider began."""
+        """Returns the totals by tenant, since the provider began."""
         with self._lock:
             tenants = list(self._tenants.items())
         return {name: usage.total() for name, usage in tenants}
 
     def save(self) -> bool:
-        """Adds what is new to the file; False where it could not, which the log says and no tenant notices."""
+        """Adds what is new to the file; returns False where it could not, which the log says and no tenant notices."""
         if self._path is None:
             return True
         with self._saving:
@@ -172,7 +172,8 @@ class UsageBook:
                         new = total.plus(self._saved.get(name, Usage()), -1)
                         account[name] = account.get(name, Usage()).plus(new)
                     _replace(self._path, _UsageFile(tenants=account).model_dump_json(indent=1).encode())
-                    self._saved = now  # before the directory is synced: what was added must not be added again
+                    # This comes before the directory is synced: what was added must not be added again.
+                    self._saved = now
                 sync_directory(self._path.parent)
             except OSError as exc:
                 self.failed_saves += 1
@@ -186,19 +187,19 @@ class UsageBook:
 
 
 def read_usage(path: Path) -> dict[str, Usage]:
-    """Totals by tenant; empty where nothing was written yet.
+    """Returns the totals by tenant; empty where nothing was written yet.
 
     Raises:
-        ConfigurationError: a file that is none of ours.
+        ConfigurationError: the file is none of ours.
     """
     try:
         return _UsageFile.model_validate_json(path.read_bytes()).tenants
     except FileNotFoundError:
         return {}
-    except (ValidationError, OSError):
+    except (ValidationError, OSError) as exc:  # pydantic's text quotes the file, which names tenants
         raise ConfigurationError(
             f"{str(path)!r} cannot be read as usage: restore it, or move it away to begin at zero"
-        ) from None
+        ) from os_cause(exc)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from wire.ring.seeded_rows import Rows, SeededRows
 _HEAD = struct.Struct("<8q32s32x")
 _HEAD_NUMBERS = _HEAD.size // 4
 INLINE_NUMBERS = 8192
-"""So many numbers of rows fit into a message: one row of most layers. 32 KiB more cost microseconds on loopback."""
+"""Numbers of rows that fit into a message: one row of most layers. 32 KiB more cost microseconds on loopback."""
 NUM_NUMBERS = _HEAD_NUMBERS + INLINE_NUMBERS
 _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 
@@ -49,14 +49,14 @@ class Command:
 
     @classmethod
     def product(cls, call: Call, rows: Rows) -> Command:
-        """The command for one product."""
+        """Makes the command for one product."""
         if isinstance(rows, SeededRows):
             return cls(Operation.PRODUCT, call, rows.num_rows, 0, rows)
         inline = rows if rows.numel() <= INLINE_NUMBERS else None
         return cls(Operation.PRODUCT, call, rows.shape[0], rows.shape[1], inline)
 
     def pack(self) -> torch.Tensor:
-        """int32, shape (NUM_NUMBERS,)."""
+        """Packs the command as int32, shape (NUM_NUMBERS,)."""
         call, rows = self.call, self.rows
         first_row, seed = (rows.first_row, rows.seed) if isinstance(rows, SeededRows) else (0, b"")
         head = _HEAD.pack(
@@ -66,15 +66,16 @@ class Command:
         numbers = torch.zeros(NUM_NUMBERS, dtype=torch.int32)
         numbers[:_HEAD_NUMBERS] = torch.frombuffer(bytearray(head), dtype=torch.int32)
         if isinstance(rows, torch.Tensor):
-            numbers[_HEAD_NUMBERS : _HEAD_NUMBERS + rows.numel()] = rows.reshape(-1).view(torch.int32)  # the same bits
+            # These are the same bits.
+            numbers[_HEAD_NUMBERS : _HEAD_NUMBERS + rows.numel()] = rows.reshape(-1).view(torch.int32)
         return numbers
 
     @classmethod
     def unpack(cls, numbers: torch.Tensor) -> Command:
-        """Reads what `pack` made; rows are a view of it.
+        """Reads what `pack` made; the rows are a view of it.
 
         Raises:
-            ValueError: numbers that are no command.
+            ValueError: the numbers are no command.
         """
         operation, group, direction, arithmetic, purpose, num_rows, cols, first_row, seed = _HEAD.unpack(
             numbers[:_HEAD_NUMBERS].numpy().tobytes()
@@ -89,5 +90,5 @@ class Command:
         return cls(Operation(operation), call, num_rows, cols, rows)
 
     def empty_rows(self) -> torch.Tensor:
-        """Room for the rows that follow."""
+        """Returns empty memory for the rows that follow."""
         return torch.empty(self.num_rows, self.cols, dtype=DTYPES[self.call.arithmetic])

@@ -1,9 +1,9 @@
 """Products by all ranks: rank 0 dispatches, the others follow, and all enter each collective in the same order.
 
-Guarantees: a request that is wrong is refused at rank 0, before any rank hears of it; a rank that fails to compute
+Guarantees: rank 0 refuses a request that is wrong, before any other rank hears of it; a rank that fails to compute
 still takes part in what it owes the others, and says so in the number that every part ends with; a rank that is gone
 makes this product fail within the timeout, and every later one at once. Ranks that entered collectives in different
-orders would get wrong numbers without an error: hence one dispatcher, and one lock.
+orders would get wrong numbers without an error, so there is one dispatcher, and one lock.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from wire.ring.seeded_rows import Rows, count_rows
 
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEATS = 4
-"""In the time after which a rank that waits for rank 0 gives up."""
+"""Heartbeats in the time after which a rank that waits for rank 0 gives up."""
 
 
 class Dispatcher:
-    """Rank 0's `provider.engine.replica.Product`; safe under threads."""
+    """Rank 0's `provider.engine.replica.Product`. It is safe under threads."""
 
     def __init__(self, served: PreparedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
-        """Args.
+        """Starts the heartbeat.
 
-        served: for its shapes; its weights are not used.
-        ranks: the others wait in `follow`.
-        sharding: this rank's weights.
-        timeout_s: of the ranks.
+        Args:
+            served: the model, for its shapes; its weights are not used.
+            ranks: all ranks; the others wait in `follow`.
+            sharding: this rank's weights.
+            timeout_s: the timeout of the ranks.
         """
         self._served, self._ranks, self._sharding = served, ranks, sharding
         self._lock = threading.Lock()
@@ -46,7 +47,7 @@ class Dispatcher:
         self._heart.start()
 
     def __call__(self, call: Call, rows: Rows) -> torch.Tensor:
-        """One product; arguments, reply and refusals as of `provider.engine.products.compute`.
+        """Makes one product; `provider.engine.products.compute` describes arguments, reply and refusals.
 
         Raises:
             RemoteFault: a rank failed, or is gone.
@@ -64,13 +65,13 @@ class Dispatcher:
                     rows = self._ranks.broadcast(rows.contiguous())
                 return _lead(self._ranks, self._sharding, call, rows, reply_cols)
             except VeilbaseError:
-                raise  # all ranks have done what they owed each other
-            except Exception as exc:  # noqa: BLE001 - `RankLost`, or no memory: who knows where the other ranks are
+                raise  # All ranks have done what they owed each other.
+            except Exception as exc:  # noqa: BLE001 - `RankLost`, or no memory: where the other ranks are is not known
                 self._lose(f"during a product ({type(exc).__name__})")
-                raise RemoteFault("a process of this provider is gone, or too late") from None
+                raise RemoteFault("a process of this provider is gone, or too late") from None  # may hold rows
 
     def _check(self, call: Call, rows: Rows) -> int:
-        """Everything that `provider.engine.products.compute` refuses; returns the numbers per row of the reply."""
+        """Refuses all that `provider.engine.products.compute` refuses; returns the numbers per row of the reply."""
         check_rows(call, rows)
         reply_cols = products.check_call(self._served, call, self._cols(call, rows))
         is_checked = call.arithmetic is Arithmetic.FLOAT and count_rows(rows) > 0
@@ -82,7 +83,7 @@ class Dispatcher:
         if isinstance(rows, torch.Tensor):
             return rows.shape[1]
         if call.group >= len(self._served.groups):
-            return 0  # which `check_call` does not look at
+            return 0  # `check_call` does not look at it.
         return self._served.groups[call.group].info.widths(call.direction)[0]
 
     def _check_alive(self) -> None:
@@ -97,7 +98,7 @@ class Dispatcher:
         _LOGGER.error("a rank was lost %s: no product can be made any more, start the provider again", when)
 
     def _beat(self, every_s: float) -> None:
-        """Tells ranks that wait that rank 0 is there, and finds out that one is not."""
+        """Tells ranks that wait that rank 0 is there, and finds out when one of them is not."""
         while not self._ended.wait(every_s):
             with self._lock:
                 if self._is_lost:
@@ -138,7 +139,7 @@ def follow(ranks: Ranks, sharding: Sharding) -> None:
 
 
 def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: int) -> torch.Tensor:
-    """Rank 0's part of a product, and the whole reply."""
+    """Computes rank 0's part of a product, and returns the whole reply."""
     num_rows = count_rows(rows)
     blocks = sharding.blocks(call, num_rows)
     if sharding.adds(call):
@@ -147,7 +148,7 @@ def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: 
         _check_failures(flat[-1:])
         return flat[:-1].view(num_rows, reply_cols)
     reply = torch.empty(num_rows, reply_cols, dtype=DTYPES[call.arithmetic])
-    # asked for before the own part is computed, so that parts that come early are taken in meanwhile
+    # They are asked for before the own part is computed, so that parts that come early are received meanwhile.
     coming = [_Coming(ranks, rank, block, reply) for rank, block in enumerate(blocks) if rank and all(block.shape)]
     flat = _flat_share(sharding, call, rows, blocks[0])
     failures = [part.take() for part in coming]
@@ -173,7 +174,7 @@ class _Coming:
 
 
 def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
-    """Another rank's part of a product."""
+    """Computes another rank's part of a product, and sends it."""
     block = sharding.blocks(call, count_rows(rows))[ranks.rank]
     flat = _flat_share(sharding, call, rows, block)
     if sharding.adds(call):
@@ -183,9 +184,10 @@ def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
 
 
 def _flat_share(sharding: Sharding, call: Call, rows: Rows, block: Block) -> torch.Tensor:
-    """This rank's part, flat, and a last number: 0, or 1 where it could not be computed (then the rest is zeros).
+    """Returns this rank's part, flat, and a last number: 0, or 1 where it could not be computed (then the rest is
+    zeros).
 
-    A number more in the same message: a message of its own would cost every decode row another turn.
+    The number is in the same message, since one of its own would cost every decode row another turn.
     """
     flat = torch.zeros(_flat_size(block), dtype=DTYPES[call.arithmetic])
     with sharding.weights(call):

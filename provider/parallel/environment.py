@@ -1,4 +1,4 @@
-"""What torchrun tells a process of itself. Needs no torch, so that a mistake is reported at once."""
+"""What torchrun tells a process about itself. It needs no torch, so that a mistake is reported at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_here(parallel: str) -> int:
-    """This process's rank; 0 where there is one process only.
+    """Returns this process's rank; 0 where there is one process only.
 
     Args:
-        parallel: as `--parallel`.
+        parallel: the value of `--parallel`.
 
     Raises:
-        ConfigurationError: `parallel` without torchrun, or torchrun's several processes without `parallel`.
+        ConfigurationError: `parallel` is set without torchrun, or torchrun started several processes without
+            `parallel`.
     """
     if parallel == "none":
         if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("WORLD_SIZE", "1") != "1":

@@ -31,8 +31,8 @@ class GatheredLayers:
         """Shards every group; the caller then drops the whole weights.
 
         Args:
-            served: whole weights.
-            ranks: all of them, here at once.
+            served: the whole weights.
+            ranks: all ranks, which call this at the same time.
         """
         self._served, self._rank, self._size = without_weights(served), ranks.rank, ranks.size
         mesh = DeviceMesh.from_group(ranks.group, "cpu")
@@ -41,17 +41,17 @@ class GatheredLayers:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that this rank's weights take while none is gathered."""
+        """Returns the bytes that this rank's weights take while none is gathered."""
         parts = [p.to_local() for layer in self._layers for p in layer.parameters()]  # type: ignore[attr-defined]
         parts += [t for group in self._served.groups for t in (group.alpha, group.bias) if t is not None]
         return sum(part.numel() * part.element_size() for part in parts)
 
     def adds(self, call: Call) -> bool:
-        """Never: a rank has the whole weight."""
+        """Returns False always, since a rank has the whole weight."""
         return False
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Each rank has some of the rows."""
+        """Gives each rank some of the rows."""
         _, reply_cols = self._served.groups[call.group].info.widths(call.direction)
         return [Block(rows, range(reply_cols)) for rows in split(num_rows, self._size)]
 
@@ -67,7 +67,7 @@ class GatheredLayers:
             layer.reshard()
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
-        """The product of this rank's rows; shape (rows of this rank, features of the reply)."""
+        """Computes the product of this rank's rows; shape (rows of this rank, features of the reply)."""
         layer, group = self._layers[call.group], self._served.groups[call.group]
         whole = replace(group, quantised=layer.quantised.data, native=getattr(layer, "native", None))
         served = PreparedModel(self._served.manifest, (whole,), self._served.bundle)
@@ -82,7 +82,7 @@ class GatheredLayers:
 
 
 class _Layer(FSDPModule, nn.Module):
-    """What `fully_shard` makes of a layer."""
+    """The type of what `fully_shard` makes of a layer."""
 
     quantised: nn.Parameter
 

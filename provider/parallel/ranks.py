@@ -1,7 +1,7 @@
-"""The processes that compute together, over torch.distributed: tensors only, nothing is pickled.
+"""The processes that compute together, over torch.distributed: only tensors pass between them, and nothing is pickled.
 
-Guarantees: every wait ends, with `RankLost` where another rank has died or does not answer in time. Does not
-guarantee: secrecy or authenticity of what passes between ranks; gloo has neither.
+Guarantees: every wait ends, with `RankLost` where another rank has died or does not answer in time. What passes between
+ranks is neither secret nor authenticated; gloo offers neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from wire.errors import ConfigurationError
 
 _START_TIMEOUT = timedelta(minutes=30)
-"""Ranks load the model at different speeds."""
+"""How long ranks wait for each other at the start, since they load the model at different speeds."""
 _LOOPBACK_NAMES = ("lo", "lo0")
 
 
@@ -32,11 +32,11 @@ def together() -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        raise RankLost(type(exc).__name__) from None  # the text names addresses
+        raise RankLost(type(exc).__name__) from None  # The text names addresses.
 
 
 class Ranks:
-    """This process's place among the others; every method is entered by all ranks in the same order."""
+    """This process's place among the others; all ranks call every method in the same order."""
 
     def __init__(self, timeout_s: float) -> None:
         """Meets the other ranks, by the variables that torchrun sets.
@@ -45,14 +45,14 @@ class Ranks:
             timeout_s: the longest that a product waits for another rank.
 
         Raises:
-            ConfigurationError: they cannot be met.
+            ConfigurationError: the ranks cannot meet.
         """
         _stay_on_loopback()
         try:
             dist.init_process_group("gloo", timeout=_START_TIMEOUT)
             group = dist.new_group(timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as exc:
-            raise ConfigurationError(f"the ranks cannot meet: {str(exc).splitlines()[0][:200]}") from None
+            raise ConfigurationError(f"the ranks cannot meet: {str(exc).splitlines()[0][:200]}") from exc
         self.group: dist.ProcessGroup = group
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
@@ -60,22 +60,22 @@ class Ranks:
         """Compares 32 bytes of every rank.
 
         Raises:
-            ConfigurationError: on every rank, where they differ or a rank has ended meanwhile.
+            ConfigurationError: they differ, or a rank has ended meanwhile; every rank raises it.
         """
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
         try:
             with together():
                 dist.all_gather(found, own)
-        except RankLost:
-            raise ConfigurationError("another rank ended before it had its weights: its log says why") from None
+        except RankLost as exc:
+            raise ConfigurationError("another rank ended before it had its weights: its log says why") from exc
         if any(not torch.equal(one, own) for one in found):
             raise ConfigurationError(
                 "the ranks do not hold the same weights: give all the same model, settings and versions"
             )
 
     def tell(self, message: torch.Tensor) -> None:
-        """From rank 0 to all others, which wait in `hear`: faster than a broadcast for small messages."""
+        """Sends from rank 0 to all others, which wait in `hear`: faster than a broadcast for small messages."""
         with together():
             sent = [dist.isend(message, rank, group=self.group) for rank in range(1, self.size)]
             for work in sent:
@@ -83,24 +83,24 @@ class Ranks:
                     work.wait()
 
     def hear(self, message: torch.Tensor) -> torch.Tensor:
-        """What rank 0 tells."""
+        """Receives what rank 0 sends by `tell`."""
         with together():
             dist.recv(message, 0, group=self.group)
         return message
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's numbers, in the same memory on every rank; contiguous."""
+        """Copies rank 0's numbers into the same memory on every rank; it must be contiguous."""
         with together():
             dist.broadcast(tensor, 0, group=self.group)
         return tensor
 
     def send(self, tensor: torch.Tensor) -> None:
-        """To rank 0."""
+        """Sends to rank 0."""
         with together():
             dist.send(tensor, 0, group=self.group)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Begins to fill `tensor` with what `rank` sends; `wait` for it before it is read."""
+        """Begins to fill `tensor` with what `rank` sends; the caller must `wait` before reading it."""
         with together():
             work = dist.irecv(tensor, rank, group=self.group)
         if work is None:
@@ -114,13 +114,13 @@ class Ranks:
 
     def leave(self) -> None:
         """Closes the connections; nothing can be done with this object afterwards."""
-        del self.group  # they stay open as long as anything refers to it
+        del self.group  # They stay open as long as anything refers to the group.
         with together():
             dist.destroy_process_group()
 
 
 def _stay_on_loopback() -> None:
-    """Where all ranks are on this machine, gloo listens on loopback; by itself it takes the host name's address."""
+    """Makes gloo listen on loopback where all ranks are on this machine; by itself it takes the host name's address."""
     environment = os.environ
     if environment.get("LOCAL_WORLD_SIZE", "0") == environment.get("WORLD_SIZE"):
         names = {name for _, name in socket.if_nameindex()}.intersection(_LOOPBACK_NAMES)

@@ -23,11 +23,11 @@ class Block:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the part."""
+        """Returns the shape of the part."""
         return len(self.rows), len(self.columns)
 
     def of(self, reply: torch.Tensor) -> torch.Tensor:
-        """A view of this part of the whole reply."""
+        """Returns a view of this part of the whole reply."""
         return reply[self.rows.start : self.rows.stop, self.columns.start : self.columns.stop]
 
 
@@ -35,15 +35,15 @@ class Sharding(Protocol):
     """One rank's weights, and its share of every product."""
 
     def adds(self, call: Call) -> bool:
-        """Whether the ranks' parts are added; otherwise they lie side by side."""
+        """Tells whether the ranks' parts are added; otherwise they lie side by side."""
         ...
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Each rank's part of the reply, in the order of ranks; the whole of it where parts are added."""
+        """Returns each rank's part of the reply, in the order of ranks; the whole of it where parts are added."""
         ...
 
     def weights(self, call: Call) -> AbstractContextManager[None]:
-        """Entered by all ranks around `share`: may be a collective.
+        """Surrounds `share`; all ranks enter it, since it may be a collective.
 
         Raises:
             RankLost: another rank is gone.
@@ -51,26 +51,27 @@ class Sharding(Protocol):
         ...
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
-        """This rank's part of a product, or its summand; no collective.
+        """Computes this rank's part of a product, or its summand, without a collective.
 
         Args:
-            call: checked.
-            rows: all of them, finite; or their seed.
+            call: a call that was checked.
+            rows: all rows, finite; or their seed.
         """
         ...
 
 
 def split(length: int, parts: int) -> list[range]:
-    """Consecutive ranges as `torch.tensor_split` makes them: the first ones are longer by one where it is uneven."""
+    """Returns consecutive ranges as `torch.tensor_split` makes them: the first ones are longer by one where it is
+    uneven."""
     small, longer = divmod(length, parts)
     starts = [index * small + min(index, longer) for index in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def without_weights(served: PreparedModel) -> PreparedModel:
-    """What is served, but no weights: whoever multiplies by what is left gets an error.
+    """Returns what is served, without weights: code that multiplies by what is left gets an error.
 
-    Not tensors on the meta device: `torch._int_mm` takes one without a word.
+    The weights are not tensors on the meta device, since `torch._int_mm` takes such a one without an error.
     """
     no_int8, no_native = torch.empty(0, 0, dtype=torch.int8), torch.empty(0, 0)
     groups = tuple(replace(group, quantised=no_int8, native=no_native) for group in served.groups)

@@ -29,24 +29,24 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ParallelModel(ServedModel):
-    """The model as rank 0 serves it: products by all ranks, one at a time."""
+    """The model as rank 0 serves it: all ranks make its products, one at a time."""
 
     can_share = False
 
     def __init__(self, served: PreparedModel, dispatcher: Dispatcher, recorder: Recorder | None = None) -> None:
-        """Args: served: without weights here."""
+        """Args: served: the model, without weights here."""
         super().__init__(served, recorder)
         self._dispatcher = dispatcher
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """One product; see `Dispatcher`."""
+        """Makes one product; see `Dispatcher`."""
         return self._dispatcher(call, rows)
 
     def row_product(self, call: Call) -> None:
-        """No rank makes a product alone."""
+        """Returns None, since no rank makes a product alone."""
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """One product of all rows, by all ranks."""
+        """Makes one product of all rows, by all ranks."""
         return together(self._dispatcher, call, parts)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ def meet(timeout_s: float) -> Ranks:
     """Waits for all ranks; until they are there a signal ends this process at once, as nothing has begun.
 
     Raises:
-        ConfigurationError: they cannot be met.
+        ConfigurationError: the ranks cannot meet.
     """
     with _ended_by_signals():
         return Ranks(timeout_s)
@@ -69,8 +69,8 @@ def meet(timeout_s: float) -> Ranks:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """A handler in Python would wait for the call into torch to come back."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+    """Lets signals end the process: a handler in Python would wait until the call into torch returns."""
+    if threading.current_thread() is not threading.main_thread():  # Only the main thread may set handlers.
         yield
         return
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -85,12 +85,13 @@ def _ended_by_signals() -> Iterator[None]:
 def lead(
     settings: ProviderSettings, ranks: Ranks, served: PreparedModel, recorder: Recorder | None = None
 ) -> ParallelModel:
-    """Rank 0: keeps its share of the weights.
+    """Makes the served model of rank 0, which keeps its share of the weights.
 
     Args:
-        settings: `parallel` is set.
-        served: whole weights; the caller drops it.
-        recorder: or None.
+        settings: the settings, with `parallel` set.
+        ranks: all ranks.
+        served: the whole weights; the caller drops them.
+        recorder: the recorder, or None.
 
     Raises:
         ConfigurationError: another rank has other weights, or ended.
@@ -101,10 +102,10 @@ def lead(
 
 
 def help_out(settings: ProviderSettings) -> None:
-    """Any other rank, until rank 0 stops.
+    """Runs any other rank, until rank 0 stops.
 
     Args:
-        settings: those of rank 0.
+        settings: the settings of rank 0.
 
     Raises:
         ConfigurationError: the model cannot be loaded, or another rank has other weights, or ended.
@@ -114,13 +115,13 @@ def help_out(settings: ProviderSettings) -> None:
         torch.set_num_threads(settings.threads)
     ranks = meet(settings.parallel_timeout_s)
     served = serve_model(load(resolve(settings.model)), settings.weights, settings.base_layers)
-    served.bundle.close()  # rank 0 hands it out
+    served.bundle.close()  # Rank 0 hands the bundle out.
     sharding = take_share(settings.parallel, ranks, served)
     del served
     return_freed_memory()
     _LOGGER.info("rank %d of %d holds its share", ranks.rank, ranks.size)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # torchrun tells every rank to stop, but rank 0 has requests to answer
+        signal.signal(number, signal.SIG_IGN)  # torchrun tells every rank to stop, but rank 0 has requests to answer.
     try:
         follow(ranks, sharding)
     except RankLost:
@@ -135,14 +136,14 @@ def take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
     """
     ranks.check_equal(fingerprint(parallel, served))
     if parallel == "fsdp":
-        from provider.parallel.fsdp import GatheredLayers  # a second and a half to import
+        from provider.parallel.fsdp import GatheredLayers  # This takes a second and a half to import.
 
         return GatheredLayers(served, ranks)
     return ColumnSlices(served, ranks.rank, ranks.size)
 
 
 def fingerprint(parallel: str, served: PreparedModel) -> bytes:
-    """32 bytes of everything that ranks must have in common: how they share, and every number of the weights."""
+    """Returns 32 bytes of all that ranks must have in common: how they share, and every number of the weights."""
     sha = hashlib.sha256(f"{parallel} {served.manifest.weights} {len(served.groups)}\n".encode())
     for group in served.groups:
         sha.update(group.fingerprint().encode())

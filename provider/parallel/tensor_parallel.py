@@ -1,7 +1,7 @@
 """Tensor parallel: every rank holds a slice of each group's columns, for layers too big for one device.
 
-Forward, a rank multiplies by its columns and the replies stand side by side. Backward, it takes the matching columns
-of the rows, multiplies by its slice transposed, and the ranks' products are added: in ring arithmetic exactly, since
+Forward, a rank multiplies by its columns and the replies stand side by side. Backward, it takes the matching columns of
+the rows, multiplies by its slice transposed, and the ranks' products are added: in ring arithmetic exactly, since
 addition mod 2^32 has no order; in float within rounding.
 """
 
@@ -27,8 +27,8 @@ class ColumnSlices:
         """Copies this rank's slices out of whole weights, which the caller then drops.
 
         Args:
-            served: whole weights.
-            rank, size: of this process, and how many there are.
+            served: the whole weights.
+            rank, size: this process's rank, and how many ranks there are.
         """
         self._infos = [group.info for group in served.groups]
         self._columns = [split(info.out_features, size) for info in self._infos]
@@ -38,29 +38,29 @@ class ColumnSlices:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that this rank's weights take."""
+        """Returns the bytes of memory that this rank's weights take."""
         return self._narrow.weight_bytes
 
     def adds(self, call: Call) -> bool:
-        """Backward, since each rank has seen some of the columns only."""
+        """Returns True for backward calls, since each rank has seen some of the columns only."""
         return call.direction is Direction.BACKWARD
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Forward, columns side by side; backward, summands."""
+        """Returns columns side by side for forward calls, and summands for backward ones."""
         if self.adds(call):
             whole = Block(range(num_rows), range(self._infos[call.group].in_features))
             return [whole] * len(self._columns[call.group])
         return [Block(range(num_rows), columns) for columns in self._columns[call.group]]
 
     def weights(self, call: Call) -> AbstractContextManager[None]:
-        """Nothing to do: they are here."""
+        """Does nothing, since the weights are here."""
         return nullcontext()
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
-        """The product with this rank's columns.
+        """Computes the product with this rank's columns.
 
         Args:
-            call: checked.
+            call: a call that was checked.
             rows: shape (num_rows, features of the direction), or their seed.
 
         Returns:
@@ -72,14 +72,14 @@ class ColumnSlices:
         if isinstance(rows, SeededRows):
             weight = self._narrow.groups[call.group].quantised.t()
             return products.seeded_product(weight, rows, columns, info.out_features)
-        if not columns:  # fewer columns than ranks
+        if not columns:  # There are fewer columns than ranks.
             return torch.zeros(rows.shape[0], info.in_features, dtype=rows.dtype)
         part = rows[:, columns.start : columns.stop]
         return products.compute(self._narrow, call, part if call.arithmetic is Arithmetic.RING else part.contiguous())
 
 
 def _slice(group: ServedGroup, columns: range) -> ServedGroup:
-    """A group of its own with some of the columns; its info has their number, and everything else of the whole."""
+    """Makes a group of some of the columns; its info has their number, and everything else of the whole."""
     kept = slice(columns.start, columns.stop)
     return replace(
         group,
@@ -92,5 +92,5 @@ def _slice(group: ServedGroup, columns: range) -> ServedGroup:
 
 
 def _owned(view: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy: a view would keep the whole weight in memory."""
+    """Returns a contiguous copy: a view would keep the whole weight in memory."""
     return view.clone(memory_format=torch.contiguous_format)

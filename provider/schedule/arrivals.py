@@ -1,8 +1,8 @@
-"""When the next decode request will probably come: a tenant that decodes asks for one layer after the other, and thinks
-in between for about as long as the last time at that layer.
+"""Predicts when the next decode request will come: a tenant that decodes asks for one layer after the other, and
+computes in between for about as long as the last time at that layer.
 
 Large work that ends before then costs decode nothing, and that is all this is for: a wrong guess costs time and nothing
-else. Not safe under threads.
+else. It is not safe under threads.
 """
 
 from __future__ import annotations
@@ -12,36 +12,37 @@ from collections import OrderedDict
 from wire.frame import Call
 
 _SLOW_S = 0.05
-"""A longer pause is no thinking between layers; the tenant counts as gone until it asks again."""
+"""Longest pause in seconds between two layers of one decode step; after a longer one the tenant counts as gone until it
+asks again."""
 _NEW = 0.25
-"""Weight of the newest gap."""
+"""Weight of the newest gap in the mean."""
 _EARLY, _LATE, _LATE_S = 1.0, 4.0, 2e-4
-"""Mean deviations before the mean gap at which a request is expected (Jacobson, "Congestion avoidance and control",
-SIGCOMM 1988), and after it at which it is late; not late before this."""
+"""When a request is expected and when it is late: so many mean deviations before the mean gap (Jacobson, "Congestion
+avoidance and control", SIGCOMM 1988), so many after it, and at least so many seconds after it."""
 _SURELY = 0.8
-"""Of the mean gap: never expected later than this."""
+"""Share of the mean gap after which a request is expected at the latest."""
 _MOST_GAPS = 1 << 15
 _MOST_TENANTS = 1 << 7
 
 
 class Arrivals:
-    """Gaps by tenant and layer, and who is expected."""
+    """Keeps the gaps by tenant and layer, and which tenants are expected."""
 
     def __init__(self) -> None:
-        """Knows nobody."""
+        """Starts without any tenant."""
         self._gaps: OrderedDict[tuple[str, Call], tuple[float, float]] = OrderedDict()
-        """Mean and mean deviation."""
+        """The mean gap and its mean deviation, in seconds."""
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()
 
     def replied(self, tenant: str, call: Call, now_s: float) -> None:
-        """A decode request was answered."""
+        """Notes that a decode request was answered."""
         self._replied[tenant] = call, now_s
         self._replied.move_to_end(tenant)
         if len(self._replied) > _MOST_TENANTS:
             self._replied.popitem(last=False)
 
     def arrived(self, tenant: str, now_s: float) -> None:
-        """A decode request came."""
+        """Notes that a decode request came."""
         before = self._replied.pop(tenant, None)
         if before is None:
             return
@@ -62,9 +63,10 @@ class Arrivals:
             self._gaps.popitem(last=False)
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
-        """When the next request is expected, when to look again if it has not come, and how many tenants are expected.
+        """Returns when the next request is expected, when to look again if it has not come, and how many tenants are
+        expected.
 
-        One that is late, or whose gap is not known yet, is expected at any moment until it counts as gone.
+        A tenant that is late, or whose gap is not known yet, is expected at any moment until it counts as gone.
         """
         first_s = again_s = float("inf")
         for tenant, (call, replied_s) in list(self._replied.items()):

@@ -1,6 +1,6 @@
-"""Who decodes: whose small requests are here, who will probably send one next, and who only looks as if.
+"""Keeps which tenants decode: whose small requests are here, which will probably send one next, and which only seem to.
 
-Never looks at a clock: `now_s` comes with every call. Not safe under threads.
+It never looks at a clock: `now_s` comes with every call. It is not safe under threads.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from provider.schedule.ticket import Ticket
 from wire.frame import Call
 
 ACTIVE_S = 1.0
-"""A tenant that sent something within it may send again soon."""
+"""Seconds after its last request for which a tenant may send again soon."""
 
 
 class Decoders:
-    """Of one scheduler."""
+    """The decoding tenants of one scheduler."""
 
     def __init__(self, has_classes: bool) -> None:
-        """Args.
+        """Starts without any tenant.
 
-        has_classes: whether decode goes before other work. Otherwise nobody is expected, or looked at for a flood:
-            a decode step is a hundred requests.
+        Args:
+            has_classes: whether decode goes before other work. If not, no tenant is expected or checked for a flood,
+                since a decode step is a hundred requests.
         """
         self._has_classes = has_classes
         self._expected, self._pauses = Arrivals(), Pauses()
@@ -33,14 +34,16 @@ class Decoders:
         self._here: set[Ticket] = set()
         """Requests that came as decode and have not been answered."""
         self._senders: OrderedDict[str, float] = OrderedDict()
-        """Who sent such lately."""
+        """Tenants that sent such requests lately, and when."""
         self._decoding: OrderedDict[str, float] = OrderedDict()
-        """Those whose requests counted as decode."""
+        """Tenants whose requests counted as decode, and when."""
 
     def came(self, ticket: Ticket, now_s: float, product_s: float) -> None:
-        """A request into the queue that came as decode; one of a flood is prefill from now on.
+        """Notes a request into the queue that came as decode; one of a flood is prefill from now on.
 
         Args:
+            ticket: the request.
+            now_s: the present time.
             product_s: how long its product takes.
         """
         if self._has_classes:
@@ -55,17 +58,17 @@ class Decoders:
         note(self._decoding, ticket.tenant, now_s)
 
     def left_queue(self, ticket: Ticket) -> None:
-        """No row of a request waits any more, whichever class it is of."""
+        """Notes that no row of a request waits any more, whatever its class."""
         self._num_queued -= ticket.request_class is RequestClass.DECODE
 
     def cancelled(self, ticket: Ticket) -> None:
-        """A request will not be answered, whichever class it is of."""
+        """Notes that a request will not be answered, whatever its class."""
         if ticket in self._here:
             self._here.discard(ticket)
             self._pauses.left(ticket.tenant, None)
 
     def answered(self, ticket: Ticket, now_s: float) -> None:
-        """A request is over, whichever class it is of."""
+        """Notes that a request is over, whatever its class."""
         if ticket in self._here:
             self._here.discard(ticket)
             self._pauses.left(ticket.tenant, now_s)
@@ -75,7 +78,7 @@ class Decoders:
                 self._expected.replied(ticket.tenant, ticket.call, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
-        """A request that was never queued came and was answered."""
+        """Notes that a request that was never queued came and was answered."""
         note(self._decoding, tenant, now_s)
         if not self._has_classes:
             return
@@ -86,17 +89,17 @@ class Decoders:
         self._expected.replied(tenant, call, now_s)
 
     def are_active(self, now_s: float) -> bool:
-        """Whether anybody decodes, or has lately."""
+        """Tells whether any tenant decodes, or has lately."""
         if self._num_queued:
             return True
         return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= ACTIVE_S
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
-        """See `Arrivals.next_s`."""
+        """Returns what `Arrivals.next_s` returns."""
         return self._expected.next_s(now_s)
 
     def floods(self, tenant: str, now_s: float) -> bool:
-        """Whether a tenant's small requests are no decoding, and somebody else sends such, too."""
+        """Tells whether a tenant's small requests are no decoding, while another tenant sends such, too."""
         if not self._pauses.is_flood(tenant):
             return False
         latest = itertools.islice(reversed(self._senders.items()), 2)
@@ -104,7 +107,7 @@ class Decoders:
 
 
 def note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:
-    """The tenant was seen now; those that were not for long are dropped."""
+    """Notes that the tenant was seen now; drops tenants that were not seen for long."""
     seen[tenant] = now_s
     seen.move_to_end(tenant)
     while now_s - next(iter(seen.values())) > ACTIVE_S:

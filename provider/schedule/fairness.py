@@ -12,18 +12,19 @@ from collections.abc import Callable
 from provider.schedule.ticket import Ticket
 
 _MOST_DEBT = 8
-"""Quanta."""
+"""Most debt that a tenant can have, in quanta."""
 
 
 class TenantRing:
-    """Tickets of one class that are ready: whose turn it is; a tenant's own go in order of arrival."""
+    """Tickets of one class that are ready, and whose turn it is; a tenant's own tickets go in order of arrival."""
 
     def __init__(self, quantum_of: Callable[[int], float], weight_of: Callable[[str], float]) -> None:
-        """Args.
+        """Starts empty.
 
-        quantum_of: what a tenant of weight 1 may send in one turn, in the unit of all costs here; from the number of
-            tenants that wait if each has a single ticket, else from 1.
-        weight_of: by tenant.
+        Args:
+            quantum_of: gives what a tenant of weight 1 may send in one turn, in the unit of all costs here; its
+                argument is the number of tenants that wait if each has a single ticket, else 1.
+            weight_of: gives a tenant's weight.
         """
         self._quantum_of, self._weight_of = quantum_of, weight_of
         self._num_single, self._quantum = 0, quantum_of(1)
@@ -32,7 +33,7 @@ class TenantRing:
         self._in_order: dict[Ticket, None] = {}
         self._whose: str | None = None
         self._served: set[str] = set()
-        """Those that had their credit in this round; it ends when all who wait have had it."""
+        """Tenants that had their credit in this round, which ends when all that wait have had it."""
 
     def __bool__(self) -> bool:
         return bool(self._in_order)
@@ -42,25 +43,26 @@ class TenantRing:
 
     @property
     def oldest(self) -> Ticket:
-        """Of all tenants; the ring must not be empty."""
+        """Returns the oldest ticket of all tenants; the ring must not be empty."""
         return next(iter(self._in_order))
 
     @property
     def quantum(self) -> float:
-        """Of every turn in this round, by who waits at its beginning: one who could change it would have more."""
+        """Returns the quantum of every turn in this round, set by the tenants that wait at its beginning: a tenant that
+        could change it in between would have more."""
         if not self._served:
             self._quantum = self._quantum_of(self._num_single if self._num_single == len(self._queues) else 1)
         return self._quantum
 
     def add(self, ticket: Ticket) -> None:
-        """Behind everything that is there."""
+        """Adds a ticket behind all others."""
         queue = self._queues.setdefault(ticket.tenant, {})
         queue[ticket] = None
         self._num_single += (len(queue) == 1) - (len(queue) == 2)
         self._in_order[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
-        """One that is there; a tenant that has nothing left keeps no credit, but its debt while others wait."""
+        """Removes a ticket; a tenant that has nothing left keeps no credit, but keeps its debt while others wait."""
         del self._in_order[ticket]
         queue = self._queues[ticket.tenant]
         del queue[ticket]
@@ -75,38 +77,39 @@ class TenantRing:
             self._served.clear()
 
     def charge(self, ticket: Ticket, cost: float) -> None:
-        """Of what was taken of a ticket, by its turn or in somebody else's batch; before `remove`.
+        """Charges a tenant for rows taken of a ticket, by its own turn or in another's batch; called before `remove`.
 
-        Who rides in another's turn before its own in the same round has had its own with it.
+        A tenant that joins another's turn before its own in the same round has had its own with it.
         """
         if len(self._queues) == 1:
-            return  # nobody else waits
+            return  # No other tenant waits.
         if ticket.tenant not in self._served:
             self._give(ticket.tenant)
         left = self._deficits.get(ticket.tenant, 0.0) - cost
         self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self.quantum)
 
     def may_join(self, tenant: str) -> bool:
-        """Whether a tenant may share in others' turns: not while it owes more than a turn of its own for that."""
+        """Tells whether a tenant may join others' turns: not while it owes more than a turn of its own for that."""
         return self._deficits.get(tenant, 0.0) > -self._credit(tenant)
 
     def turn(self, cost_of: Callable[[Ticket], float]) -> Ticket:
-        """The first ticket of the tenant whose turn it is; the ring must not be empty.
+        """Returns the first ticket of the tenant whose turn it is; the ring must not be empty.
 
-        One look at each tenant up to the first that can pay; where none can in this round, as many rounds as pass until
-        somebody can are made at once. Nobody saves more than what comes next costs, or one turn.
+        It looks once at each tenant up to the first that can pay; where none can in this round, as many rounds as pass
+        until one can are made at once. A tenant saves no more than what comes next costs, or one turn.
 
         Args:
-            cost_of: what of a ticket would run at once.
+            cost_of: gives the cost of what would run at once of a ticket.
         """
-        if len(self._queues) == 1:  # no turns: nothing to gain, and nothing to owe to who comes later
+        # There are no turns: nothing to gain, and nothing to owe to a tenant that comes later.
+        if len(self._queues) == 1:
             ((tenant, queue),) = self._queues.items()
             self._deficits.pop(tenant, None)
             self._served.clear()
-            self._whose = tenant  # who comes in the meantime is next
+            self._whose = tenant  # A tenant that comes meanwhile is next.
             return next(iter(queue))
         tenant = next(iter(self._queues))
-        if tenant == self._whose:  # it is first, and has had its credit for this round
+        if tenant == self._whose:  # This tenant is first, and has had its credit for this round.
             head = self._head(tenant)
             if self._missing(tenant, cost_of(head)) <= 0:
                 return head
@@ -129,18 +132,18 @@ class TenantRing:
         return next(iter(self._queues[tenant]))
 
     def _missing(self, tenant: str, cost: float) -> float:
-        """How much more credit a tenant needs; what it saved beyond a turn, or beyond that cost, is gone."""
+        """Returns how much more credit a tenant needs; what it saved beyond a turn, or beyond that cost, expires."""
         saved = min(self._deficits.get(tenant, 0.0), max(cost, self._credit(tenant)))
         self._deficits[tenant] = saved
         return cost - saved
 
     def _give(self, tenant: str, rounds: int = 1) -> None:
-        """The credit of so many rounds, the last of which is this one."""
+        """Gives a tenant the credit of so many rounds, the last of which is this one."""
         self._deficits[tenant] = self._deficits.get(tenant, 0.0) + rounds * self._credit(tenant)
         self._served.add(tenant)
 
     def _after_more_rounds(self, cost_of: Callable[[Ticket], float]) -> str:
-        """Whose turn it is where nobody can pay in this round any more; puts it first."""
+        """Returns the tenant whose turn it is where none can pay in this round any more, and puts it first."""
         self._served.clear()
         tenants = list(self._queues)
         needed = [
@@ -157,5 +160,5 @@ class TenantRing:
         return tenants[winner]
 
     def _credit(self, tenant: str) -> float:
-        """What one round gives."""
+        """Returns the credit that one round gives."""
         return self.quantum * self._weight_of(tenant)

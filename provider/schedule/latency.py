@@ -1,6 +1,7 @@
-"""How long a product takes: base_s + row_s · rows, for every lane, profiled at the start and corrected by what is seen.
+"""Predicts how long a product takes: base_s + row_s · rows, for every lane, profiled at the start and then corrected.
 
-Exponentially weighted least squares; a lane that was never seen borrows the rate of all others by its multiplications.
+The method is exponentially weighted least squares; a lane that was never seen borrows the rate of all others by its
+multiplications.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 from wire.frame import Call
 
 _FORGET = 0.98
-"""Weight of what was known, per measurement: about the last 50 count."""
+"""Factor that a measurement's weight falls by with each newer one, so that about the last 50 count."""
 _FIRST_RATE = 2e-11
 """Seconds per multiplication before anything was measured: one CPU core at 50 GFLOP/s."""
 _APART = 4.0
-"""How many times a lane's slope may be off what its multiplications cost elsewhere."""
+"""Largest factor between a lane's slope and what its multiplications cost elsewhere."""
 _OUTLIER = 5.0
-"""Times the prediction: a measurement beyond it counts as so much, since a pause of the machine is no product."""
+"""Largest multiple of the prediction that a measurement counts as, since a pause of the machine is no product."""
 
 
 @dataclass
@@ -38,11 +39,11 @@ class _Sums:
         self.product = self.product * _FORGET + rows * seconds
 
     def line(self, prior: float) -> tuple[float, float]:
-        """Base and slope, neither below zero.
+        """Returns base and slope, neither below zero.
 
         Args:
-            prior: the slope that other lanes speak for. Sizes that hardly differ say little about a slope, and one near
-                zero would promise that any number of rows is done at once: the lane's own is kept near this one.
+            prior: the slope that other lanes suggest. Sizes that hardly differ say little about a slope, and one near
+                zero would promise that any number of rows is done at once, so the lane's own is kept near this one.
         """
         mean_rows, mean_s = self.rows / self.weight, self.seconds / self.weight
         spread = self.weight * self.rows2 - self.rows * self.rows
@@ -54,19 +55,19 @@ class _Sums:
 
 
 class LatencyModel:
-    """Predictions per lane; not safe under threads."""
+    """Makes predictions for each lane. It is not safe under threads."""
 
     def __init__(self, products_per_row: Callable[[Call], int]) -> None:
-        """Args: products_per_row: in_features · out_features of a lane."""
+        """Args: products_per_row: gives in_features · out_features of a lane."""
         self._products_per_row = products_per_row
         self._sums: dict[Call, _Sums] = {}
         self._lines: dict[Call, tuple[float, float]] = {}
         self._sum_base_s = 0.0
-        """Over all lanes that were seen."""
+        """The sum of base seconds over all lanes that were seen."""
         self._all = _Sums()
 
     def measured(self, call: Call, num_rows: int, seconds: float) -> None:
-        """Takes in one product of at least one row."""
+        """Adds a measurement of one product of at least one row."""
         if call in self._lines:
             seconds = min(seconds, _OUTLIER * self.predict_s(call, num_rows))
             self._sum_base_s -= self._lines[call][0]
@@ -78,16 +79,16 @@ class LatencyModel:
 
     @property
     def mean_base_s(self) -> float:
-        """Seconds that a product takes beside its rows, in the mean over all lanes that were seen."""
+        """Returns the seconds that a product takes beside its rows, in the mean over all lanes that were seen."""
         return max(0.0, self._sum_base_s) / max(1, len(self._lines))
 
     def predict_s(self, call: Call, num_rows: int) -> float:
-        """Seconds that one product takes."""
+        """Returns the seconds that one product takes."""
         base, slope = self._line(call)
         return base + slope * num_rows
 
     def rows_within(self, call: Call, seconds: float) -> int:
-        """Rows that a product may have to be done in time; at least one."""
+        """Returns how many rows a product may have to be done in time; at least one."""
         base, slope = self._line(call)
         if slope <= 0:
             return 1 << 30 if base <= seconds else 1
@@ -100,5 +101,5 @@ class LatencyModel:
         return 0.0, self._rate() * self._products_per_row(call)
 
     def _rate(self) -> float:
-        """Seconds per multiplication, over all lanes."""
+        """Returns the seconds per multiplication, over all lanes."""
         return self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE

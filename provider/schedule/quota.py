@@ -11,13 +11,13 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from provider.schedule.request_class import RequestClass
 
 EVERYBODY = "*"
-"""In place of a tenant's name: the limits of all that are not named. No tenant can be called so."""
+"""The name that stands for all tenants that are not named. No tenant can have it."""
 LOCAL_TENANT = "local"
-"""Whoever comes without TLS."""
+"""The name of every caller without TLS."""
 MAX_IN_FLIGHT_BYTES = 4 << 30
-"""Of all tenants, where the operator says nothing."""
+"""Most bytes in flight of all tenants together, where the operator says nothing."""
 FULL_RETRY_S = 0.05
-"""When to come again where room comes with answers, whenever they do."""
+"""Seconds after which to come again where room comes with answers, whenever these come."""
 
 
 def _by_name(given: object) -> object:
@@ -33,11 +33,13 @@ class TenantLimits(BaseModel):
     """What the operator allows one tenant; None is no limit.
 
     Attributes:
-        weight: share of the executor beside other tenants.
-        rows_per_s, bytes_per_s: sustained, bytes of requests and replies; a burst of one second's worth passes at once.
-        max_request_rows: in one request.
-        max_rows_in_flight, max_in_flight_bytes: of all its requests that are not answered, on all its streams.
-        classes: of work that it may send, by name.
+        weight: the tenant's share of the executor beside other tenants.
+        rows_per_s, bytes_per_s: sustained rates, the second of bytes of requests and replies; a burst of one second's
+            worth passes at once.
+        max_request_rows: the most rows in one request.
+        max_rows_in_flight, max_in_flight_bytes: the most over all its requests that are not answered, on all its
+            streams.
+        classes: the classes of work that it may send, by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -52,7 +54,8 @@ class TenantLimits(BaseModel):
 
 
 class TokenBucket:
-    """Fills at a rate, up to one second's worth; a request larger than that passes when it is full, on credit."""
+    """Fills at a rate, up to one second's worth; an amount larger than that passes when the bucket is full, on
+    credit."""
 
     def __init__(self, rate: float | None, now_s: float) -> None:
         """Args: rate: units a second; None is no limit."""
@@ -60,7 +63,7 @@ class TokenBucket:
         self._level, self._filled_s = self._rate, now_s
 
     def retry_s(self, amount: float, now_s: float) -> float:
-        """Seconds until `amount` would pass; 0 when it passes now. Takes nothing."""
+        """Returns the seconds until `amount` would pass; 0 when it passes now. It takes nothing."""
         if self._rate == math.inf:
             return 0.0
         self._level = min(self._rate, self._level + (now_s - self._filled_s) * self._rate)
@@ -68,12 +71,12 @@ class TokenBucket:
         return max(0.0, (min(amount, self._rate) - self._level) / self._rate)
 
     def take(self, amount: float) -> None:
-        """After `retry_s` said 0."""
+        """Takes an amount, after `retry_s` has returned 0."""
         self._level -= amount
 
 
 class SharedRoom:
-    """What all tenants hold together, such as bytes in flight; safe under threads.
+    """What all tenants hold together, such as bytes in flight. It is safe under threads.
 
     No tenant holds more than is still free, so that there is room left for the next one whatever the others hold: one
     alone has half of it, of two that take all they can each has a third.
@@ -83,17 +86,17 @@ class SharedRoom:
     """
 
     def __init__(self, size: float) -> None:
-        """Args: size: at most, but for what is larger and alone."""
+        """Args: size: the most that is held, except for one amount that is larger and alone."""
         self._lock = threading.Lock()
         self._size, self._used = size, 0
 
     @property
     def most_of_one(self) -> float:
-        """What one tenant gets in many requests, where no other holds anything."""
+        """Returns what one tenant gets in many requests, where no other holds anything."""
         return self._size / 2
 
     def take(self, held: int, amount: int) -> bool:
-        """Whether a tenant that holds so much already gets more."""
+        """Takes more for a tenant that holds so much already; returns whether it may have it."""
         with self._lock:
             if self._used and held + amount > self._size - self._used - amount:
                 return False
@@ -101,28 +104,28 @@ class SharedRoom:
             return True
 
     def give_back(self, amount: int) -> None:
-        """What was taken."""
+        """Gives back what was taken."""
         with self._lock:
             self._used -= amount
 
 
 class Quota:
-    """One tenant's buckets, and what it has in flight; not safe under threads."""
+    """One tenant's buckets, and what it has in flight. It is not safe under threads."""
 
     def __init__(self, limits: TenantLimits, now_s: float, room: SharedRoom | None = None) -> None:
-        """Args: limits: the operator's; room: shared with other tenants, None where there are none."""
+        """Args: limits: the operator's limits; room: shared with other tenants, None where there are none."""
         self.limits = limits
         self._room = room or SharedRoom(math.inf)
         self._rows, self._bytes = TokenBucket(limits.rows_per_s, now_s), TokenBucket(limits.bytes_per_s, now_s)
         self._rows_in_flight = self._bytes_in_flight = 0
 
     def admit(self, num_rows: int, num_bytes: int, now_s: float) -> float:
-        """Takes a request in and returns 0, or leaves all as it was and returns the seconds to wait first.
+        """Admits a request and returns 0, or leaves all as it was and returns the seconds to wait first.
 
         Args:
-            num_rows: of the request.
-            num_bytes: of request and reply.
-            now_s: on any clock that does not go back.
+            num_rows: the rows of the request.
+            num_bytes: the bytes of request and reply.
+            now_s: the time on any clock that does not go back.
         """
         if self._is_full(num_rows, num_bytes):
             return FULL_RETRY_S
@@ -138,14 +141,15 @@ class Quota:
         return 0.0
 
     def _is_full(self, num_rows: int, num_bytes: int) -> bool:
-        """A request that is larger than the room passes alone, or it never would."""
+        """Tells whether a request does not fit now. One that is larger than the room passes alone, or it never
+        would."""
         rows, most_bytes = self.limits.max_rows_in_flight, self.limits.max_in_flight_bytes
         if rows is not None and self._rows_in_flight > 0 and self._rows_in_flight + num_rows > rows:
             return True
         return most_bytes is not None and self._bytes_in_flight > 0 and self._bytes_in_flight + num_bytes > most_bytes
 
     def released(self, num_rows: int, num_bytes: int) -> None:
-        """The request is answered, cancelled or lost."""
+        """Notes that the request is answered, cancelled or lost."""
         self._rows_in_flight -= num_rows
         self._bytes_in_flight -= num_bytes
         self._room.give_back(num_bytes)

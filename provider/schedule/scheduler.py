@@ -1,12 +1,13 @@
-"""Which rows run next: batches over tenants, large requests in pieces; with a latency target urgent classes go first.
+"""Decides which rows run next: batches over tenants, large requests in pieces; with a latency target urgent classes go
+first.
 
 Guarantees: every row of every ticket that is neither cancelled nor expired is handed out exactly once, a ticket's rows
 in order; with a target no class waits longer than its bound while the executor makes products at all, and without one
-all tenants take turns; a decision looks at a bounded part of the queue. It never sleeps and never looks at a clock:
-`now_s` comes with every call. Not safe under threads.
+all tenants take turns; a decision looks at a bounded part of the queue. The scheduler never sleeps and never looks at a
+clock: `now_s` comes with every call. It is not safe under threads.
 
-Sources: opportunistic batching and the policies it is compared with, Symbiosis (Multi-Adapter Inference and
-Fine-Tuning); token-level scheduling of fine-tuning under a latency target, FlexLLM.
+Sources: Symbiosis (Multi-Adapter Inference and Fine-Tuning) for opportunistic batching and the policies it is compared
+with; FlexLLM for token-level scheduling of fine-tuning under a latency target.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
 _ONE_RING = RequestClass.PREFILL
-"""The ring of all requests where none goes before another: without a latency target."""
+"""The ring of all requests where none goes before another, that is, without a latency target."""
 _MAX_JOINED = 256
-"""Pieces in one batch, and tickets looked at for it."""
+"""Most pieces in one batch, and most tickets looked at for it."""
 _LEAST_ROWS = 16
-"""In a piece of a larger request: every piece reads all of its layer's weights again."""
+"""Least rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
-"""Of the executor's time, for a class that others would keep waiting for ever; and in how many times one row's product
-it gets that at least."""
+"""Share of the executor's time for a class that others would keep waiting for ever; and the least that it gets then, in
+times of one row's product."""
 _SOON_S, _NEARLY, _UNLIMITED = 1e-4, 1 - 1e-9, float("inf")
 _CALM_S = 0.01
-"""A product of large work in a pause of those that decode, where it does not fit into the target."""
+"""Seconds of a product of large work in a pause of the tenants that decode, where it does not fit into the target."""
 
 
 class Scheduler:
@@ -49,12 +50,13 @@ class Scheduler:
         weight_of: Callable[[str], float] = lambda tenant: 1.0,
         width_of: Callable[[Call], int] = lambda call: 1,
     ) -> None:
-        """Args.
+        """Starts empty.
 
-        policy: fixed for its life.
-        latency: predictions; `computed` corrects them.
-        weight_of: a tenant's share beside others.
-        width_of: numbers in a row of a lane, on its wider side.
+        Args:
+            policy: the policy, fixed for the scheduler's life.
+            latency: predicts times; `computed` corrects it.
+            weight_of: gives a tenant's share beside others.
+            width_of: gives how many numbers a row of a lane has, on its wider side.
         """
         self._policy, self._latency, self._width_of = policy, latency, width_of
         self._weight_of = weight_of
@@ -69,7 +71,7 @@ class Scheduler:
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
         self._lane_held: dict[Call, dict[Ticket, None]] = {}
-        """Those of `_held` that still are; its other entries are leftovers."""
+        """The tickets of `_held` that are still held; its other entries are leftovers."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
@@ -77,7 +79,7 @@ class Scheduler:
         self._limit_s: Callable[[float], float] | None = None
         self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
         self._ran: set[RequestClass] = set()
-        """Classes in the batch that was handed out last, until somebody asks again."""
+        """Classes in the batch that was handed out last, until the next is asked for."""
         self._wake_s: float | None = None
 
     def _turn_s(self, num_equal: int) -> float:
@@ -88,14 +90,16 @@ class Scheduler:
 
     @property
     def has_target(self) -> bool:
-        """Whether decode goes before other work."""
+        """Tells whether decode goes before other work."""
         return self._has_classes
 
     def takes_decode(self, tenant: str, now_s: float, is_idle: bool) -> bool:
-        """Whether a decode request of a tenant that came now would be the next to run.
+        """Tells whether a decode request of a tenant that came now would be the next to run.
 
         Args:
-            is_idle: whether nothing runs: then what has waited long enough goes first.
+            tenant: the tenant.
+            now_s: the present time.
+            is_idle: whether nothing runs: then a class that has waited long enough goes first.
         """
         if self._policy.name == "lockstep" or self._rings[self._ring_of(RequestClass.DECODE)]:
             return False
@@ -104,17 +108,17 @@ class Scheduler:
         return not (self._decoders.floods(tenant, now_s) or (is_idle and self._is_anyone_owed(now_s)))
 
     def _is_anyone_owed(self, now_s: float) -> bool:
-        """Whether a class has waited as long as it may, where nothing runs."""
+        """Tells whether a class has waited as long as it may, where nothing runs."""
         since_s = self._owed_at_s
         return any(self._is_starved(one, self._owed_by(one, since_s, now_s)) for one in self._policy.starvation_s)
 
     def __len__(self) -> int:
         return sum(map(len, self._lane_held.values())) + sum(map(len, self._rings.values()))
 
-    # ---- in -------------------------------------------------------------------------------------------------------
+    # ---- taking requests ------------------------------------------------------------------------------------------
 
     def add(self, ticket: Ticket, now_s: float) -> None:
-        """Takes a request into the queue."""
+        """Adds a request to the queue."""
         note(self._active, ticket.tenant, now_s)
         users = self._lane_users.setdefault(ticket.call, OrderedDict())
         note(users, ticket.tenant, now_s)
@@ -132,41 +136,43 @@ class Scheduler:
             self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
         call = self._lane_in_step() if self._policy.name == "lockstep" else ticket.call
-        if call is not None and (self._policy.name == "lockstep" or len(tenants) >= len(users)):  # all are here
+        # All tenants of the lane are here.
+        if call is not None and (self._policy.name == "lockstep" or len(tenants) >= len(users)):
             for one in list(self._lane_held.get(call, ())):
                 self._release(one)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drops what is left of a request; nothing happens where nothing is left."""
+        """Drops what is left of a request; does nothing where nothing is left."""
         self._decoders.cancelled(ticket)
         if ticket in self._lanes.get(ticket.call, {}):
             self._drop(ticket)
 
     def finished(self, batch: Batch, now_s: float) -> None:
-        """A batch is over, whatever came of it."""
+        """Notes that a batch is over, with whatever outcome."""
         for piece in batch.pieces:
             if piece.is_last:
                 self._decoders.answered(piece.ticket, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
-        """A decode request that was never queued came and was answered."""
+        """Notes that a decode request that was never queued came and was answered."""
         note(self._active, tenant, began_s)
         self._decoders.computed_elsewhere(tenant, call, began_s, now_s)
 
     def computed(self, batch: Batch, seconds: float) -> None:
-        """All rows of a batch were multiplied; batches that were not whole say nothing about how long rows take."""
+        """Notes how long all rows of a batch took; batches that were not whole say nothing about how long rows take."""
         self._latency.measured(batch.call, batch.num_rows, seconds)
 
     def abandon(self) -> list[Ticket]:
-        """Empties the queue; what was in it."""
+        """Empties the queue and returns what was in it."""
         left = [ticket for lane in self._lanes.values() for ticket in lane]
         self._empty()
         return left
 
-    # ---- out ------------------------------------------------------------------------------------------------------
+    # ---- handing out batches --------------------------------------------------------------------------------------
 
     def next_batch(self, now_s: float) -> Batch | None:
-        """What to compute now; None where nothing is due, and then `next_due_s` says when something will be."""
+        """Returns the batch to compute now; None where nothing is due, and then `next_due_s` says when something will
+        be."""
         self._wake_s = None
         self._skip_leftovers()
         while self._held and self._held[0][0] <= now_s:
@@ -187,10 +193,12 @@ class Scheduler:
         return None
 
     def _limits(self, now_s: float) -> Callable[[float], float] | None:
-        """From the time of one row's product to what a product of large work may take while decode is expected.
+        """Returns a function from the time of one row's product to what a product of large work may take while decode
+        is expected.
 
-        That is what the target leaves decode requests to wait, and besides the time until the next of them. None where
-        none is expected, or there is no target. Sets `_wake_s`, for where that is too short for anything.
+        That is the time which the target leaves decode requests to wait, plus the time until the next of them. It is
+        None where no decode request is expected, or there is no target. Sets `_wake_s`, for when that is too short for
+        anything.
         """
         slo_s = self._policy.slo_s
         if slo_s is None or not self._decoders.are_active(now_s):
@@ -204,15 +212,15 @@ class Scheduler:
             if self._rings[one]
         ]
         self._wake_s = min([again_s, *owed_soon_s])
-        # decode requests wait for each other as well
+        # Decode requests wait for each other as well.
         return lambda one_s: max(0.0, slo_s - num_expected * one_s) + max(0.0, expected_s - now_s)
 
     def _time_for(self, ticket: Ticket, is_starved: bool, now_s: float) -> float:
-        """Seconds that a product may take that begins with this request; 0 for nothing yet."""
+        """Returns the seconds that a product may take that begins with this request; 0 for nothing yet."""
         if not self._decoders.are_active(now_s) or (self._has_classes and ticket.request_class is RequestClass.DECODE):
             return _UNLIMITED
         one_s = self._latency.predict_s(ticket.call, 1)
-        # of a piece that is worth while
+        # This is the time of the smallest piece that is worth while.
         least_s = self._latency.predict_s(ticket.call, min(ticket.rows_left, _LEAST_ROWS))
         if self._limit_s is not None:
             time_s = self._limit_s(one_s)
@@ -222,11 +230,12 @@ class Scheduler:
         if self._policy.slo_s is None:
             return max(self._rings[_ONE_RING].quantum, _STARVED_PRODUCTS * one_s, least_s)
         if self._policy.slo_s - one_s >= least_s:
-            return self._policy.slo_s - one_s  # all pause: who comes back finds one product within the target
+            # All pause: a tenant that comes back finds one product within the target.
+            return self._policy.slo_s - one_s
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
 
     def next_due_s(self) -> float | None:
-        """When to ask again though nothing comes; None where there is no need to."""
+        """Returns when to ask again though nothing comes; None where there is no need to."""
         self._skip_leftovers()
         due_s = self._held[0][0] if self._held else None
         if self._wake_s is None or due_s is None:
@@ -240,7 +249,7 @@ class Scheduler:
     def _is_held(self, ticket: Ticket) -> bool:
         return ticket in self._lane_held.get(ticket.call, ())
 
-    # ---- which one ------------------------------------------------------------------------------------------------
+    # ---- choosing -------------------------------------------------------------------------------------------------
 
     def _hold_s(self, ticket: Ticket) -> float:
         policy = self._policy
@@ -249,28 +258,29 @@ class Scheduler:
         if policy.name == "lockstep":
             return policy.max_wait_s if len(self._active) > 1 else 0.0
         if ticket.request_class is RequestClass.DECODE or len(self._lane_users[ticket.call]) == 1:
-            return 0.0  # where nobody else asks for this layer, nobody will join
+            return 0.0  # Where no other tenant asks for this layer, none will join.
         if any(self._rings.values()):
-            return 0.0  # it waits for others anyway, and who comes in the meantime may join
+            return 0.0  # It waits for others anyway, and requests that come meanwhile may join.
         return min(policy.max_wait_s, policy.wait_share * self._latency.predict_s(ticket.call, ticket.num_rows))
 
     @property
     def _has_classes(self) -> bool:
-        """Whether some go before others: where a latency target asks for it."""
+        """Tells whether some classes go before others, which is so where there is a latency target."""
         return self._policy.name == "opportunistic" and self._policy.slo_s is not None
 
     def _ring_of(self, request_class: RequestClass) -> RequestClass:
         return request_class if self._has_classes else _ONE_RING
 
     def _classes(self) -> list[tuple[RequestClass, bool]]:
-        """Those that have something to run, in order, and whether because they have waited long enough."""
+        """Returns the classes that have something to run, in order, and whether each goes first for having waited long
+        enough."""
         ready = [one for one in RequestClass if self._rings[one]]
         bounds = self._policy.starvation_s
         starved = [one for one in ready if one in bounds and self._is_starved(one, self._owed_s[one])]
         return [(one, True) for one in starved] + [(one, False) for one in ready if one not in starved]
 
     def _owe(self, now_s: float) -> None:
-        """Counts what classes are owed that waited while others ran."""
+        """Counts what is owed to classes that waited while others ran."""
         since_s, self._owed_at_s = self._owed_at_s, now_s
         ran, self._ran = self._ran, set()
         for one in self._policy.starvation_s:
@@ -278,7 +288,8 @@ class Scheduler:
                 self._owed_s[one] = self._owed_by(one, since_s, now_s)
 
     def _owed_by(self, one: RequestClass, since_s: float, now_s: float) -> float:
-        """What a class that has waited since then is owed now: a share of the time, up to a piece's worth."""
+        """Returns what is owed now to a class that has waited since then: a share of the time, up to a piece's
+        worth."""
         if not self._rings[one]:
             return 0.0
         waited_s = max(0.0, now_s - max(since_s, self._rings[one].oldest.arrived_s))
@@ -289,14 +300,14 @@ class Scheduler:
         return owed_s >= _STARVED_SHARE * self._policy.starvation_s[one] * _NEARLY
 
     def _piece_cost(self, ticket: Ticket, time_s: float) -> float:
-        """What one product of a ticket costs its tenant that takes so long at most."""
+        """Returns what one product of a ticket, which takes so long at most, costs its tenant."""
         return self._cost(ticket.call, min(ticket.rows_left, self._room(ticket, time_s)))
 
     def _cost(self, call: Call, num_rows: int, is_joined: bool = False) -> float:
-        """In the unit of the rings: rows, or where there is one ring the time of the rows.
+        """Returns a cost in the unit of the rings: rows, or where there is one ring the time of the rows.
 
-        Who joins others' products pays for the rows alone, and who makes one for the product, too: small ones are not
-        free, however few their rows.
+        A tenant that joins another's product pays for the rows alone, and one that makes a product for that, too: small
+        products are not free, however few their rows.
         """
         if self._has_classes:
             return num_rows
@@ -304,7 +315,7 @@ class Scheduler:
         return self._latency.predict_s(call, num_rows) - base_s
 
     def _room(self, head: Ticket, time_s: float) -> int:
-        """Rows of a product that begins with `head`."""
+        """Returns the rows of a product that begins with `head`."""
         whole = head.rows_left
         if self._policy.name != "opportunistic":
             return max(whole, self._most_rows(head.call))
@@ -318,11 +329,11 @@ class Scheduler:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
 
     def _room_for_company(self, head: Ticket, now_s: float) -> int:
-        """Rows of a whole batch that begins with a decode request, as far as the target allows."""
+        """Returns the rows of a whole batch that begins with a decode request, as far as the target allows."""
         limit_s = head.arrived_s + (self._policy.slo_s or 0.0) - now_s
         return min(self._most_rows(head.call), self._latency.rows_within(head.call, limit_s))
 
-    # ---- take -----------------------------------------------------------------------------------------------------
+    # ---- taking rows ----------------------------------------------------------------------------------------------
 
     def _take(self, head: Ticket, time_s: float, now_s: float) -> Batch:
         room = self._room(head, time_s)
@@ -350,7 +361,7 @@ class Scheduler:
             if ticket.rows_left > room and (whole or is_decode):
                 continue
             if is_decode and self._has_classes and shares[ticket.tenant] >= QUANTUM_ROWS[RequestClass.DECODE]:
-                continue  # one tenant's many small requests do not make everybody's product long
+                continue  # One tenant's many small requests must not lengthen every tenant's product.
             if not (whole or self._has_classes or self._rings[_ONE_RING].may_join(ticket.tenant)):
                 continue
             shares[ticket.tenant] += ticket.rows_left
@@ -371,18 +382,19 @@ class Scheduler:
         return piece
 
     def _lane_in_step(self) -> Call | None:
-        """Where all tenants wait, the lane where most do: the others wait for these, and soon all are at one layer.
+        """Returns, where all tenants wait, the lane where most do: the others wait for these, and soon all are at one
+        layer.
 
-        Of equal ones the newest, so that those who have just gone on go on until they meet others: if the oldest went,
-        groups of one size would follow each other for ever.
+        Of equal ones it is the newest, so that tenants that have just gone on go on until they meet others: if the
+        oldest went, groups of one size would follow each other for ever.
         """
         num_waiting = sum(map(len, self._lane_tenants.values()))
-        if num_waiting < len(self._active) or any(self._rings.values()):  # those who may run go on first
+        if num_waiting < len(self._active) or any(self._rings.values()):  # Tenants that may run go on first.
             return None
         return max(reversed(self._lane_tenants), key=lambda call: len(self._lane_tenants[call]))
 
     def _release(self, ticket: Ticket) -> None:
-        """Held no longer."""
+        """Ends the hold of a ticket."""
         self._let_go(ticket)
         self._rings[self._ring_of(ticket.request_class)].add(ticket)
 

@@ -13,12 +13,13 @@ class Ticket:
     """One request in the queue.
 
     Attributes:
-        tenant: who pays for it.
+        tenant: the tenant whose turn it uses.
         call: its lane: requests of one call can share a product.
-        num_rows: of the whole request, at least one.
-        arrived_s, expires_s: on the scheduler's clock.
-        due_s: when it is held no longer; set by the scheduler.
-        rows_taken: handed out in batches so far.
+        num_rows: the rows of the whole request, at least one.
+        request_class: the kind of work that it counts as.
+        arrived_s, expires_s: times on the scheduler's clock.
+        due_s: when it is held no longer; the scheduler sets it.
+        rows_taken: how many rows batches have taken so far.
         job: the executor's own; the scheduler does not look at it.
     """
 
@@ -34,7 +35,7 @@ class Ticket:
 
     @property
     def rows_left(self) -> int:
-        """Rows that no batch has taken."""
+        """Returns how many rows no batch has taken."""
         return self.num_rows - self.rows_taken
 
 
@@ -48,7 +49,7 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Whether the request is done with it; pieces of one request run in order."""
+        """Tells whether the request is done after this piece; pieces of one request run in order."""
         return self.first_row + self.num_rows == self.ticket.num_rows
 
 
@@ -61,5 +62,5 @@ class Batch:
 
     @property
     def num_rows(self) -> int:
-        """Over all pieces."""
+        """Returns the number of rows over all pieces."""
         return sum(piece.num_rows for piece in self.pieces)

@@ -1,4 +1,5 @@
-"""What the front and a shard's process say to each other over ZeroMQ: which product, how large the shared memory is.
+"""What the provider's process and a shard's say to each other over ZeroMQ: which product, how large the shared memory
+is.
 
 Rows and replies are in shared memory (`shared_rows`); a hint's 48 bytes of seed are the only thing that is not.
 """
@@ -16,18 +17,18 @@ READY = [b"ready"]
 
 
 def request(header: Header, request_bytes: int, reply_bytes: int, seed: bytes = b"") -> list[bytes]:
-    """The parts of a request.
+    """Returns the parts of a request.
 
     Args:
-        header: REQUEST with a number, call, rows and cols.
-        request_bytes, reply_bytes: of the two shared memories.
-        seed: of a hint.
+        header: a REQUEST with a number, call, rows and cols.
+        request_bytes, reply_bytes: the sizes of the two shared memories.
+        seed: a hint's seed; else empty.
     """
     return [header.pack(), _SIZES.pack(request_bytes, reply_bytes), seed]
 
 
 def read_request(parts: Sequence[bytes]) -> tuple[Header, int, int, bytes]:
-    """What `request` was given.
+    """Returns what `request` was given.
 
     Raises:
         MalformedFrame: it was not made by `request`.
@@ -39,12 +40,12 @@ def read_request(parts: Sequence[bytes]) -> tuple[Header, int, int, bytes]:
 
 
 def reply(number: int, code: int = 0) -> list[bytes]:
-    """A product is in shared memory; with a code there is none."""
+    """Returns the message that a product is in shared memory; with a code, that there is none."""
     return [Header(FrameType.ERROR if code else FrameType.REPLY, number, code=code).pack()]
 
 
 def read_reply(parts: Sequence[bytes]) -> Header:
-    """What `reply` was given.
+    """Returns what `reply` was given.
 
     Raises:
         MalformedFrame: it was not made by `reply`.

@@ -103,7 +103,7 @@ class JoiningShard:
                 self._serve(groups, messages)
             except StopIteration:
                 pass
-            except grpc.RpcError as exc:
+            except grpc.RpcError as exc:  # `from None`: the original shows text of the peer
                 if exc.code() == grpc.StatusCode.INVALID_ARGUMENT:
                     raise ConfigurationError(f"the provider has no shard {self._shard}, or takes none") from None
                 if exc.code() == grpc.StatusCode.FAILED_PRECONDITION:

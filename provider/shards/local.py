@@ -17,15 +17,15 @@ from provider.shards.weight_file import write_weights
 
 
 class LocalShards:
-    """Processes and what they share; made by `start`."""
+    """The processes and what they share; made by `start`."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Starts nothing yet."""
         self._ending = ExitStack()
         self.plan: tuple[tuple[int, ...], ...] = ()
-        """Per shard, the ids of its groups."""
+        """The ids of each shard's groups."""
         self.replicas: tuple[tuple[ShardProcess, ...], ...] = ()
-        """Per shard."""
+        """Each shard's processes."""
 
     @classmethod
     def start(
@@ -40,14 +40,14 @@ class LocalShards:
         """Writes the weights down, starts the processes and waits until they hold them.
 
         Args:
-            served: whose groups are split; the caller drops their weights afterwards.
+            served: the model whose groups are split; the caller drops their weights afterwards.
             num_shards, num_replicas: at least 1.
             parent: where a file as large as the weights can be; None is the system's folder for temporary files.
-            threads: of each process; None shares the cores out.
+            threads: the threads of each process; None shares the cores out.
             elsewhere: shards that no process is started for, because other hosts hold them.
 
         Raises:
-            ConfigurationError: more shards than groups, no room on the disk, or a process that did not start.
+            ConfigurationError: there are more shards than groups, the disk has no room, or a process did not start.
         """
         self = cls()
         try:

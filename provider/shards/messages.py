@@ -71,7 +71,7 @@ def unpack(kind: type[_AnyMessage], data: bytes) -> _AnyMessage:
     try:
         message = kind.model_validate_json(data)
     except ValidationError:
-        raise MalformedFrame(f"expected {kind.__name__.lower()} as JSON") from None
+        raise MalformedFrame(f"expected {kind.__name__.lower()} as JSON") from None  # quotes what the peer sent
     if isinstance(message, Join) and message.protocol != PROTOCOL_VERSION:
         raise VersionMismatch(f"this end speaks protocol {PROTOCOL_VERSION}, the other {message.protocol}")
     return message

@@ -1,4 +1,5 @@
-"""Which shard holds which layer groups: whole groups, neighbours together, the largest shard as small as can be."""
+"""Decides which shard holds which layer groups: whole groups, neighbours together, the largest shard as small as can
+be."""
 
 from __future__ import annotations
 
@@ -12,27 +13,27 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
     """Splits the groups, in their order, into runs of about the same size.
 
     Args:
-        groups: of the manifest.
+        groups: the manifest's groups.
         num_shards: at least 1.
 
     Returns:
-        Per shard the ids of its groups, none of them empty.
+        The ids of each shard's groups, none of them empty.
 
     Raises:
-        ConfigurationError: more shards than groups.
+        ConfigurationError: there are more shards than groups.
     """
     if num_shards > len(groups):
         raise ConfigurationError(f"expected at most {len(groups)} shards, as many as layer groups, got {num_shards}")
     sizes = [group.in_features * group.out_features for group in groups]
     low, high = max(sizes), sum(sizes)
-    while low < high:  # the least bound that so many runs can keep
+    while low < high:  # This finds the least bound that so many runs can keep.
         bound = (low + high) // 2
         if len(_runs(sizes, bound)) <= num_shards:
             high = bound
         else:
             low = bound + 1
     runs = _runs(sizes, low)
-    while len(runs) < num_shards:  # fewer keep the bound: split the largest that can be
+    while len(runs) < num_shards:  # Fewer runs keep the bound, so the largest that can be split is.
         widest = max((run for run in runs if len(run) > 1), key=lambda run: sum(sizes[one] for one in run))
         where = runs.index(widest)
         runs[where : where + 1] = [widest[: len(widest) // 2], widest[len(widest) // 2 :]]
@@ -40,7 +41,7 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
 
 
 def _runs(sizes: Sequence[int], bound: int) -> list[list[int]]:
-    """Neighbours, as many as fit below the bound, from the left."""
+    """Returns runs of neighbours, from the left, each with as many as fit below the bound."""
     runs: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):

@@ -1,4 +1,5 @@
-"""The front's end of a shard's process on this machine: starts it, hands it rows, notices its end, starts it again."""
+"""The provider's end (the front) of a shard's process on this machine: it starts it, hands it rows, notices its end and
+starts it again."""
 
 from __future__ import annotations
 
@@ -29,16 +30,17 @@ from wire.manifest import GroupInfo
 from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 
 _START_S = 300.0
-"""For a process to map its weights and check their digests."""
+"""Seconds that a process may take to map its weights and check their digests."""
 _FIRST_ROWS = 64
-"""For which there is room before the first request."""
+"""Rows for which there is room before the first request."""
 _MAX_RESTARTS, _RESTARTS_WITHIN_S = 5, 600.0
-"""A process that has to be started again more often in so long a time is given up: something ends it."""
+"""Most restarts, and the seconds in which they count. A process that has to be started again more often is given up:
+something ends it."""
 _MAX_FAULTS = 3
-"""Products one after the other that fail in it though nothing is wrong with the requests: it is out of memory, say."""
+"""Products in a row that may fail in the process though nothing is wrong with the requests: it may be out of memory."""
 _PAUSE_S = 0.5
 _LOOK_MS = 200
-"""How often whoever waits for it sees whether the provider stops."""
+"""Milliseconds between two looks, while waiting for the process, at whether the provider stops."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -55,14 +57,14 @@ class ShardProcess:
         context: zmq.Context[zmq.Socket[bytes]],
         threads: int,
     ) -> None:
-        """Starts it, without waiting for it; `wait_ready` does.
+        """Starts the process, without waiting for it; `wait_ready` does.
 
         Args:
-            name: for the log.
-            groups: whose weights it holds, by id.
-            weights: descriptor of their file (`weight_file`), the caller's.
-            context: of ZeroMQ.
-            threads: of its arithmetic.
+            name: the name for the log.
+            groups: the groups whose weights it holds, by id.
+            weights: the descriptor of their file (`weight_file`), which stays the caller's.
+            context: ZeroMQ's context.
+            threads: the threads of its arithmetic.
 
         Raises:
             ConfigurationError: no process can be started.
@@ -76,7 +78,7 @@ class ShardProcess:
             self._requests = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
             self._replies = SharedRows.create(_FIRST_ROWS * widest * ITEM_BYTES)
         except OSError as exc:
-            raise ConfigurationError(f"no memory for shard {name} to share: {exc.strerror}") from None
+            raise ConfigurationError(f"no memory for shard {name} to share: {exc.strerror}") from exc
         self._restarts: deque[float] = deque(maxlen=_MAX_RESTARTS)
         self._process: subprocess.Popen[bytes] | None = None
         self._num_faults = 0
@@ -89,21 +91,21 @@ class ShardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None while there is none."""
+        """Returns the process's id; None while there is none."""
         process = self._process
         return None if process is None else process.pid
 
     # ---- a product ------------------------------------------------------------------------------------------------
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """See `Replica.product`; the reply owns its memory."""
+        """Makes one product, see `Replica.product`; the reply owns its memory."""
         with self._lock:
             if not self.is_alive:
                 self._end("was lost")
                 raise ReplicaLost(began=False)
             try:
                 reply = self._product(call, rows)
-            except RemoteFault:
+            except RemoteFault:  # `from None`, here and below: a cause's text may hold values of rows
                 self._num_faults += 1
                 if self._num_faults < _MAX_FAULTS:
                     raise
@@ -112,7 +114,8 @@ class ShardProcess:
             except (zmq.ZMQError, MalformedFrame, ReplicaLost):
                 self._end("was lost")
                 raise ReplicaLost from None
-            except (OSError, RuntimeError, ValueError, MemoryError) as exc:  # the type only: a text may hold values
+            # Only the type is logged: a text may hold values.
+            except (OSError, RuntimeError, ValueError, MemoryError) as exc:
                 _LOGGER.error("rows could not be given to shard %s: %s", self.name, type(exc).__name__)
                 raise RemoteFault("the provider failed while computing") from None
             finally:
@@ -122,10 +125,10 @@ class ShardProcess:
             return reply
 
     def row_product(self, call: Call) -> None:
-        """See `Replica.row_product`: no product is made here."""
+        """Returns None, since no product is made here; see `Replica.row_product`."""
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Replica.products`."""
+        """Makes several products at once; see `Replica.products`."""
         return together(self.product, call, parts)
 
     def _product(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -141,7 +144,8 @@ class ShardProcess:
         number = next(self._numbers)
         header = Header(FrameType.REQUEST, number, call, num_rows, cols)
         parts = control.request(header, self._requests.num_bytes, self._replies.num_bytes, seed)
-        self._socket.send_multipart(parts, zmq.DONTWAIT)  # or it would wait for ever where nobody is at the other end
+        # Otherwise it would wait for ever where there is no process at the other end.
+        self._socket.send_multipart(parts, zmq.DONTWAIT)
         self._wait(product_limit_s(num_rows * cols * reply_cols))
         answer = control.read_reply(self._socket.recv_multipart())
         if answer.request_id != number:
@@ -152,21 +156,22 @@ class ShardProcess:
         return self._replies.view(num_rows, reply_cols, dtype).clone()
 
     def _wait(self, seconds: float) -> None:
-        """Until a message is there; raises ReplicaLost where the process ends before, or does not answer."""
+        """Waits until a message is there; raises ReplicaLost where the process ends before, or does not answer."""
         give_up_at = time.monotonic() + seconds
         while not (ready := dict(self._poller.poll(_LOOK_MS))):
             if self._is_closed or time.monotonic() >= give_up_at:
                 raise ReplicaLost
         if self._socket not in ready:
-            raise ReplicaLost  # its end
+            raise ReplicaLost  # This is the end of the process.
 
-    # ---- its life -------------------------------------------------------------------------------------------------
+    # ---- starting and ending the process --------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Starts a process and all that belongs to it, or nothing."""
         with contextlib.ExitStack() as undoing:
             try:
-                # 0700; in the system's folder, since a socket's path must be short, and a state directory's may not be
+                # The folder has mode 0700. It is in the system's folder, since a socket's path must be short, and a
+                # state directory's may not be.
                 folder = tempfile.mkdtemp(prefix="veilbase-", dir=_short_folder())
                 undoing.callback(shutil.rmtree, folder, ignore_errors=True)
                 socket = self._context.socket(zmq.PAIR)
@@ -181,9 +186,7 @@ class ShardProcess:
                 undoing.callback(_kill, process)
                 self._pidfd = os.pidfd_open(process.pid)
             except (OSError, zmq.ZMQError) as exc:
-                raise ConfigurationError(
-                    f"shard {self.name} cannot be started: {exc.strerror or 'no socket'}"
-                ) from None
+                raise ConfigurationError(f"shard {self.name} cannot be started: {exc.strerror or 'no socket'}") from exc
             self._socket, self._process, self._folder = socket, process, folder
             self._poller = zmq.Poller()
             self._poller.register(self._socket, zmq.POLLIN)
@@ -191,7 +194,7 @@ class ShardProcess:
             undoing.pop_all()
 
     def wait_ready(self) -> None:
-        """Waits until it holds its weights.
+        """Waits until the process holds its weights.
 
         Raises:
             ConfigurationError: it ended before, and has said why on stderr.
@@ -200,7 +203,8 @@ class ShardProcess:
             try:
                 self._wait(_START_S)
                 if self._socket.recv_multipart() == control.READY:
-                    # Connected: the socket needs its name no longer, and a front that is killed would leave it behind.
+                    # It is connected: the socket needs its name no longer, and a front that is killed would leave it
+                    # behind.
                     shutil.rmtree(self._folder, ignore_errors=True)
                     return
             except (ReplicaLost, zmq.ZMQError):
@@ -209,7 +213,7 @@ class ShardProcess:
             raise ConfigurationError(f"shard {self.name} could not be started: see the lines above")
 
     def _end(self, what: str) -> None:
-        """Ends what is left of the process; under the lock."""
+        """Ends what is left of the process; the caller holds the lock."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -224,20 +228,20 @@ class ShardProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """Tells whether the process runs."""
         process = self._process
         return process is not None and process.poll() is None
 
     @property
     def can_return(self) -> bool:
-        """Whether it is being started again, or may be."""
+        """Tells whether the process is being started again, or may be."""
         return not self._is_closed and (self._is_restarting or not self._restarted_often())
 
     def _restarted_often(self) -> bool:
         return len(self._restarts) == _MAX_RESTARTS and time.monotonic() - self._restarts[0] < _RESTARTS_WITHIN_S
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Starts it again, at most five times in ten minutes."""
+        """Starts the process again, at most five times in ten minutes."""
         with self._lock:
             self._end("was lost")
         self._is_restarting = True
@@ -271,8 +275,9 @@ class ShardProcess:
         return True
 
     def close(self) -> None:
-        """Ends the process, and waits until it has."""
-        was_closed, self._is_closed = self._is_closed, True  # before the lock: whoever holds it waits no longer
+        """Ends the process, and waits until it has ended."""
+        # This comes before the lock: the thread that holds it waits no longer.
+        was_closed, self._is_closed = self._is_closed, True
         with self._lock:
             if not was_closed:
                 self._end("is ended")
@@ -281,12 +286,12 @@ class ShardProcess:
 
 
 def _short_folder() -> str | None:
-    """Where sockets can be: a path of theirs has at most 107 characters."""
+    """Returns a folder where sockets can be: a path of theirs has at most 107 characters."""
     return None if len(tempfile.gettempdir()) < 80 else "/tmp"  # noqa: S108 - mkdtemp's folder is this user's alone
 
 
 def _kill(process: subprocess.Popen[bytes], patience_s: float = 0.0) -> None:
-    """Closes its input, at which it ends by itself, and ends it where it has not after a while."""
+    """Closes the process's input, at which it ends by itself, and kills it if it has not ended after a while."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()

@@ -1,7 +1,7 @@
-"""Rows in memory that two processes share: written once by one, read in place by the other.
+"""Rows in memory that two processes share: one process writes them once, the other reads them in place.
 
-The owner makes it larger on demand and tells the other by how much with the message about the rows; anonymous memory
-(memfd_create), so that nothing is left behind however the processes end.
+The owner enlarges the memory on demand and tells the other by how much with the message about the rows. The memory is
+anonymous (memfd_create), so that nothing is left behind however the processes end.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 
 _LEAST_BYTES = 1 << 16
 KEPT_BYTES = 64 << 20
-"""What a larger request needed is given back after it."""
+"""Most bytes that are kept; what a larger request needed is given back after it."""
 
 
 class SharedRows:
-    """One end. Not safe under threads, nor between the ends: whoever has the last message has the rows."""
+    """One end. It is not safe under threads, nor between the ends: the end that has the last message has the rows."""
 
     def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
-        """Args: descriptor: of the memory, this object's from now on; num_bytes: to begin with, at the owner's end."""
+        """Args: descriptor: the memory's, this object's from now on; num_bytes: the size to begin with, at the owner's
+        end."""
         self.descriptor = descriptor
         self.num_bytes = 0
         self._map: mmap.mmap | None = None
@@ -29,18 +30,18 @@ class SharedRows:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedRows:
-        """The owner's end of new memory."""
+        """Makes the owner's end of new memory."""
         return cls(os.memfd_create("veilbase-rows", os.MFD_CLOEXEC), num_bytes)
 
     def hold(self, num_bytes: int) -> None:
-        """Makes room, by the owner."""
+        """Makes room; the owner calls this."""
         if num_bytes > self.num_bytes:
             wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
             os.ftruncate(self.descriptor, wanted)
             self.follow(wanted)
 
     def give_back(self) -> None:
-        """By the owner, when nobody looks at the rows any more: keeps no more than is usual."""
+        """Keeps no more than `KEPT_BYTES`; the owner calls this when neither end looks at the rows any more."""
         if self.num_bytes > KEPT_BYTES:
             self._map = None
             os.ftruncate(self.descriptor, KEPT_BYTES)
@@ -53,7 +54,7 @@ class SharedRows:
             self.num_bytes = num_bytes
 
     def view(self, num_rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """Shape (num_rows, cols), four-byte numbers, in place.
+        """Returns a view of the memory, shape (num_rows, cols), of four-byte numbers.
 
         Raises:
             ValueError: there is no room for so many.
@@ -65,6 +66,6 @@ class SharedRows:
         return torch.frombuffer(self._map, dtype=dtype, count=num_rows * cols).view(num_rows, cols)
 
     def close(self) -> None:
-        """Lets it go."""
+        """Unmaps and closes the memory."""
         self._map = None
         os.close(self.descriptor)

@@ -26,14 +26,14 @@ _PARTS = ("quantised", "alpha", "bias", "native")
 
 
 def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
-    """Writes a file and forgets its name.
+    """Writes a file and removes its name.
 
     Args:
-        groups: to be written.
+        groups: the groups to be written.
         parent: a folder on the file system to use; None is the system's own for temporary files.
 
     Returns:
-        A file descriptor, the caller's to close.
+        A file descriptor, which the caller closes.
 
     Raises:
         ConfigurationError: the disk is full, or cannot be written.
@@ -48,19 +48,21 @@ def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
         os.close(descriptor)
         try:
             save_file(tensors, name, {"groups": json.dumps(infos)})
-            return os.open(name, os.O_RDONLY | os.O_CLOEXEC)  # after it: what is written may be another file
+            # It is opened after the write, which may have made another file of that name.
+            return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.unlink(name)
     except (OSError, SafetensorError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)[:200]  # of this machine alone
-        raise ConfigurationError(f"a shard's weights cannot be written to disk: {reason}") from None
+        # The text is about this machine alone.
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)[:200]
+        raise ConfigurationError(f"a shard's weights cannot be written to disk: {reason}") from exc
 
 
 def read_weights(descriptor: int) -> dict[int, ServedGroup]:
     """Maps a file's groups, by id; pages that several processes map are in memory once.
 
     Raises:
-        ConfigurationError: no such file, or not the weights that it names.
+        ConfigurationError: there is no such file, or it does not hold the weights that it names.
     """
     try:
         with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
@@ -73,7 +75,7 @@ def read_weights(descriptor: int) -> dict[int, ServedGroup]:
                     raise ConfigurationError(f"the weights of group {info.id} are not those that were written")
             return groups
     except (OSError, SafetensorError, ValueError, KeyError) as exc:
-        raise ConfigurationError(f"a shard's weights cannot be read: {type(exc).__name__}") from None
+        raise ConfigurationError(f"a shard's weights cannot be read: {type(exc).__name__}") from exc
 
 
 def _tensor(file: Any, names: set[str], info: GroupInfo, part: str) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
-"""A shard's process: maps its weights, and makes products of rows in shared memory until the front goes away.
+"""A shard's process: it maps its weights, and makes products of rows in shared memory until the provider's process
+ends.
 
-It listens to nobody but the process that started it, through a socket in a folder of this user alone. Signals that
-stop the front are the front's to act on; this process ends when the pipe to the front does.
+It takes messages only from the process that started it (the front), through a socket in a folder of this user alone. It
+ignores signals that stop the front, which acts on them itself; it ends when the pipe to the front does.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class Worker:
     """Answers one message after the other."""
 
     def __init__(self, groups: Mapping[int, ServedGroup], request_rows: SharedRows, reply_rows: SharedRows) -> None:
-        """Args: groups: by id; request_rows, reply_rows: the other ends are the front's."""
+        """Args: groups: by id; request_rows, reply_rows: memory whose other ends are the front's."""
         self._groups, self._requests, self._replies = groups, request_rows, reply_rows
 
     def answer(self, parts: list[bytes]) -> list[bytes]:
-        """The reply's message, once the product is where the front will look for it."""
+        """Returns the reply's message, once the product is where the front will look for it."""
         header, request_bytes, reply_bytes, seed = control.read_request(parts)
         try:
             self._requests.follow(request_bytes)
@@ -63,10 +64,11 @@ class Worker:
 
 
 def main(arguments: list[str]) -> None:
-    """Args.
+    """Runs the process.
 
-    The address of the front, the log's format, file descriptors of weights, requests and replies, and the number of
-    threads.
+    Args:
+        arguments: the address of the front, the log's format, file descriptors of weights, requests and replies, and
+            the number of threads.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -89,7 +91,7 @@ def _serve(worker: Worker, socket: zmq.Socket[bytes]) -> None:
     front = sys.stdin.fileno()
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
-    poller.register(front, zmq.POLLIN)  # nothing is ever written to it: what comes is its end
+    poller.register(front, zmq.POLLIN)  # Nothing is ever written to it, so that it becomes readable when it ends.
     while True:
         ready = dict(poller.poll())
         if front in ready:

@@ -1,7 +1,7 @@
 """A transformers model whose base layers are at the provider.
 
 transformers builds the model from the bundle's config and loads the bundle's tensors; a registered quantizer swaps the
-base layers for remote ones before loading, so no model code is changed and buffers such as RoPE's are made as always.
+base layers for remote ones before loading. No model code is changed, and transformers makes buffers such as RoPE's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tenant_sdk.model.remote_group import RemoteExecutor, RemoteGroup
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
 from tenant_sdk.text.source import TenantText
 from tenant_sdk.trust.config_rules import read_config
-from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
+from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError, os_cause
 from wire.loading import loading
 from wire.manifest import GroupInfo, LayerInfo, Manifest
 
@@ -37,15 +37,15 @@ _METHOD = "veilbase-remote"
 
 @register_quantization_config(_METHOD)
 class _RemoteConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Carries the manifest's layers into from_pretrained; never saved."""
+    """Carries the manifest's layers into `from_pretrained`; it is never saved."""
 
     def __init__(self, layers: dict[str, LayerInfo] | None = None, **_: Any) -> None:
-        """Args: layers: by module name."""
+        """Args: layers: the base layers by module name."""
         self.quant_method = _METHOD
         self.layers = layers or {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Only the name."""
+        """Returns only the quantizer's name."""
         return {"quant_method": _METHOD}
 
 
@@ -61,12 +61,12 @@ class _RemoteQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
-        """No: there is nothing to serialise."""
+        """Returns False: there is nothing to serialise."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters train over remote layers."""
+        """Returns True: adapters can be trained over remote layers."""
         return True
 
 
@@ -75,8 +75,8 @@ def _swap(model: nn.Module, name: str, layer: LayerInfo) -> None:
     try:
         parent = model.get_submodule(parent_name)
         local: Any = parent.get_submodule(child)
-    except AttributeError:
-        raise MalformedFrame(f"the manifest names a layer that this architecture does not have: {name}") from None
+    except AttributeError as exc:
+        raise MalformedFrame(f"the manifest names a layer that this architecture does not have: {name}") from exc
     is_conv = isinstance(local, Conv1D)
     if not is_conv and not isinstance(local, nn.Linear):
         raise MalformedFrame(f"the manifest names a layer that is neither Linear nor Conv1D: {name}")
@@ -97,20 +97,20 @@ def load_remote_model(
     """Builds the model and attaches its base layers to the provider.
 
     Args:
-        folder: the bundle.
-        manifest: of the same provider.
-        executor: carries the calls.
-        dtype: of the tenant's own tensors and of activations.
+        folder: the bundle's folder.
+        manifest: the manifest of the provider that gave the bundle.
+        executor: sends the model's calls to the provider.
+        dtype: the dtype of the tenant's own tensors and of activations.
         device: the tenant's device.
-        verified: whether the bundle was compared with a trusted checkpoint; without it the config is reduced to what
-            its class declares.
+        verified: whether the bundle was compared with a trusted checkpoint; if it was not, the config is reduced to
+            what its class declares.
 
     Returns:
         A model in eval mode, all parameters frozen.
 
     Raises:
         MalformedFrame: manifest, config and bundle do not fit together.
-        ConfigurationError: an architecture this transformers does not know.
+        ConfigurationError: the installed transformers does not know the architecture.
     """
     layers = {layer.name: layer for group in manifest.groups for layer in group.layers}
     with loading():
@@ -126,7 +126,7 @@ def load_remote_model(
             )  # fmt: skip
         except VeilbaseError:
             raise
-        except SafetensorError:
+        except SafetensorError:  # `from None` here and below: it may quote the provider's text
             raise MalformedFrame("the bundle's model.safetensors cannot be read") from None
         except Exception as exc:  # noqa: BLE001 - a peer's config may make transformers raise anything
             raise ConfigurationError(
@@ -145,25 +145,25 @@ def load_remote_model(
 
 
 def _forget_quantized(model: nn.Module) -> None:
-    """Some models compute otherwise, not only elsewhere, where their configs have this mark of any quantizer."""
+    """Removes the mark of a quantizer from the config: some models compute differently where they find one."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config.__dict__.pop("_is_quantized", None)
 
 
 def config_kind(manifest: Manifest) -> str:
-    """The model type that the manifest names, bounded for an error text."""
+    """Returns the model type that the manifest names, cut to a length that fits an error text."""
     return re.sub(r"[^A-Za-z0-9_.-]", "?", str(manifest.config.get("model_type", "unknown"))[:64])
 
 
 def context_length(folder: Path) -> int:
-    """Most tokens that the model's positions can count; a very large number where its config names none.
+    """Returns the most tokens that the model has positions for; a very large number where its config names none.
 
     Args:
-        folder: the bundle, whose config was checked or pinned; the manifest's copy is not read.
+        folder: the bundle's folder, whose config was checked or pinned; the manifest's copy is not read.
 
     Raises:
-        MalformedFrame: the config's number cannot be one.
+        MalformedFrame: the number in the config cannot be a context length.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     lengths = []
@@ -171,22 +171,22 @@ def context_length(folder: Path) -> int:
         length = config.get(key)
         if length is None:
             continue
-        if type(length) is not int or not 1 <= length <= 1 << 31:  # a bool is no length
+        if type(length) is not int or not 1 <= length <= 1 << 31:  # a bool is an int in Python, but no length
             raise MalformedFrame(f"the provider's config was expected to have a whole number from 1 to 2^31 as {key}")
         lengths.append(length)
     return min(lengths, default=1 << 20)
 
 
 def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """α by layer name, float32, checked against the manifest's shapes.
+    """Reads α of each layer, float32, by layer name, and checks it against the manifest's shapes.
 
     Raises:
         MalformedFrame: a scale is missing, has another shape, or is not a positive number.
     """
     try:
         alphas: dict[str, torch.Tensor] = load_file(folder / "scales.safetensors")
-    except (SafetensorError, OSError):
-        raise MalformedFrame("the bundle's scales.safetensors is missing or cannot be read") from None
+    except (SafetensorError, OSError) as exc:
+        raise MalformedFrame("the bundle's scales.safetensors is missing or cannot be read") from os_cause(exc)
     for group in manifest.groups:
         for layer in group.layers:
             alpha = alphas.get(layer.name)
@@ -198,7 +198,8 @@ def load_alphas(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
 
 
 def group_spec(group: GroupInfo, alphas: dict[str, torch.Tensor], device: torch.device) -> GroupSpec:
-    """What a mask needs to know of one group; α begins on this device and follows the rows (`GroupSpec.alpha_on`)."""
+    """Returns what a mask needs to know of a group; α starts on this device and moves with the rows
+    (`GroupSpec.alpha_on`)."""
     alpha = torch.cat([alphas[layer.name] for layer in group.layers]).to(device)
     return GroupSpec(
         group.id, group.in_features, group.out_features, group.max_column_norm, group.max_row_norm, alpha, group.digest
@@ -224,11 +225,11 @@ def _attach(
 
 
 def generation_settings(text: TenantText | None, config: Any) -> GenerationConfig:
-    """What stops an answer, and nothing else of a provider that is not verified.
+    """Returns the settings that stop an answer; of an unverified provider's settings nothing else is used.
 
     Args:
-        text: the session's tokenizer; None where the bundle brings none, and then the config's own numbers count.
-        config: of the model.
+        text: the session's tokenizer; None where the bundle has none, and then the stop tokens are those of the config.
+        config: the model's config.
     """
     if text is None:
         ends = getattr(config, "eos_token_id", None)

@@ -1,18 +1,19 @@
 """What a loaded model does when a value is not finite: it stops, or it goes on with zeros to the planned end.
 
 Without `verify` a provider may answer so that a number overflows, and where that happens depends on the tenant's data:
-a run that stopped there would tell the provider about them (`attacks.programs.overflow`). From the first value on that
-is not finite the calls therefore stay what they were going to be: each carries zeros under a fresh mask, and gives
-zeros.
+a run that stopped there would tell the provider about them (`attacks.programs.overflow`). After the first value that is
+not finite, the model therefore still makes the calls that it was going to make: each carries zeros under a fresh mask,
+and its result is taken as zeros.
 
-Guarantees: which calls come, in which order and with how many rows, does not depend on whether a value was finite;
-after one was not, nothing of the tenant's is sent any more by that model, masked or not; one warning says so. With
-`verify` nothing of this is needed and a value that is not finite is an error at once: a provider that lies fails the
-check first. Does not guarantee anything about time, nor about code of the user's own that looks at the values, as a
-callback that ends a run early does.
+Guarantees: the calls, their order and their numbers of rows do not depend on whether a value was finite; after one was
+not, that model sends nothing of the tenant's any more, masked or not; one warning says so. With `verify` none of this
+is needed: a provider that lies fails the check first, and a value that is not finite is an error at once. Does not
+guarantee anything about time, nor about code of the user's own that looks at the values, such as a callback that ends a
+run early.
 
 The state belongs to one loaded model, and so to one run of `finetune`; an answer of `generate` has its own. A later run
-of the same client starts afresh. A client that refused further work would show by its silence what the run has hidden.
+of the same client starts with a fresh state: a client that refused further work would show by its silence what the run
+has hidden.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ FAILED = (
 
 
 class NotFiniteWarning(UserWarning):
-    """A model goes on with zeros after a value that was not finite; the run it belongs to is lost."""
+    """A model goes on with zeros after a value that was not finite; the run that it belongs to is lost."""
 
 
 @dataclass(eq=False)
 class Course:
-    """One run's state.
+    """The state of one run.
 
     Attributes:
         may_stop: whether a value that is not finite is an error at once.
-        sends_zeros: whether there was one. It stays so.
+        sends_zeros: whether a value was not finite. Once True, it stays True.
     """
 
     may_stop: bool
     sends_zeros: bool = False
 
     def not_finite(self) -> None:
-        """Called when a value is not finite: the run goes on with zeros.
+        """Records a value that is not finite: the run goes on with zeros.
 
         Raises:
             NotFinite: this run may stop at once.
@@ -70,12 +71,12 @@ class Course:
             warn_and_go_on(WARNING, NotFiniteWarning)
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Calls `not_finite` when one of these tensors holds a value that is not."""
+        """Calls `not_finite` when one of these tensors holds a value that is not finite."""
         if not self.sends_zeros and not are_finite(tensors):
             self.not_finite()
 
     def finish(self) -> None:
-        """Ends a run.
+        """Ends the run.
 
         Raises:
             NotFinite: a value was not finite.
@@ -85,22 +86,24 @@ class Course:
 
 
 class PlannedCalls:
-    """The course that a call of one loaded model belongs to."""
+    """The courses of one loaded model: says to which of them a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
-        """Args: may_stop: of runs that do not choose for themselves."""
+        """Args: may_stop: what applies to runs that do not choose for themselves."""
         self._stops = may_stop
         self._shared = Course(may_stop)
         self._local = threading.local()
 
     @property
     def course(self) -> Course:
-        """The calling thread's own course where it has one; autograd's threads and all others share the model's."""
+        """Returns the calling thread's own course if it has one; autograd's threads and all others share the
+        model's."""
         return getattr(self._local, "course", self._shared)
 
     @contextlib.contextmanager
     def own_course(self, may_stop: bool) -> Iterator[Course]:
-        """A fresh course for the calls that this thread makes in here, as an answer's: it has no backward calls.
+        """Gives the calls that this thread makes inside a course of their own, as for an answer, which has no backward
+        calls.
 
         Args:
             may_stop: whether a value that is not finite is an error at once; with `verify` it is in any case.
@@ -117,11 +120,11 @@ class PlannedCalls:
 
 
 AT_ONCE = PlannedCalls(may_stop=True)
-"""For calls that belong to no model: a value that is not finite is an error."""
+"""Applies to calls that belong to no model: a value that is not finite is an error at once."""
 
 
 def planned_calls(model: Any) -> PlannedCalls:
-    """Those of a model of `TenantClient.load_model`, adapted or not; AT_ONCE for one without remote layers."""
+    """Returns those of a model of `TenantClient.load_model`, adapted or not; AT_ONCE for one without remote layers."""
     for module in model.modules():
         found = getattr(module, "planned_calls", None)
         if isinstance(found, PlannedCalls):
@@ -130,10 +133,11 @@ def planned_calls(model: Any) -> PlannedCalls:
 
 
 def check_run(model: Any) -> None:
-    """Ends a run of a stock tool over `TenantClient.load_model`: call it before you use what came of the run.
+    """Ends a run of a stock tool over `TenantClient.load_model`: call it before you use the run's result.
 
     Raises:
-        NotFinite: a value was not finite, in a call or now in a trainable parameter: what was trained is worthless.
+        NotFinite: a value in a call was not finite, or one in a trainable parameter is not: the training result is
+            worthless.
     """
     course = planned_calls(model).course
     course.check(trainable(model))
@@ -141,12 +145,12 @@ def check_run(model: Any) -> None:
 
 
 def trainable(model: Any) -> Iterator[torch.Tensor]:
-    """The parameters that a run changes."""
+    """Yields the parameters that a run changes."""
     return (parameter.detach() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no value is NaN or infinite; one look at the device for all of them."""
+    """Whether no value is NaN or infinite; the device is read once for all tensors."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
         return True
@@ -154,18 +158,18 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 class KeepFinite(TrainerCallback):  # type: ignore[misc]
-    """Looks at the gradients of every optimizer step, and keeps what is not finite out of the adapter.
+    """Checks the gradients of every optimizer step, and keeps values that are not finite out of the adapter.
 
-    A NaN that came with the very last reply of a step would else be in the weights, and in a checkpoint, before any row
-    shows it; and weights that are not finite make some PEFT methods raise where they invert a matrix.
+    Without it, a NaN that came with the very last reply of a step would be in the weights, and in a checkpoint, before
+    any call shows it; and weights that are not finite make some PEFT methods raise where they invert a matrix.
     """
 
     def __init__(self, course: Course) -> None:
-        """Args: course: of the run."""
+        """Args: course: the course of the run."""
         self._course = course
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Takes zeros for the gradients of a run that goes on with zeros."""
+        """Replaces the gradients by zeros in a run that goes on with zeros."""
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
         self._course.check(gradients)
         if self._course.sends_zeros:
@@ -177,12 +181,12 @@ _Made = TypeVar("_Made")
 
 
 def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
-    """What `mask` makes of the rows, or of as many zeros.
+    """Returns what `mask` makes of the rows or, in a run that goes on with zeros, of as many rows of zeros.
 
     Args:
-        mask: spends nothing where it raises `NotFinite`.
-        rows: of one call.
-        course: that the call belongs to.
+        mask: makes masked messages of rows; where it raises `NotFinite` it has used no mask.
+        rows: the rows of one call.
+        course: the course that the call belongs to.
     """
     if not course.sends_zeros:
         try:

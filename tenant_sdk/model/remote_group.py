@@ -1,10 +1,10 @@
-"""One layer group at a provider: rows out, product back, forward and backward, with the mask in between.
+"""One layer group at a provider: sends its rows and receives the product, forward and backward, under a mask.
 
 Guarantees: the autograd node keeps no tensor (a linear layer's input gradient is g·Wᵀ); members share a call only when
 they read the same tensor object at the same version; a backward call is made only when the input needs a gradient;
-after a reply that failed its check nothing is sent, and every call ends with the one fixed `VerificationFailed`,
-whichever thread met the lie; which calls are made does not depend on values (tenant_sdk/model/planned_calls.py).
-Nothing here can be pickled: a mask scheme holds secrets.
+after a reply that failed its check nothing is sent, and every call ends with the same fixed `VerificationFailed`,
+whichever thread received the wrong reply; which calls are made does not depend on values
+(tenant_sdk/model/planned_calls.py). Nothing here can be pickled: a mask scheme holds secrets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.connection import Connection, Pending
 
 _Asked = tuple[Masked, list[Pending]]
-"""A call whose messages are on their way."""
+"""A call whose messages have been sent: the masked rows, and the replies to wait for."""
 
 
 class RemoteExecutor:
@@ -37,12 +37,13 @@ class RemoteExecutor:
     def __init__(
         self, connections: Sequence[Connection], scheme: MaskScheme, limits: Limits, verifier: Verifier | None = None
     ) -> None:
-        """Args.
+        """Makes an executor for one session.
 
-        connections: in the order of the client's URLs.
-        scheme: the mask.
-        limits: the smallest of the providers'.
-        verifier: checks every reply, hints included, before it is unmasked.
+        Args:
+            connections: one for each provider, in the order of the client's URLs.
+            scheme: the mask.
+            limits: the smallest of the providers' limits.
+            verifier: checks every reply, hints included, before it is unmasked.
         """
         self._connections = tuple(connections)
         self.scheme = scheme
@@ -52,50 +53,50 @@ class RemoteExecutor:
 
     @contextlib.contextmanager
     def in_session(self) -> Iterator[None]:
-        """Whatever uses the session happens in here: a failed check is the one thing that is said from then on.
+        """Wraps all use of the session: after a failed check, every error becomes `VerificationFailed`.
 
         Raises:
-            VerificationFailed: a check has failed, before or meanwhile, here or in another thread. Masks and
-                connections were closed with it, and their own words about that would hide the reason.
+            VerificationFailed: a check has failed, before or meanwhile, here or in another thread. It closed masks and
+                connections, whose own errors about being closed would hide the reason.
         """
         self._check_honest()
         try:
             yield
-        except Exception:  # whatever breaks because everything was closed
+        except Exception:  # anything that fails because the session was closed
             self._check_honest()
             raise
 
     def _check_honest(self) -> None:
-        """The verifier alone remembers the failure."""
+        """Raises VerificationFailed if a check has failed: the verifier alone remembers it."""
         if self._verifier is not None and self._verifier.failed:
-            raise VerificationFailed(FAILED) from None
+            raise VerificationFailed(FAILED) from None  # what broke may hold rows
 
     def planned_calls(self) -> PlannedCalls:
-        """A model's own."""
+        """Makes the courses of one model, each time anew."""
         return PlannedCalls(may_stop=self._verifier is not None)
 
     def run(
         self, group: GroupSpec, direction: Direction, rows: torch.Tensor, planned: PlannedCalls = AT_ONCE
     ) -> torch.Tensor:
-        """One product.
+        """Computes one product at the provider.
 
         Args:
-            group: which weight.
+            group: the group whose weight is used.
             direction: FORWARD or BACKWARD.
             rows: float32, shape (num_rows, request columns), any device.
-            planned: of the model that the call belongs to.
+            planned: the courses of the model that the call belongs to.
 
         Returns:
-            float32, shape (num_rows, reply columns), same device; with bias where the provider adds it.
+            float32, shape (num_rows, reply columns), same device; the bias is in it where the provider adds it.
 
         Raises:
-            VeilbaseError: one error, on the side that can act on it.
+            VeilbaseError: exactly one error, from the side that can act on it.
         """
         request_cols = group.widths(direction)[0]
         if rows.shape[1] != request_cols:
             raise InvalidTensor(f"this layer takes {request_cols} features, got {rows.shape[1]}")
         self._check_honest()
-        try:  # as `in_session`, which a decode step would enter a hundred times
+        try:  # does what `in_session` does, which a decode step would enter a hundred times
             return self._run(group, direction, rows, planned.course)
         except Exception:
             self._check_honest()
@@ -110,7 +111,7 @@ class RemoteExecutor:
         num_rows = rows.shape[0]
         if num_rows == 0:
             return torch.empty(0, reply_cols, dtype=torch.float32, device=rows.device)
-        if num_rows == 1:  # a token's, which is never too large
+        if num_rows == 1:  # one token's row is never too large
             product = self._run_row(group, direction, rows, reply_cols, course)
             if product is not None:
                 return product
@@ -122,7 +123,7 @@ class RemoteExecutor:
     def _run_row(
         self, group: GroupSpec, direction: Direction, row: torch.Tensor, reply_cols: int, course: Course
     ) -> torch.Tensor | None:
-        """By the shorter way that some masks have; None where there is none."""
+        """Masks and sends one row by the shorter path that some masks have; None where the mask has none."""
         if not row.is_cpu or not row.is_contiguous() or row.shape[1] * ITEM_BYTES > CHUNK_BYTES:
             return None
         masked = masked_on_course(lambda row: self.scheme.mask_row(group, direction, row), row, course)
@@ -153,7 +154,7 @@ class RemoteExecutor:
         return max(1, min(limits.max_rows, limits.max_tensor_bytes // widest, limits.max_in_flight_bytes // both))
 
     def _send(self, message: Message, reply_cols: int) -> Pending:
-        self._check_honest()  # the mask's own thread comes this way too, and an inproc: connection cannot be closed
+        self._check_honest()  # the thread that makes masks sends here too, and an inproc: connection cannot be closed
         rows = message.rows
         if isinstance(rows, torch.Tensor):
             rows = rows.to("cpu", DTYPES[message.call.arithmetic]).contiguous()
@@ -164,7 +165,7 @@ class RemoteExecutor:
         """Ends the session unless a reply is what the trusted weights give.
 
         Raises:
-            VerificationFailed: it is not; connections and secrets are gone, and nothing restarts by itself.
+            VerificationFailed: the reply is wrong; connections and secrets are gone, and nothing restarts by itself.
         """
         if self._verifier is None:
             return
@@ -188,7 +189,7 @@ class RemoteExecutor:
         return self._send(Message(call, rows), reply_cols)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExecutor:
-        """A copied model talks through the same connection."""
+        """Returns itself: a copied model uses the same connection."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -199,7 +200,7 @@ class RemoteExecutor:
 def _forward(
     x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype, may_share: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Args: may_share: whether outputs may lie in one piece of memory: nothing of them is kept for a gradient."""
+    """Args: may_share: whether outputs may lie in one piece of memory, because none is kept for a gradient."""
     product = group.run(Direction.FORWARD, x.detach().reshape(-1, x.shape[-1]))
     if product.dtype != out_dtype:
         product = product.to(out_dtype)
@@ -208,15 +209,16 @@ def _forward(
     if x.dim() != 2:
         product = product.view(*x.shape[:-1], product.shape[1])
     parts = product.split_with_sizes(group.member_features, dim=-1)
-    # model code may change an output in place, as it may a local layer's: to autograd none is a view of another
+    # model code may change an output in place, as it may a local layer's: no output may be a view of another to
+    # autograd
     if may_share and x.numel() == x.shape[-1]:
-        return tuple(part.detach() for part in parts)  # of one row each is contiguous, and its numbers are its own
+        return tuple(part.detach() for part in parts)  # a part of one row is contiguous, and its numbers are its own
     return tuple(part.clone(memory_format=torch.contiguous_format) for part in parts)
 
 
 @dataclass(frozen=True)
 class _Checked:
-    """A reply that is verified before anybody sees it."""
+    """A reply that is verified before any other code sees it."""
 
     pending: Pending
     call: Call
@@ -224,18 +226,18 @@ class _Checked:
     executor: RemoteExecutor
 
     def result(self) -> torch.Tensor:
-        """Waits for the reply and checks it as it came, still masked."""
+        """Waits for the reply and checks it as it came, while it is still masked."""
         reply = self.pending.result()
         self.executor.check(self.call, self.rows, reply)
         return reply
 
 
 class _Product(torch.autograd.Function):
-    """y = x·W (+ b) over a whole group; saves nothing."""
+    """y = x·W (+ b) over a whole group; it saves no tensor for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Sends the rows and keeps their shape only."""
+        """Sends the rows and keeps only their shape."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
         return _forward(x, group, out_dtype)
@@ -259,7 +261,7 @@ class _Product(torch.autograd.Function):
 
 
 _Context = tuple[bool, torch.dtype]
-"""Whether a gradient may be asked for, and the dtype of the outputs."""
+"""(whether a gradient may be asked for, the dtype of the outputs)."""
 
 
 def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torch.Tensor, ...]:
@@ -275,7 +277,7 @@ def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torc
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype a local linear layer would answer in: autocast's where it is on, the input's otherwise."""
+    """Returns the dtype in which a local linear layer would answer: autocast's where it is on, else the input's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -291,12 +293,19 @@ class _Shared:
 
 
 class RemoteGroup:
-    """The members of one group; each asks for its own output, and one call answers all that share an input."""
+    """The members of one group: each asks for its own output, and one call serves all that share an input."""
 
     def __init__(
         self, executor: RemoteExecutor, spec: GroupSpec, member_features: Sequence[int], planned: PlannedCalls
     ) -> None:
-        """Args: spec: public facts; member_features: outputs of each layer, in manifest order; planned: the model's."""
+        """Makes a group.
+
+        Args:
+            executor: computes the group's products.
+            spec: public facts about the group.
+            member_features: the number of outputs of each layer, in manifest order.
+            planned: the courses of the model that the group belongs to.
+        """
         self._executor = executor
         self.planned_calls = planned
         self.spec = spec
@@ -309,7 +318,7 @@ class RemoteGroup:
         return self._executor.scheme.arithmetic is Arithmetic.FLOAT
 
     def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:
-        """`RemoteExecutor.run` in float32 with autocast off."""
+        """Calls `RemoteExecutor.run` in float32 with autocast off."""
         kind = rows.device.type
         if not torch.is_autocast_enabled(kind):
             return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
@@ -317,21 +326,21 @@ class RemoteGroup:
             return self._executor.run(self.spec, direction, rows.to(torch.float32), self.planned_calls)
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """The product of member `index`.
+        """Returns the output of member `index`.
 
         Args:
             index: position in the group.
             x: shape (..., in_features), any float dtype and device.
 
         Returns:
-            shape (..., out_features of the member), dtype as a local layer would give; with the provider's bias or
-            without, see `provider_adds_bias`.
+            shape (..., out_features of the member), in the dtype of a local layer's output; with or without the
+            provider's bias, see `provider_adds_bias`.
         """
         context = (torch.is_grad_enabled() and x.requires_grad, autocast_dtype(x))
         if len(self.member_features) == 1:
             return _apply(x, self, context)[0]
         shared: _Shared | None = getattr(self._local, "shared", None)
-        tracked = not x.is_inference()  # inference tensors count no versions, so nothing says they are unchanged
+        tracked = not x.is_inference()  # inference tensors have no version count, so nothing shows a change
         if (
             tracked
             and shared is not None
@@ -350,7 +359,7 @@ class RemoteGroup:
         return mine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteGroup:
-        """A copied model talks through the same group."""
+        """Returns itself: a copied model uses the same group."""
         return self
 
     def __reduce__(self) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Base layers that are not here: modules that look like nn.Linear and Conv1D and hold no weight.
+"""Base layers whose weights are at the provider: modules that look like nn.Linear and Conv1D and hold no weight.
 
-PEFT and transformers ask a base layer for its type, shapes, dtype and device, and get them; whoever touches the
+PEFT and transformers ask a base layer for its type, shapes, dtype and device, and get them; code that reads the
 weight's data gets an error that says so. (A weight of zeros would make DoRA, PiSSA and HRA silently wrong.)
 """
 
@@ -18,11 +18,11 @@ from wire.errors import ConfigurationError
 
 
 class RemoteWeightError(ConfigurationError, RuntimeError):
-    """Something asked for the data of a weight that stays with the provider."""
+    """Some code asked for the data of a weight that stays with the provider."""
 
 
 class RemoteWeight(torch.Tensor):
-    """Shape, dtype and device of a weight, and nothing else."""
+    """A tensor with the shape, dtype and device of a weight, and without data."""
 
     _is_hf_initialized = True  # transformers' initialisers, which some models call on a child's weight, leave it alone
 
@@ -33,12 +33,12 @@ class RemoteWeight(torch.Tensor):
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shape only."""
+        """Shows the shape only."""
         return f"RemoteWeight(shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        """Every operation on the data is refused."""
+        """Refuses every operation on the data."""
         raise RemoteWeightError(
             f"{func} needs the data of a base weight, which stays with the provider: "
             "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not), or, where the "
@@ -47,7 +47,7 @@ class RemoteWeight(torch.Tensor):
 
 
 class _Remote(nn.Module):
-    """What RemoteLinear and RemoteConv1D share: a place in a group, a bias, and no weight."""
+    """What RemoteLinear and RemoteConv1D share: a place in a group and a bias, but no weight."""
 
     bias: nn.Parameter | None
 
@@ -87,7 +87,7 @@ class _Remote(nn.Module):
         return None if self._group is None else self._group.planned_calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x·W + b, computed by the provider under the tenant's mask. Shapes as of a local layer."""
+        """Returns x·W + b, computed by the provider under the tenant's mask. Shapes are those of a local layer."""
         if self._group is None:
             raise ConfigurationError("a remote layer was used before TenantClient.load_model attached it")
         product = self._group.output(self._index, x)
@@ -101,7 +101,7 @@ class RemoteLinear(_Remote, nn.Linear):  # type: ignore[misc]
     """An nn.Linear whose weight is at the provider."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        """Shapes as of nn.Linear; the module cannot run before `attach`."""
+        """Takes shapes as nn.Linear does; the module cannot run before `attach`."""
         self._init_remote((out_features, in_features), out_features, bias, dtype)
         self.in_features, self.out_features = in_features, out_features
 
@@ -110,6 +110,6 @@ class RemoteConv1D(_Remote, Conv1D):  # type: ignore[misc]
     """A transformers Conv1D (weight stored as (in, out)) whose weight is at the provider."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
-        """Shapes as of Conv1D(nf=out_features, nx=in_features); the module cannot run before `attach`."""
+        """Takes shapes as Conv1D(nf=out_features, nx=in_features) does; the module cannot run before `attach`."""
         self._init_remote((in_features, out_features), out_features, bias, dtype)
         self.nx, self.nf = in_features, out_features

@@ -1,5 +1,5 @@
-"""How a tenant's text becomes token rows: which tokenizer, which template, which tokens end an answer, how many rows.
+"""How a tenant's text becomes token rows: the tokenizer, the template, the tokens that end an answer, the row count.
 
-Row counts are visible to the provider. So whoever decides how text becomes rows can make a text readable from its
+The provider sees row counts. A party that decides how text becomes rows can therefore make a text readable from its
 number of rows: the files of this folder say what a provider's own bundle may decide, and what it may not.
 """

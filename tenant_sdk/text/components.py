@@ -1,10 +1,10 @@
 """The parts that a provider's tokenizer.json may be made of.
 
-Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most a multiple of n tokens that is fixed by
-Unicode's own tables, plus a constant; nothing in it is random; it holds no rule that replaces text by text of the
-provider's choice, and each component comes once. Not guaranteed: that its vocabulary is honest, or that it takes every
-text (`failures.py` is for those that it fails on). A vocabulary alone decides how many tokens each text has, so their
-number may still tell what the text is, as far as the provider guesses it (docs/security-evaluation.md).
+Guarantees: a tokenizer that passes turns a text of n UTF-8 bytes into at most c·n tokens plus a constant, where c is
+fixed by Unicode's own tables; nothing in it is random; it holds no rule that replaces text by text of the provider's
+choice, and each component comes once. Not guaranteed: that its vocabulary is honest, or that it takes every text
+(`failures.py` handles the texts that it fails on). A vocabulary alone decides how many tokens each text has, so that
+number may still tell which of the texts that the provider guesses it is (docs/security-evaluation.md, "Row counts").
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from wire.errors import ConfigurationError
 REMEDY = "name a tokenizer that you trust (tokenizer=, --tokenizer), or a checkpoint (verify=, --verify)"
 
 _MAX_DEPTH = 4
-"""Levels of `Sequence` within `Sequence`; real tokenizers have one or two."""
+"""Levels of `Sequence` within `Sequence` that are allowed; real tokenizers have one or two."""
 _MAX_AFFIX = 8
-"""Length of what marks a word's inside or end in a vocabulary, such as `##` or `</w>`; the model writes it out in
-tokens for words that it does not know."""
+"""The most characters in an affix that marks a word's inside or end in a vocabulary, such as `##` or `</w>`; the
+tokenizer writes the affix out in tokens for words that it does not know."""
 _MAX_PATTERN = 2000
 _MAX_REPEATS = 4
-"""Unbounded repetitions in one branch of a pattern: published ones have at most three, and each multiplies the time
-that a pattern may take by the text's length."""
+"""Unbounded repetitions that one branch of a pattern may have: published patterns have at most three, and each
+multiplies the time that a pattern may take by the text's length."""
 _CUTS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
-"""What may become of a separator. `Removed` would delete text of the provider's choice."""
+"""What a Split may do with a separator. `Removed` would delete text of the provider's choice."""
 _MAX_CONSTANT_TOKENS = 8
-"""Tokens that a post-processor may add to every text; real ones add at most two."""
+"""The most tokens that a post-processor may add to every text; real ones add at most two."""
 
 _SPACE = "\u2581"
 """SentencePiece's sign for a space."""
@@ -38,7 +38,7 @@ _REPLACEMENTS = (
     ({"Regex": " {2,}"}, " "),
     ({"Regex": " {2,}"}, _SPACE),
 )
-"""Replacements of SentencePiece models. Any other could spell a character out as a hundred tokens."""
+"""The replacements that SentencePiece models make. Any other could spell a character out as a hundred tokens."""
 
 
 def _any(_: Mapping[str, Any]) -> bool:
@@ -54,7 +54,7 @@ def _is_sentencepiece_space(part: Mapping[str, Any]) -> bool:
 
 
 def _is_known_cut(part: Mapping[str, Any]) -> bool:
-    """Whether a Split has a pattern that only cuts, and does so in bounded time."""
+    """Whether a Split has a pattern that only cuts text, and does so in bounded time."""
     pattern = part.get("pattern")
     if part.get("behavior") not in _CUTS or not isinstance(pattern, dict) or len(pattern) != 1:
         return False
@@ -77,12 +77,12 @@ def _is_short(part: Mapping[str, Any], *affixes: str) -> bool:
 
 
 def _is_bounded_bpe(part: Mapping[str, Any]) -> bool:
-    # dropout draws how a text is cut
+    # with dropout, how a text is cut into tokens would be random
     return not part.get("dropout") and _is_short(part, "continuing_subword_prefix", "end_of_word_suffix", "unk_token")
 
 
 def _strips_at_most_one(part: Mapping[str, Any]) -> bool:
-    """A decoder that strips more panics on some texts."""
+    """Whether a decoder strips at most one character: one that strips more panics on some texts."""
     return all(part.get(name) in (0, 1) for name in ("start", "stop"))
 
 
@@ -125,20 +125,20 @@ _ALLOWED: Mapping[str, _Rules] = {
         **dict.fromkeys(("ByteLevel", "BertProcessing", "RobertaProcessing"), _any),
         "TemplateProcessing": _adds_few_tokens,
     },
-    "decoder": {  # what is decoded stays with the tenant
+    "decoder": {  # decoded text stays with the tenant
         **dict.fromkeys(("ByteLevel", "WordPiece", "BPEDecoder", "ByteFallback", "Fuse", "Metaspace"), _any),
         "Replace": _replaces_a_string,
         "Strip": _strips_at_most_one,
     },
 }
-"""Slot of tokenizer.json: component type: what its settings have to be."""
+"""For each slot of tokenizer.json and each type of component: the check that its settings have to pass."""
 
 _ONCE = {
     "normalizer": ("NFC", "NFD", "NFKC", "NFKD", "ByteLevel", "BertNormalizer", "Prepend", "Replace", "Nmt"),
     "pre_tokenizer": ("ByteLevel", "Metaspace"),
     "post_processor": ("TemplateProcessing", "BertProcessing", "RobertaProcessing"),
 }  # fmt: skip
-"""Components that may lengthen a text, and so may not come again and again."""
+"""Components that may lengthen a text, and so may not be repeated."""
 
 _CHILDREN = {
     "normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors", "decoder": "decoders"
@@ -146,13 +146,14 @@ _CHILDREN = {
 
 
 def check_components(content: Mapping[str, Any]) -> None:
-    """Refuses a tokenizer.json with a component that could turn a text into rows of the provider's choice.
+    """Refuses a tokenizer.json with a component that lets the provider choose how a text becomes rows.
 
     Args:
         content: the parsed file.
 
     Raises:
-        ConfigurationError: names the slot and, where it is one of the library's own names, the component.
+        ConfigurationError: a component is not allowed; the text names the slot and, where it is one of the library's
+            own names, the component.
     """
     for slot, rules in _ALLOWED.items():
         kinds = _check_part(slot, content.get(slot), rules, 0)
@@ -168,7 +169,7 @@ def check_components(content: Mapping[str, Any]) -> None:
 
 
 def _check_part(slot: str, part: Any, rules: _Rules, depth: int) -> list[str]:
-    """Types of the components of one slot, after each was checked."""
+    """Checks each component of one slot and returns their types."""
     if part is None and slot != "model":
         return []
     kind = part.get("type") if isinstance(part, dict) else None

@@ -1,7 +1,7 @@
-"""A tokenizer that fails on some texts: the failure in one sentence, wherever it comes from.
+"""A tokenizer that fails on some texts: its failure is told in one sentence, whatever raised it.
 
 An unverified provider may choose a vocabulary or a pattern that fails on texts of its choice. The tokenizers library
-raises bare exceptions then, and for a panic of its own one that is no `Exception` at all.
+then raises bare exceptions, and for a panic of its own an exception that is not even an `Exception`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class TokenizerFailed(ConfigurationError):
 
 @contextlib.contextmanager
 def surviving(what: str, *passing: type[BaseException]) -> Iterator[None]:
-    """Turns whatever a tokenizer raises into one error; errors of ours and the user's Ctrl-C pass.
+    """Turns whatever a tokenizer raises into one error; errors of this project and the user's Ctrl-C pass.
 
     Args:
-        what: the text's place, such as a line of a data set; it is shown.
-        passing: errors that the caller handles itself.
+        what: names the text by its place, such as a line of a data set; the error shows it.
+        passing: errors that pass because the caller handles them itself.
 
     Raises:
-        TokenizerFailed: something else went wrong inside.
+        TokenizerFailed: the tokenizer raised anything else.
     """
     try:
         yield
@@ -37,9 +37,10 @@ def surviving(what: str, *passing: type[BaseException]) -> Iterator[None]:
 
 
 class SafeDecoding:
-    """A tokenizer for a streamer: when it fails to decode it gives no more text, and says so at the end.
+    """A tokenizer for a streamer: after a failure to decode it gives no more text, and `check` reports the failure.
 
-    A decoder that fails on some texts would else end an answer of fixed length at a place that depends on the text.
+    A decoder that fails on some texts would otherwise end an answer of fixed length at a place that depends on the
+    text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -48,7 +49,7 @@ class SafeDecoding:
         self.failed: TokenizerFailed | None = None
 
     def decode(self, token_ids: Any, **options: Any) -> str:
-        """The text, or nothing from the first failure on."""
+        """Returns the text; from the first failure on, an empty string."""
         if self.failed is not None:
             return ""
         try:
@@ -59,6 +60,6 @@ class SafeDecoding:
             return ""
 
     def check(self) -> None:
-        """Raises TokenizerFailed where a text could not be decoded."""
+        """Raises TokenizerFailed if a text could not be decoded."""
         if self.failed is not None:
             raise self.failed

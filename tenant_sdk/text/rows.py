@@ -1,8 +1,9 @@
-"""Row counts that do not depend on a text: prompts and training rows padded to one stated number of tokens.
+"""Row counts that do not depend on a text: prompts and training rows are padded to one stated number of tokens.
 
-Guarantees: with a bucket, every prompt and every training row takes exactly that many rows, whatever it says and
-whoever made the tokenizer. A text with more tokens is cut at its beginning and a warning on this side says so: to
-refuse it would be visible, and a provider's tokenizer could decide which texts are refused.
+That number is called the bucket. Guarantees: with a bucket, every prompt and every training row takes exactly that many
+rows, whatever it says and whichever tokenizer made it. A text with more tokens is cut at its beginning and a warning on
+the tenant's side says so: to refuse it would be visible, and a provider's tokenizer could decide which texts are
+refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 
 DEFAULT_BUCKET_TOKENS = 512
-"""What `pad_rows=True` stands for."""
+"""The bucket in tokens that `pad_rows=True` stands for."""
 _MAX_BUCKET_TOKENS = 1 << 20
 
 
@@ -23,10 +24,10 @@ class CutWarning(UserWarning):
 
 
 def bucket_tokens(pad_rows: bool | int) -> int | None:
-    """The bucket's size that `pad_rows` stands for; None where rows are not padded.
+    """Returns the bucket in tokens that `pad_rows` stands for; None where rows are not padded.
 
     Raises:
-        ConfigurationError: not True, False or a number of tokens.
+        ConfigurationError: `pad_rows` is not True, False or an allowed number of tokens.
     """
     if pad_rows is False or pad_rows is None:
         return None
@@ -41,10 +42,10 @@ def bucket_tokens(pad_rows: bool | int) -> int | None:
 
 
 def check_fits(bucket: int, room: int, beside: str) -> None:
-    """Refuses a bucket that the model's context cannot hold; nothing of a text decides.
+    """Refuses a bucket that the model's context cannot hold; the decision depends on no text.
 
     Raises:
-        ConfigurationError: names the largest bucket that would do.
+        ConfigurationError: the bucket is too large; the text names the largest one that would fit.
     """
     if bucket > room:
         raise ConfigurationError(
@@ -54,7 +55,7 @@ def check_fits(bucket: int, room: int, beside: str) -> None:
 
 
 def padded_prompt(ids: Sequence[int], bucket: int, pad: int) -> tuple[list[int], list[int]]:
-    """A prompt of exactly `bucket` tokens, padded on the left, and its attention mask.
+    """Returns a prompt of exactly `bucket` tokens, padded on the left, and its attention mask.
 
     Args:
         ids: the prompt's tokens, in any number; of a longer prompt the last ones are kept, with a warning.
@@ -64,13 +65,14 @@ def padded_prompt(ids: Sequence[int], bucket: int, pad: int) -> tuple[list[int],
     if len(ids) > bucket:
         said = f"the prompt has {len(ids)} tokens, pad_rows keeps the last {bucket}: the answer does not know the rest"
         warn_and_go_on(said, CutWarning)
-    kept = list(ids[-bucket:]) or [pad]  # a prompt of no token: attention needs something to look at
+    kept = list(ids[-bucket:]) or [pad]  # a prompt without tokens gets one: attention needs a token to look at
     padding = bucket - len(kept)
     return [pad] * padding + kept, [0] * padding + [1] * len(kept)
 
 
 def padded_row(row: dict[str, list[int]], bucket: int, pad: int, ignore_index: int) -> dict[str, list[int]]:
-    """A training row of exactly `bucket` tokens, padded on the right; of a longer one the last tokens are kept."""
+    """Returns a training row of exactly `bucket` tokens, padded on the right; of a longer row the last tokens are
+    kept."""
     kept = {key: values[-bucket:] for key, values in row.items()}
     padding = bucket - len(kept["input_ids"])
     fill = {"input_ids": pad, "labels": ignore_index, "attention_mask": 0}
@@ -78,6 +80,6 @@ def padded_row(row: dict[str, list[int]], bucket: int, pad: int, ignore_index: i
 
 
 def pad_token(tokenizer: Any) -> int:
-    """The token to pad with; attention never looks at it."""
+    """Returns the token to pad with; attention never looks at it."""
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     return int(pad) if pad is not None else 0

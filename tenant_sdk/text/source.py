@@ -1,9 +1,9 @@
 """The tokenizer of a session: checked with the checkpoint, named by the tenant, or the provider's own within bounds.
 
-Guarantees: a tokenizer that the tenant names maps every token as the provider's does, so that the model reads what
-the tenant means; the provider's own, where nothing else is named, is made of known components only
-(`components.py`), its template never sees text (`template.py`), and its class is transformers' plain one whatever
-the bundle says.
+Guarantees: a tokenizer that the tenant names maps every token as the provider's does, so that the model reads what the
+tenant means. Where nothing else is named, the provider's own is used: it is made of known components only
+(`components.py`), its template never sees text (`template.py`), and its class is transformers' plain one whatever the
+bundle says.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from wire.errors import ConfigurationError
 from wire.loading import loading
 
 Origin = Literal["verified", "named", "provider"]
-"""Who decides how text becomes rows: the checkpoint of `verify`, the tenant's `tokenizer`, or the provider."""
+"""The party that decides how text becomes rows: the checkpoint of `verify`, the tenant's `tokenizer`, or the
+provider."""
 
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Where a named tokenizer lies: a folder of this machine, and a GGUF file in it or None."""
+    """The place of a named tokenizer: a folder of this machine, and a GGUF file in it or None."""
 
     name: str
     folder: Path
@@ -37,11 +38,11 @@ class TokenizerSource:
 
 @dataclass(frozen=True)
 class TenantText:
-    """How a session turns text into tokens and tokens into text.
+    """What a session uses to turn text into tokens and tokens into text.
 
     Attributes:
         tokenizer: a transformers tokenizer.
-        origin: see `Origin`.
+        origin: the party that chose the tokenizer, see `Origin`.
         stop_ids: tokens that end an answer.
         settings: generation settings of the trusted source, or None where there are none.
     """
@@ -56,7 +57,7 @@ class ProviderTokenizer(BlindTemplates, PreTrainedTokenizerFast):  # type: ignor
     """A provider's tokenizer whose chat template does not see text."""
 
 
-# The name that `save_pretrained` writes into the tokenizer's config: stock transformers has to find a class by it.
+# `save_pretrained` writes this name into the tokenizer's config, and stock transformers has to find a class by it.
 ProviderTokenizer.__name__ = PreTrainedTokenizerFast.__name__
 
 _SETTINGS = (
@@ -64,27 +65,27 @@ _SETTINGS = (
     *("extra_special_tokens", "additional_special_tokens", "model_max_length", "model_input_names"),
     *("padding_side", "clean_up_tokenization_spaces", "chat_template"),
 )
-"""Entries of tokenizer_config.json that are used of an unverified provider's. Whether a text begins with a token is in
-tokenizer.json's post-processor."""
+"""The entries of an unverified provider's tokenizer_config.json that are used. Whether a text begins with a special
+token is decided in tokenizer.json, by its post-processor."""
 _TYPES: dict[str, Any] = {"model_max_length": (int, float), "padding_side": str, "clean_up_tokenization_spaces": bool}
 _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 
 
 def verified_text(folder: Path) -> TenantText:
-    """The bundle's tokenizer and generation settings, which were compared with the trusted checkpoint."""
+    """Returns the bundle's tokenizer and generation settings, which were compared with the trusted checkpoint."""
     tokenizer = _load(TokenizerSource("", folder), "the provider's bundle holds no usable tokenizer")
     return _text(tokenizer, "verified", _settings_in(folder))
 
 
 def named_text(source: TokenizerSource, folder: Path) -> TenantText:
-    """The tokenizer that the tenant names.
+    """Returns the tokenizer that the tenant names.
 
     Args:
-        source: from `tenant_sdk.trust.checkpoint.find_tokenizer`.
-        folder: the bundle.
+        source: the result of `tenant_sdk.trust.checkpoint.find_tokenizer`.
+        folder: the bundle's folder.
 
     Raises:
-        ConfigurationError: it cannot be read, or maps a token otherwise than the bundle's.
+        ConfigurationError: the tokenizer cannot be read, or maps a token differently from the bundle's.
     """
     tokenizer = _load(source, f"the tokenizer {source.name[:200]!r} cannot be read")
     theirs = _bundle_vocabulary(folder)
@@ -97,10 +98,10 @@ def named_text(source: TokenizerSource, folder: Path) -> TenantText:
 
 
 def provider_text(folder: Path) -> TenantText:
-    """The provider's own tokenizer, held within bounds.
+    """Returns the provider's own tokenizer, held within bounds.
 
     Raises:
-        ConfigurationError: the bundle has none, or one with components that could read the text.
+        ConfigurationError: the bundle has no tokenizer, or one with components that could read the text.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -122,7 +123,7 @@ def provider_text(folder: Path) -> TenantText:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a bundle brings a tokenizer."""
+    """Whether a bundle has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
@@ -146,7 +147,7 @@ def _load(source: TokenizerSource, failure: str) -> Any:
 
 
 def _settings_in(folder: Path) -> Any | None:
-    """The generation settings in a trusted folder; None where it has none that can be read."""
+    """Returns the generation settings in a trusted folder; None where it has none that can be read."""
     if not (folder / "generation_config.json").is_file():
         return None
     try:
@@ -156,7 +157,7 @@ def _settings_in(folder: Path) -> Any | None:
 
 
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """What is used of tokenizer_config.json, and the chat template."""
+    """Returns the entries of tokenizer_config.json that are used, and the chat template."""
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     settings = {key: _with_tokens(content[key]) for key in _SETTINGS if content.get(key) is not None}
@@ -166,13 +167,13 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     template = folder / "chat_template.jinja"
     if template.is_file():
         settings["chat_template"] = template.read_text(encoding="utf-8")
-    elif isinstance(settings.get("chat_template"), list):  # several by name, as older releases write them
+    elif isinstance(settings.get("chat_template"), list):  # older releases write several templates, each with a name
         settings["chat_template"] = {entry["name"]: entry["template"] for entry in settings["chat_template"]}
     return settings
 
 
 def _with_tokens(value: Any) -> Any:
-    """A setting with its tokens as objects, as `from_pretrained` makes them of a file's entries."""
+    """Returns a setting whose tokens are objects, as `from_pretrained` makes them from a file's entries."""
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         flags = {name: value[name] for name in _TOKEN_FLAGS if isinstance(value.get(name), bool)}
         return AddedToken(value["content"], special=True, **flags)
@@ -182,7 +183,7 @@ def _with_tokens(value: Any) -> Any:
 
 
 def _bundle_vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token to number as the provider's model has it; None where the bundle brings no tokenizer."""
+    """Returns each token's number as the provider's model has it; None where the bundle has no tokenizer."""
     try:
         if (folder / "tokenizer.json").is_file():
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -197,14 +198,14 @@ def _bundle_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def check_fits_embedding(tokenizer: Any, num_embeddings: int) -> None:
-    """Refuses token numbers that the model has no embedding for: such a token would end a run where a text has it.
+    """Refuses token numbers for which the model has no embedding: such a token would end a run whose text holds it.
 
     Args:
-        tokenizer: of the session.
-        num_embeddings: of the model as it was built, whatever its config says.
+        tokenizer: the session's tokenizer.
+        num_embeddings: the number of embeddings of the model as it was built, whatever its config says.
 
     Raises:
-        ConfigurationError: names both numbers.
+        ConfigurationError: a token number is too large; the text names both numbers.
     """
     largest = max([*tokenizer.get_vocab().values(), *tokenizer.all_special_ids], default=0)
     if largest >= num_embeddings:

@@ -12,7 +12,7 @@ _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Ve
 
 
 def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
-    """Token ids that end an answer, in ascending order; empty where a tokenizer names none.
+    """Returns the token ids that end an answer, in ascending order; none where a tokenizer names none.
 
     Args:
         tokenizer: a transformers tokenizer, with or without a chat template.
@@ -22,7 +22,7 @@ def stop_ids_of(tokenizer: Any) -> tuple[int, ...]:
 
 
 def _turn_end(tokenizer: Any) -> int | None:
-    """The special token with which the template ends an assistant's turn, if there is one."""
+    """Returns the special token with which the template ends an assistant's turn, if there is one."""
     if not tokenizer.chat_template:
         return None
     try:

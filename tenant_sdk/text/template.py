@@ -1,12 +1,12 @@
-"""A provider's chat template, kept away from the text.
+"""A provider's chat template is rendered without the text.
 
-A template is a program, and its output's length is visible as a number of rows: one that sees the messages can count
-their letters. Here it never sees them. It is rendered once per pattern of roles, over placeholders, and the messages'
-contents are put in their places afterwards.
+A template is a program, and the length of its output is visible as a number of rows: one that sees the messages can
+count their letters. Here it never sees them. It is rendered once per pattern of roles, over placeholders, and the
+messages' contents are put in the placeholders' places afterwards.
 
-Guarantees: what the template is given depends on the roles and on nothing else of a conversation. What differs from
-rendering the text itself: a template that looks into contents (to cut a reasoning block, say) does not do so here; one
-that strips white space around contents does, because the placeholders show it.
+Guarantees: what the template is given depends on the roles and on nothing else of a conversation. The result differs
+from rendering the text itself for a template that looks into contents (to cut a reasoning block, say), which has no
+effect here; a template that strips white space around contents works, because the placeholders show it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from tenant_sdk.text.components import REMEDY
 from wire.errors import ConfigurationError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of transformers' chat format; any other string could carry text into the template."""
+"""The roles of transformers' chat format; any other string could carry text into the template."""
 
 _EDGE = "\u2003"
-"""An em space: `strip` and `trim` take it off, and no template spells one."""
+"""An em space: `strip` and `trim` remove it, and no template contains one."""
 _MARK = "VeilbasePlaceholder'\"<&{}End"
-"""The signs in it show a template that escapes contents, for JSON or HTML."""
+"""The placeholder: its special characters show whether a template escapes contents, for JSON or HTML."""
 _MARKED = re.compile(r"(\u2003?)VeilbasePlaceholder'\"<&(\d+)End(\u2003?)")
 _PLAIN_TYPES = (bool, int, type(None))
 _MAX_PATTERNS = 256
 
 Rendered = tuple[str | tuple[int, bool, bool], ...]
-"""Literal text, or (number of the message, whether its left and its right edge are stripped)."""
+"""The parts of a rendering: literal text, or (number of a message, whether its left and its right edge are
+stripped)."""
 
 
 class TemplateDoesNotFit(ConfigurationError):
     """The template cannot be rendered over placeholders."""
 
     def __init__(self) -> None:
-        """The text is always the same: a template may raise any text of its own."""
+        """Always uses the same text, because a template may raise any text of its own."""
         super().__init__(
             "the provider's chat template does not put message contents into their places unchanged, and is not shown "
             f"the text itself: {REMEDY}"
@@ -49,10 +50,10 @@ def split(render: Callable[[list[dict[str, str]]], str], roles: Sequence[str]) -
 
     Args:
         render: the template; takes messages and returns text.
-        roles: of the conversation's messages, in order.
+        roles: the roles of the conversation's messages, in order.
 
     Raises:
-        TemplateDoesNotFit: a placeholder is missing, changed or there twice.
+        TemplateDoesNotFit: a placeholder is missing, changed or appears twice.
     """
     messages = [{"role": role, "content": f"{_EDGE}{_MARK.format(number)}{_EDGE}"} for number, role in enumerate(roles)]
     text = render(messages)
@@ -81,10 +82,10 @@ def _stripped(content: str, left: bool, right: bool) -> str:
 
 
 class BlindTemplates:
-    """A mixin for a transformers tokenizer: `apply_chat_template` shows the template placeholders only.
+    """A mixin for a transformers tokenizer: `apply_chat_template` shows the template only placeholders.
 
     A template that the caller passes as `chat_template=` is the caller's own and is rendered as transformers does,
-    unless it is the provider's handed back. A tokenizer that is saved and loaded again by transformers is
+    unless it is the provider's template passed back. A tokenizer that transformers saves and loads again is
     transformers' own: its template sees text.
     """
 
@@ -94,11 +95,11 @@ class BlindTemplates:
         self, conversation: Any, tools: Any = None, documents: Any = None, chat_template: str | None = None,
         **options: Any,
     ) -> Any:  # fmt: skip
-        """As transformers' own, for messages of a known role and a text each.
+        """Does what transformers' own method does, for messages that each have a known role and a text.
 
         Raises:
-            ConfigurationError: messages with other keys or roles, tools, documents, or options that carry text into
-                the template.
+            ConfigurationError: messages have other keys or roles, or tools, documents, or options that carry text into
+                the template were given.
             TemplateDoesNotFit: the template changes contents.
         """
         if chat_template is not None and not self._is_the_providers(chat_template):
@@ -116,7 +117,7 @@ class BlindTemplates:
         return self._finish(texts, several, call)
 
     def _is_the_providers(self, template: str) -> bool:
-        """Whether it is a template of this tokenizer, by name or as its own text handed back."""
+        """Whether `template` is one of this tokenizer's, given by name or passed back as its text."""
         own = self.chat_template
         return template == own or (isinstance(own, dict) and (template in own or template in own.values()))
 
@@ -128,7 +129,7 @@ class BlindTemplates:
         return join(self._pattern(roles, template, dict(variables)), [text for _, text in messages])
 
     def _pattern(self, roles: tuple[str, ...], template: str | None, variables: dict[str, Any]) -> Rendered:
-        """The rendering of a pattern of roles; kept, so that a data set renders each pattern once."""
+        """Returns the rendering of a pattern of roles; it is kept, so that a data set renders each pattern once."""
         transformers_own: Any = super()
         patterns: dict[Any, Rendered] = self.__dict__.setdefault("_rendered_patterns", {})
         key = (str(self.chat_template), roles, template, tuple(sorted(variables.items())))
@@ -160,7 +161,7 @@ _REFUSED = ("continue_final_message", "return_assistant_tokens_mask", "sanitize_
 
 
 def _split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what concerns tokenizing, what the template is given)."""
+    """Returns (the options for tokenizing, the variables that the template is given)."""
     for name in _REFUSED:
         if options.get(name):
             raise ConfigurationError(f"{name} is not possible with the provider's own chat template: {REMEDY}")

@@ -1,11 +1,12 @@
-"""Checkpoints of one run, and adapters written whole or not at all.
+"""Checkpoints of one run; and adapters, which are written as a whole or not at all.
 
-A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from;
-and only for the run that wrote it, which a fingerprint of data, adapter, settings and base weights tells. A run that
-met a value that is not finite writes its checkpoints as ever, so that a save takes its time, and marks them spoilt:
-none of that run is resumed from, not even an earlier one, because the step at which a run begins again can be seen.
-New folders have mode 0700 and their files 0600, whatever the umask; an adapter that is replaced leaves its rights to
-the new one. Files of a checkpoint get their mode when it is complete; until then its folder alone keeps others out.
+A checkpoint counts only once its marker is there, so one that a full disk or a crash cut short is never resumed from.
+It counts only for the run that wrote it, which is identified by a fingerprint of data, adapter, settings and base
+weights. A run that met a value that is not finite still writes its checkpoints, so that a save takes its time as usual,
+and marks them as spoilt: no checkpoint of that run is resumed from, not even an earlier one, because the step at which
+a run begins again can be seen. New folders have mode 0700 and their files 0600, whatever the umask; a new adapter takes
+over the mode of the one that it replaces. Files of a checkpoint get their mode when it is complete; until then only its
+folder's mode keeps other users out.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from wire.errors import ConfigurationError
 
 _MARKER = "complete"
 _SPOILT = "not-finite"
-"""Marks a checkpoint, or the folder of a run, that went on with zeros after a value that was not finite."""
+"""Name of the file that marks a checkpoint, or the folder of a run, that went on with zeros after a value that was not
+finite."""
 
 
 def fingerprint(
     rows: list[dict[str, list[int]]], peft_config: dict[str, Any], settings: Any, digests: list[str]
 ) -> str:
-    """SHA-256 of everything that makes two runs the same run."""
+    """Returns SHA-256 of everything that makes two runs the same run."""
     parts = (rows, _plain(peft_config), asdict(settings), digests)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """Sets become sorted lists: their order differs from one process to the next."""
+    """Turns sets into sorted lists: their order differs from one process to the next."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset | list | tuple):
@@ -52,7 +54,7 @@ class Checkpoints:
     """The folder of one run's checkpoints."""
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: made when it is needed, removed by `discard`."""
+        """Args: folder: is made when it is needed, and removed by `discard`."""
         self.folder = folder
 
     def open(self, run: str, resume: bool | None) -> Path | None:
@@ -60,14 +62,14 @@ class Checkpoints:
 
         Args:
             run: the run's fingerprint.
-            resume: None takes a checkpoint of the same run if there is one; True demands one; False starts over.
+            resume: None takes a checkpoint of the same run if there is one; True requires one; False starts anew.
 
         Returns:
             The checkpoint to go on from, or None.
 
         Raises:
-            ConfigurationError: a checkpoint is demanded and there is none, it belongs to another run, or a value of
-                the run was not finite.
+            ConfigurationError: a checkpoint is required and there is none, it belongs to another run, or a value of the
+                run was not finite.
         """
         if resume is False:
             self.discard()
@@ -88,7 +90,7 @@ class Checkpoints:
             make_private_folder(self.folder)
             write_private(self.folder / "run.json", json.dumps({"fingerprint": run}))
         except OSError as exc:
-            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from None
+            raise ConfigurationError(f"{self.folder} cannot be written: {exc.strerror}") from exc
         return latest
 
     def _owner(self) -> str | None:
@@ -106,14 +108,14 @@ class Checkpoints:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def spoil(self) -> None:
-        """Nothing here is resumed from: the run ended without an adapter, because a value was not finite."""
+        """Marks all checkpoints as spoilt: the run ended without an adapter, because a value was not finite."""
         (self.folder / _SPOILT).touch(FILE_MODE)
 
     def callback(self, is_sound: Callable[[], bool] = lambda: True) -> TrainerCallback:
         """Marks each checkpoint after Trainer has written it.
 
         Args:
-            is_sound: whether what was written is worth resuming from; else it is marked as spoilt.
+            is_sound: whether what was written is worth resuming from; if not, it is marked as spoilt.
         """
         return _Mark(self.folder, is_sound)
 
@@ -132,10 +134,10 @@ class _Mark(TrainerCallback):  # type: ignore[misc]
 
 
 def check_replaceable(output_dir: Path) -> None:
-    """Refuses, before any work, an output folder that holds anything but an adapter: it would be replaced whole.
+    """Refuses, before any work, an output folder that holds anything but an adapter: it would be replaced as a whole.
 
     Raises:
-        ConfigurationError: a file, or a folder with other things in it.
+        ConfigurationError: the path is a file, or a folder with other things in it.
     """
     if output_dir.is_dir():
         names = {path.name for path in output_dir.iterdir()}
@@ -147,22 +149,23 @@ def check_replaceable(output_dir: Path) -> None:
 
 
 def save_adapter(model: Any, output_dir: Path) -> None:
-    """Writes PEFT's files beside the target, then puts them in place; an older adapter there is replaced.
+    """Writes PEFT's files beside the target, then moves them to it; an older adapter there is replaced.
 
-    A folder that was there leaves its rights to the new one, and so does a file to the one of its name.
+    A new folder takes over the mode of the folder that it replaces, and each file the mode of the older file of its
+    name.
 
     Args:
         model: a PeftModel.
-        output_dir: the adapter's folder.
+        output_dir: the folder that becomes the adapter's.
 
     Raises:
-        OSError: no room or no permission.
+        OSError: the disk is full or permission is missing.
     """
     make_private_folder(output_dir.parent)
     with tempfile.TemporaryDirectory(dir=output_dir.parent, prefix=f".{output_dir.name}-") as scratch:
         fresh, old = Path(scratch) / "new", Path(scratch) / "old"
         model.save_pretrained(fresh, save_embedding_layers=False)
-        make_private(fresh)  # until here the scratch folder, 0700, kept others out
+        make_private(fresh)  # until here the scratch folder, of mode 0700, kept other users out
         replaced = output_dir.exists()
         if replaced:
             take_over_rights(output_dir, fresh)

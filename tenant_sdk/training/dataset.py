@@ -4,8 +4,8 @@ Guarantees: every row has exactly one of the forms `messages`, `prompt` with `co
 token at its own position or -100; every row has at least one label that a causal model is trained on; no row is cut
 short here (`pad_rows` may cut: tenant_sdk/text/rows.py). An error is one line that names the file and the line, and
 never shows what the row says: only the keys, the types and the lengths that came.
-Does not: render a chat template outside transformers' own sandbox; shuffle, pack or truncate; hide special tokens that
-the user's own text spells out (they become special tokens, as in TRL).
+It does not render a chat template outside transformers' own sandbox; does not shuffle, pack or truncate; and does not
+hide special tokens that the user's own text spells out (they become special tokens, as in TRL).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from wire.errors import ConfigurationError, DatasetError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# torch.nn.CrossEntropyLoss, argument ignore_index; transformers' ForCausalLMLoss relies on the same value.
+# The value is the default of torch.nn.CrossEntropyLoss's ignore_index; transformers' ForCausalLMLoss relies on it.
 IGNORE_INDEX = -100
 
-# Roles of transformers' chat format (docs, "Chat templates"); a template may accept fewer.
+# These are the roles of transformers' chat format (docs, "Chat templates"); a template may accept fewer.
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _FORM_KEYS = ("messages", "prompt", "completion", "text")
@@ -41,12 +41,12 @@ _UNSUPPORTED_KEYS = ("tools", "chat_template_kwargs")
 # Only a key that looks like a field name is shown: a malformed row may carry its private text as a key.
 _SHOWN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}", re.ASCII)
 _MAX_SHOWN_KEYS = 8
-# What a template that does not fit a conversation raises besides jinja2's own errors.
+# Errors that a template raises where it does not fit a conversation, jinja2's own included.
 RENDER_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class UnusableRowWarning(UserWarning):
-    """A row that could not be used is left out, without a trace in what is sent."""
+    """A row that could not be used is left out, and nothing that is sent shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A plain prompt and what should follow it, joined as they stand."""
+    """A plain prompt and the text that should follow it, joined without change."""
 
     prompt: str = field(repr=False)
     completion: str = field(repr=False)
@@ -74,12 +74,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One checked row; its repr shows where it came from and not what it says.
+    """One checked row; its repr shows where it came from but not what it says.
 
     Attributes:
         source: the file as the user named it, or None for rows that came from memory.
         line: the line in the file or the number of the row, from 1.
-        form: what the row says.
+        form: the row's contents, in one of the three forms.
     """
 
     source: str | None
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """The start of every message about this row."""
+        """Returns the start of every message about this row."""
         return _where(self.source, self.line)
 
 
@@ -104,7 +104,7 @@ def load_rows(data: str | os.PathLike[str] | Iterable[Mapping[str, object]]) -> 
         At least one row, in order.
 
     Raises:
-        DatasetError: a file that cannot be read or is not UTF-8, an empty data set, or a row that is none of the forms.
+        DatasetError: a file cannot be read or is not UTF-8, the data set is empty, or a row has none of the forms.
     """
     if isinstance(data, str | os.PathLike):
         source = os.fspath(data)
@@ -143,17 +143,18 @@ def tokenize(
         max_length: the most tokens that a row may have, usually the model's context.
         add_eos: end `text` and plain completions with the end-of-sequence token, unless they have it. Conversations
             never get one: their template has its own end marker.
-        num_virtual_tokens: what a prompt-learning adapter adds to every row; already taken off `max_length`, and named
-            where a row is too long.
-        never_refuse: accept a row whose tokens cannot be used or are too many, for a tokenizer that may have been made
-            to refuse some texts: a refusal would be visible. Such a row has no labels; too long a row is left as it is.
+        num_virtual_tokens: the positions that a prompt-learning adapter adds to every row; they are already taken off
+            `max_length`, and are named in the error about a row that is too long.
+        never_refuse: accepts a row whose tokens cannot be used or are too many, for a tokenizer that may have been made
+            to refuse some texts: a refusal would be visible. A row whose tokens cannot be used has no labels; a row
+            that is too long is left as it is.
 
     Returns:
         One dict per row: `input_ids`, `labels` (IGNORE_INDEX where no loss is wanted) and `attention_mask` (ones), all
         of the row's length.
 
     Raises:
-        DatasetError: a row that the template refuses or rewrites, that has no label token, or that is too long.
+        DatasetError: the template refuses or rewrites a row, or a row has no label token, or is too long.
         ConfigurationError: the tokenizer lacks the chat template or the end-of-sequence token that a row needs.
 
     Source: TRL 1.16, SFTTrainer._prepare_dataset (tokenize_fn, add_eos); unlike there, a row is never truncated, only
@@ -175,7 +176,7 @@ class Collator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, features: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-        """One batch.
+        """Makes one batch.
 
         Args:
             features: dicts from `tokenize`.
@@ -197,36 +198,37 @@ class Collator:
 
 
 def _read_jsonl(path: str) -> Iterator[tuple[int, object]]:
-    """Line number and JSON value of each line that is not blank."""
+    """Yields line number and JSON value of each line that is not blank."""
     try:
-        # Bytes, so that a line ends at \n alone (a JSON string may hold U+2028) and a bad byte has a line number.
+        # The file is read as bytes, so that only \n ends a line (a JSON string may hold U+2028) and a bad byte has a
+        # line number.
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
                 text = _decode(path, line, raw)
                 if text.strip():
                     yield line, _json_value(path, line, text)
-    except (OSError, ValueError) as exc:  # ValueError: a path with a null character
+    except (OSError, ValueError) as exc:  # ValueError: the path holds a null character
         reason = exc.strerror if isinstance(exc, OSError) else "not a file name"
         raise DatasetError(f"{_one_line(path)}: expected a readable JSONL file: {reason}") from None
 
 
 def _decode(path: str, line: int, raw: bytes) -> str:
-    """The line's text; a byte order mark is dropped, as some editors begin a file with one."""
+    """Returns the line's text; a byte order mark is dropped, as some editors begin a file with one."""
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
-    except UnicodeDecodeError as exc:  # `from None`: the original shows the byte
+    except UnicodeDecodeError as exc:  # `from None`: the original error shows the byte
         raise DatasetError(f"{_where(path, line)}: expected UTF-8; byte {exc.start + 1} of the line is not") from None
 
 
 def _json_value(path: str, line: int, text: str) -> object:
-    """The line's JSON value."""
+    """Returns the line's JSON value."""
     try:
         value: object = json.loads(text)
-    except json.JSONDecodeError as exc:  # `from None`: the original carries the whole line
+    except json.JSONDecodeError as exc:  # `from None`: the original error carries the whole line
         raise DatasetError(
             f"{_where(path, line)}: expected one JSON object per line; invalid JSON at column {exc.colno}"
         ) from None
-    except (RecursionError, ValueError):  # nesting or digits past the interpreter's limits
+    except (RecursionError, ValueError):  # nesting or digits exceed the interpreter's limits
         raise DatasetError(f"{_where(path, line)}: invalid JSON: nested too deeply or a number too long") from None
     return value
 
@@ -289,7 +291,7 @@ def _messages(where: str, value: object) -> list[dict[str, str]]:
 def _message(where: str, value: object) -> dict[str, str]:
     if not isinstance(value, Mapping):
         raise DatasetError(f"{where}: expected an object with role and content, {_type(value)} came")
-    # A further key (tool_calls, images) would be rendered or lost depending on the template: refuse it.
+    # A further key (tool_calls, images) would be rendered or lost depending on the template, so it is refused.
     if {key for key, part in value.items() if part is not None} - {"role", "content"} or "role" not in value:
         raise DatasetError(f"{where}: expected the keys role and content; {_keys(value)} came")
     role, content = value["role"], value.get("content")
@@ -304,7 +306,7 @@ def _string(where: str, value: object) -> str:
         raise DatasetError(f"{where}: expected a string, {_type(value)} came")
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON can spell a lone surrogate; tokenizers cannot take one
+    except UnicodeEncodeError:  # JSON can spell a lone surrogate; tokenizers do not accept one
         raise DatasetError(f"{where}: expected Unicode text, a lone surrogate came") from None
     return value
 
@@ -333,7 +335,7 @@ def _tokenize_row(
 
 
 def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_eos: bool) -> dict[str, list[int]]:
-    """A row, or one token without a label in place of a row that cannot be used."""
+    """Tokenizes a row; in place of a row that cannot be used it returns one token without a label."""
     try:
         return _tokenize_row(row, tokenizer, sys.maxsize, add_eos, 0)
     except (DatasetError, TokenizerFailed, TemplateDoesNotFit) as exc:
@@ -344,13 +346,14 @@ def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_e
 def _tokenize_plain(
     form: Text | Completion, tokenizer: PreTrainedTokenizerBase, add_eos: bool
 ) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a row without a template."""
+    """Returns token ids and labels of a row without a template."""
     start = 0
     if isinstance(form, Text):
         input_ids = list(tokenizer(form.text)["input_ids"])
     else:
         input_ids = list(tokenizer(form.prompt + form.completion)["input_ids"])
-        # Where the two strings merge into one token, that token is a label: the completion is always wholly inside.
+        # Where the two strings merge into one token, that token is a label: the labels always cover the whole
+        # completion.
         start = _common_prefix(list(tokenizer(form.prompt)["input_ids"]), input_ids)
     if add_eos:
         if tokenizer.eos_token_id is None:
@@ -363,7 +366,7 @@ def _tokenize_plain(
 def _tokenize_conversation(
     where: str, form: Conversation, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[int], list[int]]:
-    """Token ids and labels of a conversation."""
+    """Returns token ids and labels of a conversation."""
     whole = _Rendered(where, form.messages, tokenizer)
     labels = [IGNORE_INDEX] * len(whole.token_ids)
     for turn in range(form.num_prompt_messages, len(form.messages)):
@@ -384,18 +387,19 @@ class _Rendered:
         self.token_ids = self._ids(len(messages))
 
     def span(self, turn: int) -> slice:
-        """The tokens of message `turn`, from after the generation prompt to its end.
+        """Returns the tokens of message `turn`, from after the generation prompt to its end.
 
-        A prompt that is no true token prefix is accepted only where just its end differs, because a token merges
-        across the boundary or the generation prompt opens more than the answer keeps (a thinking block), and the
-        answer is still wholly inside the span. Otherwise the template rewrites history: the labels would hold the
+        A prompt that is not exactly a token prefix is accepted only where nothing but its end differs, because a token
+        merges across the boundary or the generation prompt opens more than the answer keeps (a thinking block), and
+        where the span still holds the whole answer. Otherwise the template rewrites history: the labels would hold the
         user's words or miss the assistant's.
         """
         opened = self._ids(turn, add_generation_prompt=True)
         start = _common_prefix(opened, self.token_ids)
         is_prefix = start == len(opened)
         if not is_prefix:
-            # Either will do: some templates close whatever is no generation prompt with an end token (Phi-3).
+            # Either prefix will do: some templates end everything that is no generation prompt with an end token
+            # (Phi-3).
             before = (self._text(turn), self._text(turn, add_generation_prompt=True))
             if not self._text(len(self._messages)).startswith(before):
                 self._refuse(turn)
@@ -408,7 +412,7 @@ class _Rendered:
         return slice(start, end)
 
     def _holds(self, span: slice, content: str) -> bool:
-        # Stripped, because many templates trim what they render.
+        # The content is stripped, because many templates trim what they render.
         text: str = self._tokenizer.decode(self.token_ids[span], clean_up_tokenization_spaces=False)
         return content.strip() in text
 
@@ -425,9 +429,9 @@ class _Rendered:
         return str(self._render(num_messages, add_generation_prompt, tokenize=False))
 
     def _render(self, num_messages: int, add_generation_prompt: bool, **options: bool) -> Any:
-        """`apply_chat_template`, transformers' sandbox: the template came from the provider and is never run elsewhere.
+        """Calls `apply_chat_template`, which is transformers' sandbox: a provider's template is never run elsewhere.
 
-        `from None`: a template can raise any text, the messages included.
+        Errors are raised `from None`: a template can raise any text, the messages included.
         """
         messages = self._messages[:num_messages]
         try:
@@ -443,7 +447,7 @@ class _Rendered:
     def _check_template(self) -> None:
         try:
             has_template = bool(self._tokenizer.get_chat_template())
-        except ValueError:  # none, or several without a default
+        except ValueError:  # there is no template, or there are several without a default
             has_template = False
         if not has_template:
             raise ConfigurationError(
@@ -453,7 +457,7 @@ class _Rendered:
 
 
 def _common_prefix(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    """The number of leading tokens that two sequences share."""
+    """Returns the number of leading tokens that two sequences share."""
     for index, (left, right) in enumerate(zip(ids, other_ids, strict=False)):
         if left != right:
             return index
@@ -468,7 +472,7 @@ def _where(source: str | None, line: int) -> str:
 
 
 def _one_line(path: str) -> str:
-    """The path as given, or quoted where it would break the line or the terminal."""
+    """Returns the path as given, or quoted where it would break the line or the terminal."""
     return path if path.isprintable() else ascii(path)
 
 
@@ -477,7 +481,7 @@ def _type(value: object) -> str:
 
 
 def _keys(value: Mapping[Any, object]) -> str:
-    """The keys of a row with their types, as far as they look like field names."""
+    """Returns the keys of a row with their types, as far as they look like field names."""
     shown = [key if isinstance(key, str) and _SHOWN_KEY.fullmatch(key) else "(another key)" for key in value]
     listed = [f"{key} ({_type(part)})" for key, part in zip(shown, value.values(), strict=True)]
     more = [f"{len(listed) - _MAX_SHOWN_KEYS} more"] if len(listed) > _MAX_SHOWN_KEYS else []

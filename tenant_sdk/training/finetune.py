@@ -48,15 +48,15 @@ _SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a fine-tuning run gave.
+    """The result of a fine-tuning run.
 
     Attributes:
         adapter_dir: PEFT's own files; `PeftModel.from_pretrained(base, adapter_dir)` loads them.
         losses: mean loss per labelled token of each optimizer step, in order; after a resume, of all steps.
         tokens: tokens trained on in this call, padding not counted.
-        bytes_up, bytes_down: what crossed the wire in this call.
+        bytes_up, bytes_down: bytes sent and received in this call.
         seconds: wall clock of this call's training.
-        resumed_from_step: 0 for a run that started afresh.
+        resumed_from_step: the step from which the run went on; 0 for a run that started afresh.
     """
 
     adapter_dir: Path
@@ -200,10 +200,11 @@ def finetune(
 
 
 def _train(trainer: Trainer, start: Path | None) -> None:
-    """Runs it to its end; a value that is not finite ends a verified run at once, and the error says what may help."""
+    """Runs training to its end; a value that is not finite ends a verified run at once, and the error says what may
+    help."""
     try:
         trainer.train(resume_from_checkpoint=str(start) if start else None)
-    except NotFinite as exc:
+    except NotFinite as exc:  # `from None`: the original's frames hold activations or gradients
         raise NotFinite(f"{exc}; try a lower learning_rate, and resume=False (--no-resume) to start over") from None
 
 
@@ -218,7 +219,7 @@ def _check_finite(model: Any, course: Course, checkpoints: Checkpoints) -> None:
 
 
 def _room(context: int, num_virtual: int) -> int:
-    """Tokens that a row may have."""
+    """Returns the tokens that a row may have."""
     if num_virtual >= context:
         raise ConfigurationError(
             f"num_virtual_tokens must leave room for rows in the model's context of {context}, got {num_virtual}"
@@ -227,7 +228,7 @@ def _room(context: int, num_virtual: int) -> int:
 
 
 def _adapted(client: TenantClient, peft_config: PeftConfig, seed: int) -> Any:
-    """A fresh model with the adapter on it.
+    """Returns a fresh model with the adapter on it.
 
     A copy of a base layer has no weight: nothing of it would be trained, and stock PEFT could not load the adapter.
     """
@@ -246,27 +247,29 @@ def _adapted(client: TenantClient, peft_config: PeftConfig, seed: int) -> Any:
 
 
 def _checkpoint_activations(model: Any) -> None:
-    """What Trainer's own switch does, except that the embeddings do not come to require a gradient.
+    """Does what Trainer's own switch does, except that the embeddings do not come to require a gradient.
 
-    They would send backward calls below the adapters; checkpointing that is not re-entrant needs none.
+    If they did, they would cause backward calls below the adapters; checkpointing that is not re-entrant does not need
+    it.
     """
     try:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    except ValueError:
-        raise ConfigurationError(f"{type(model).__name__} does not support gradient_checkpointing") from None
+    except ValueError as exc:
+        raise ConfigurationError(f"{type(model).__name__} does not support gradient_checkpointing") from exc
     model.disable_input_require_grads()
 
 
 def completion_loss(
     model: Any, inputs: Any, count: Any = None, every_position: bool = False
 ) -> tuple[torch.Tensor, Any]:
-    """Mean cross-entropy over labelled tokens, and the model's outputs; logits only where some row has a label.
+    """Returns mean cross-entropy over labelled tokens, and the model's outputs; logits only where some row has a label.
 
     Args:
-        model: one whose forward takes `logits_to_keep`.
-        inputs: of a `Collator`; `labels` are taken out.
-        count: what the sum is divided by; None for the number of labels.
-        every_position: compute logits everywhere, so that the number of labels does not show at a remote head.
+        model: a model whose forward takes `logits_to_keep`.
+        inputs: a batch of a `Collator`; `labels` are taken out.
+        count: the number by which the sum is divided; None for the number of labels.
+        every_position: whether logits are computed everywhere, so that the number of labels does not show at a remote
+            head.
     """
     labels = inputs.pop("labels")
     targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]  # position p predicts token p + 1
@@ -285,7 +288,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
 
     num_tokens = 0
     same_rows_for_any_text = False
-    """Whether the number of labels may not show, as it does at a remote head that computes only where labels are."""
+    """Whether the number of labels must be hidden: a remote head that computes only where labels are would show it."""
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -301,7 +304,8 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was changed."""
+        """Saves the adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was
+        changed."""
         folder = Path(output_dir or self.args.output_dir)
         make_private_folder(folder)  # before Trainer, which writes into it what tells of the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
@@ -382,7 +386,7 @@ def _adapter_errors() -> Iterator[None]:
         raise
     except (ValueError, TypeError) as exc:
         text = str(exc).split("\n")[0][:200]
-        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from None
+        raise ConfigurationError(f"PEFT cannot put this adapter on the model: {text}") from exc
 
 
 @contextmanager
@@ -395,6 +399,7 @@ def _saving_errors() -> Iterator[None]:
         reason = _full_disk(exc)
         if reason is None:
             raise
+        # `from None`, here and below: frames of a training step hold texts, adapter and gradients.
         raise VeilbaseError(
             f"the adapter or a checkpoint could not be written ({reason}): make room and run the same command again; "
             "it goes on from the last complete checkpoint"
@@ -413,7 +418,7 @@ def _reading_errors(checkpoint: Path | None) -> Iterator[None]:
 
 
 def _full_disk(exc: BaseException) -> str | None:
-    """Why a file could not be written, or None for another failure; safetensors and torch wrap the OSError."""
+    """Returns why a file could not be written, or None for another failure; safetensors and torch wrap the OSError."""
     if isinstance(exc, OSError):
         return exc.strerror or "write error"
     text = str(exc)
@@ -422,7 +427,7 @@ def _full_disk(exc: BaseException) -> str | None:
 
 
 def mean_loss(model: Any, rows: list[dict[str, list[int]]], pad_token_id: int, batch_size: int = 8) -> float:
-    """Mean loss per labelled token of tokenised rows, without training; for before-and-after figures."""
+    """Returns the mean loss per labelled token of tokenised rows, without training; for before-and-after figures."""
     collate, total, count = Collator(pad_token_id), 0.0, 0
     with torch.no_grad():
         for start in range(0, len(rows), batch_size):

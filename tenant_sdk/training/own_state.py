@@ -1,11 +1,11 @@
-"""What several fine-tuning runs in threads of one process would share, given to each run as its own.
+"""State that several fine-tuning runs in threads of one process would share; each run is given its own.
 
-accelerate keeps one state for the process: device and precision, which every new Trainer throws away and makes again,
-and whether this is a step on which the optimizer acts, which is another matter in every run. torch has one generator.
+accelerate keeps one state for the process: device and precision, which every new Trainer discards and makes again, and
+whether the optimizer acts on this step, which differs from run to run. torch has one random generator.
 
-Guarantees: a run sees its own state of accelerate and no other thread sees it; an adapter is drawn from the run's seed
-alone. It does not guarantee equal dropout, nor equal sampling in `generate`: both draw from torch's own generator, and
-no operation of theirs takes another. For these a run needs a process of its own.
+Guarantees: a run sees its own state of accelerate and no other thread sees it; an adapter's initial values are drawn
+from the run's seed alone. It does not guarantee equal dropout, nor equal sampling in `generate`: both draw from torch's
+own generator, and their operations accept no other. For these a run needs a process of its own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _DRAWS = frozenset({
     torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_, torch.Tensor.cauchy_,
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
     torch.normal, torch.bernoulli, torch.multinomial,
-    nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # a mode is asked about these whole
+    nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # torch passes a mode the whole call of these
 })  # fmt: skip
-"""Random operations that take a generator; others (dropout) cannot draw from a run's own."""
+"""Random operations that take a generator; other operations (dropout) cannot draw from a run's own."""
 
 
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
-    """Inside, accelerate begins afresh in this thread; outside and in other threads all is as it was."""
+    """Gives this thread a fresh state of accelerate inside the block; outside and in other threads the state is
+    unchanged."""
     _install()
     before = _own.set({})
     try:
@@ -46,7 +47,7 @@ def own_accelerate_state() -> Iterator[None]:
 
 
 class _StateOfRun:
-    """`_shared_state` of one of accelerate's classes: the run's own inside a run, elsewhere everybody's."""
+    """`_shared_state` of one of accelerate's classes: inside a run the run's own, elsewhere that of the process."""
 
     def __init__(self, kind: type, everybodys: _State) -> None:
         self._kind, self._everybodys = kind, everybodys
@@ -60,15 +61,16 @@ class _StateOfRun:
 def _install() -> None:
     for kind in (PartialState, AcceleratorState, GradientState):
         everybodys = vars(kind)["_shared_state"]
-        if isinstance(everybodys, dict):  # on a TPU accelerate itself has one a thread
+        if isinstance(everybodys, dict):  # on a TPU accelerate itself has one state for each thread
             kind._shared_state = _StateOfRun(kind, everybodys)
 
 
 class DrawnFrom(TorchFunctionMode):
-    """A context in which a thread draws what it would alone after `torch.manual_seed(seed)`, whatever others draw."""
+    """A context in which a thread draws the numbers that it would draw alone after `torch.manual_seed(seed)`, whatever
+    other threads draw."""
 
     def __init__(self, seed: int) -> None:
-        """Args: seed: from 0 to 2^32 - 1."""
+        """Args: seed: a number from 0 to 2^32 - 1."""
         super().__init__()
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}

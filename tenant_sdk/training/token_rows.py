@@ -1,7 +1,7 @@
-"""Training rows as tokens, of the tokenizer's length or all of one.
+"""Training rows as tokens: each of its own length, or all padded to one length (the bucket).
 
-Guarantees: with a bucket every row has exactly its length, and no row is refused that a provider's tokenizer may have
-made too long or unusable: a refusal would be visible.
+Guarantees: with a bucket every row has exactly the bucket's length, and no row is refused that a provider's tokenizer
+may have made too long or unusable: a refusal would be visible.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ def training_rows(
     """Tokenizes a data set.
 
     Args:
-        parsed: from `load_rows`.
-        text: the session's tokenizer and who chose it.
+        parsed: the result of `load_rows`.
+        text: the session's tokenizer and the party that chose it.
         max_length: the most tokens that a row may have.
         bucket: the length of every row, or None for each row's own.
-        num_virtual: positions that a prompt-learning adapter adds, already taken off `max_length`.
+        num_virtual: positions that a prompt-learning adapter adds; they are already taken off `max_length`.
 
     Returns:
         See `tenant_sdk.training.dataset.tokenize`.
 
     Raises:
-        DatasetError: a row that is too long or cannot be used, unless the provider may have made it so.
-        ConfigurationError: a bucket that is longer than `max_length`.
+        DatasetError: a row is too long or cannot be used, unless the provider may have made it so.
+        ConfigurationError: the bucket is longer than `max_length`.
     """
     if bucket is None:
         return tokenize(parsed, text.tokenizer, max_length, num_virtual_tokens=num_virtual)

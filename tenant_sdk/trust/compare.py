@@ -1,8 +1,9 @@
-"""What a provider offers, part by part, against what the trusted checkpoint gives.
+"""Compares what a provider offers, part by part, with what the trusted checkpoint gives.
 
 Guarantees: equality is of bits (tensors), bytes (tokenizer, template) or typed JSON values (configs), except for the
-number of the transformers release that wrote a config; an error names the part, from the trusted side's own names, and
-never a value. Both sides write their files with transformers' own writers, so they need releases that write alike.
+number of the transformers release that wrote a config; an error names the part by the trusted side's own names, and
+never shows a value. Both sides write their files with transformers' own writers, so they need releases that write
+alike.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from tenant_sdk.trust.bundle import without_unsafe
-from wire.errors import MalformedFrame, VerificationFailed
+from wire.errors import MalformedFrame, VerificationFailed, os_cause
 from wire.manifest import BUNDLE_FILE_NAMES, GroupInfo, LayerInfo, Manifest
 from wire.ring.quantise import digest, max_norms, quantise
 
 _TENSOR_FILES = frozenset({"model.safetensors", "scales.safetensors"})
 _JSON_FILES = frozenset({"config.json", "generation_config.json", "tokenizer_config.json"})
-"""Rewritten by tenant_sdk/trust/bundle.py without unsafe keys, so compared as values."""
+"""Files that tenant_sdk/trust/bundle.py rewrites without unsafe keys, so they are compared as values."""
 _PARTS = {
     "config.json": "the model's config",
     "generation_config.json": "the generation settings",
@@ -37,7 +38,8 @@ _PRIVATE_KEYS = frozenset(
         *("is_local", "local_files_only", "auto_map"),
     }
 )
-"""What provider/model/bundle.py leaves out; a bundle that has one of these is no honest bundle."""
+"""Keys that provider/model/bundle.py leaves out; a bundle that has one of them does not come from an honest
+provider."""
 _HARMLESS_KEYS = frozenset({"transformers_version"})
 
 ReadTensor = Callable[[str], torch.Tensor]
@@ -45,7 +47,7 @@ ReadLayer = Callable[[str, Literal["linear", "conv1d"]], torch.Tensor]
 
 
 def differs(part: str) -> VerificationFailed:
-    """The error for one part; `part` holds names only."""
+    """Returns the error for one part; `part` holds names only."""
     return VerificationFailed(f"the provider does not serve the trusted checkpoint: {part} differs")
 
 
@@ -67,7 +69,7 @@ def write_files(model: Any, tokenizer: Any | None, folder: Path) -> None:
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         try:
             model.generation_config.save_pretrained(folder)
-        except ValueError:  # settings that contradict each other: the provider leaves them out too
+        except ValueError:  # the settings contradict each other: the provider leaves them out too
             (folder / "generation_config.json").unlink(missing_ok=True)
     if tokenizer is not None:
         scratch = folder / "tokenizer"
@@ -82,15 +84,15 @@ def check_files(expected: Path, bundle: Path, manifest: Manifest) -> None:
     """Compares every file of the bundle that holds no tensors, and the manifest's copy of the config.
 
     Args:
-        expected: folder that `write_files` filled.
+        expected: the folder that `write_files` filled.
         bundle: the bundle's folder.
-        manifest: of the same provider.
+        manifest: the manifest of the same provider.
 
     Raises:
         VerificationFailed: a file differs, is missing, or is one too many.
     """
     names = {path.name for folder in (expected, bundle) for path in folder.iterdir()} - _TENSOR_FILES
-    for name in sorted(names):  # config.json comes before what depends on it
+    for name in sorted(names):  # config.json comes before the files that depend on it
         part = _PARTS.get(name, "the tokenizer")
         if not ((expected / name).is_file() and (bundle / name).is_file()):
             raise differs(part)
@@ -107,20 +109,20 @@ def check_manifest_config(bundle: Path, manifest: Manifest) -> None:
     """Compares the manifest's copy of the config with the bundle's, whose digest the manifest announces.
 
     Raises:
-        MalformedFrame: they differ, in more than the release that wrote them.
+        MalformedFrame: they differ in more than the release that wrote them.
     """
     try:
         ours = _read_json(bundle / "config.json", "config")
         _check_json(_without_infinities(ours), _without_infinities(dict(manifest.config)), "config")
-    except (VerificationFailed, OSError):
-        raise MalformedFrame("the config in the provider's manifest is not the one in its bundle") from None
+    except (VerificationFailed, OSError) as exc:  # the first may name a key of the provider's config
+        raise MalformedFrame("the config in the provider's manifest is not the one in its bundle") from os_cause(exc)
 
 
 def _read_json(path: Path, part: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise differs(part) from None
+        raise differs(part) from None  # the original holds the file's text, which may be the provider's
     if not isinstance(content, dict):
         raise differs(part)
     return content
@@ -138,12 +140,12 @@ def _check_json(expected: dict[str, Any], offered: dict[str, Any], part: str) ->
 
 
 def _canonical(content: dict[str, Any]) -> dict[str, str]:
-    """Text of each value: unlike ==, it tells 1 from 1.0 and True, and NaN equals itself."""
+    """Returns the text of each value: unlike ==, it tells 1 from 1.0 and True, and NaN equals itself."""
     return {key: json.dumps(value, sort_keys=True) for key, value in without_unsafe(content).items()}
 
 
 def _without_infinities(value: Any) -> Any:
-    """The manifest is strict JSON, in which NaN and the infinities are null."""
+    """Turns NaN and the infinities into null, as the manifest does, which is strict JSON."""
     if isinstance(value, dict):
         return {key: _without_infinities(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -152,12 +154,12 @@ def _without_infinities(value: Any) -> Any:
 
 
 def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest) -> None:
-    """Compares every tensor of the bundle: embeddings, norms, biases, buffers, layers that are not served.
+    """Compares every tensor of the bundle: embeddings, norms, biases, buffers, and layers that are not served.
 
     Args:
         bundle: the bundle's folder.
         model: the trusted model, with or without storage.
-        read: its tensors by state-dict name.
+        read: reads the trusted model's tensors by state-dict name.
         manifest: names the layers whose weights are not in the bundle.
 
     Raises:
@@ -170,14 +172,14 @@ def check_tensors(bundle: Path, model: Any, read: ReadTensor, manifest: Manifest
             for name in expected:
                 if name not in offered or not same_bits(read(name), opened.get_tensor(name)):
                     raise differs(f"the tensor {name}")
-    except (SafetensorError, OSError):
-        raise differs("the bundle's model.safetensors") from None
+    except (SafetensorError, OSError) as exc:
+        raise differs("the bundle's model.safetensors") from os_cause(exc)
     if offered - set(expected):
         raise differs("the bundle's list of tensors")
 
 
 def _client_tensors(model: Any, served: set[str]) -> list[str]:
-    """Names that an honest bundle holds: of tied tensors the one that provider/model/bundle.py keeps."""
+    """Returns the names that an honest bundle holds: of tied tensors the one that provider/model/bundle.py keeps."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     weights = {f"{name}.weight" for name in served}
     state = model.state_dict(keep_vars=True)
@@ -191,24 +193,24 @@ def _client_tensors(model: Any, served: set[str]) -> list[str]:
 
 
 def check_scale_names(bundle: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """α by layer name, for exactly the layers of the manifest; values are checked by `check_group`."""
+    """Returns α by layer name, for exactly the layers of the manifest; `check_group` checks the values."""
     try:
         scales: dict[str, torch.Tensor] = load_file(bundle / "scales.safetensors")
-    except (SafetensorError, OSError):
-        raise differs("the bundle's scales.safetensors") from None
+    except (SafetensorError, OSError) as exc:
+        raise differs("the bundle's scales.safetensors") from os_cause(exc)
     if scales.keys() != {layer.name for group in manifest.groups for layer in group.layers}:
         raise differs("the bundle's list of scales")
     return scales
 
 
 def check_group(group: GroupInfo, layer: ReadLayer, model: Any, scales: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Quantises the trusted weights of one group and compares all that is said of them.
+    """Quantises the trusted weights of one group and compares everything that the provider states about them.
 
     Args:
-        group: of the manifest.
-        layer: the trusted weight by name and kind.
+        group: the group as the manifest describes it.
+        layer: reads the trusted weight of a layer by its name and kind.
         model: the trusted model, for the layers' biases.
-        scales: of the bundle.
+        scales: the bundle's scales by layer name.
 
     Returns:
         W̃, int8, shape (in_features, out_features), members side by side.

@@ -1,10 +1,10 @@
 """A provider's config.json, reduced to what its architecture's class declares.
 
-Guarantees: the model is built from keys that transformers' config class for the named architecture declares, or has
-by default, and from nothing else; every number is finite and within a range that such a key can have; switches that
-change how often or how a model is called are left at transformers' defaults. Not guaranteed: that the config
-describes the model that the provider names; that no row count depends on routing, where experts of a mixture are layers
-of the provider's (`check_rows_are_padded`).
+Guarantees: the model is built from keys that transformers' config class for the named architecture declares, or has by
+default, and from nothing else; every number is finite and within a range that such a key can have; keys that change how
+often or how a model is called keep transformers' defaults. Not guaranteed: that the config describes the model that the
+provider names; that no row count depends on routing, where experts of a mixture are layers at the provider
+(`check_rows_are_padded`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ _LEFT_AT_DEFAULT = frozenset(
         *("transformers_version", "architectures"),
     }
 )
-"""Keys of every config class that change how a model is called or what it returns, and no linear layer."""
+"""Keys of every config class that change how a model is called or what it returns, but no linear layer; defaults
+apply."""
 _ROWS_BY_CONTENT = ("blt",)
-"""Architectures whose own products decide how many rows the next layers get: a provider that answers those products
-would choose what row counts tell. BLT patches its input by the entropy that a model of the provider's gives it."""
+"""Architectures in which products of the provider decide how many rows later layers get: a provider that forges those
+products would choose what row counts tell. BLT patches its input by the entropy that one of the provider's models gives
+it."""
 _MAX_WHOLE = 1 << 31
 _MAX_LIST = 1 << 16
 _MAX_DEPTH = 6
@@ -41,20 +43,20 @@ _KEY = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 _PROBABILITY = re.compile(r"dropout|pdrop|drop_rate|_drop$|jitter")
 _ACTIVATION = re.compile(r"(^|_)(hidden_act|activation_function|hidden_activation|ffn_act_fn)$")
 _MAY_BE_INFINITE = ("time_step_limit", "time_step_max")
-"""Mamba's published configs have an infinite upper limit."""
+"""Keys that may be infinite: Mamba's published configs have an infinite upper limit."""
 
 
 def read_config(folder: Path) -> Any:
-    """Builds transformers' config from the bundle's config.json, unverified.
+    """Builds transformers' config from the bundle's config.json, which was not verified.
 
     Args:
-        folder: the bundle.
+        folder: the bundle's folder.
 
     Raises:
-        ConfigurationError: an architecture that this transformers does not know.
-        MalformedFrame: a value outside the range that its key can have.
+        ConfigurationError: the installed transformers does not know the architecture.
+        MalformedFrame: a value is outside the range that its key can have.
     """
-    content, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # reads infinities as it writes them
+    content, _ = PreTrainedConfig.get_config_dict(folder, local_files_only=True)  # its reader accepts infinities
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         shown = re.sub(r"[^A-Za-z0-9_.-]", "?", str(kind)[:64])
@@ -69,10 +71,10 @@ def read_config(folder: Path) -> Any:
 
 
 def check_rows_are_padded(layer_names: Iterable[str]) -> None:
-    """Refuses padding where it would promise too much: experts get the rows that a router sends them.
+    """Refuses padding where it would promise too much: each expert gets the rows that a router sends it.
 
     Args:
-        layer_names: of the manifest.
+        layer_names: the names of the manifest's layers.
 
     Raises:
         ConfigurationError: a layer belongs to an expert.
@@ -85,10 +87,10 @@ def check_rows_are_padded(layer_names: Iterable[str]) -> None:
 
 
 def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """The entries that the class declares, checked; the rest is dropped.
+    """Returns the entries that the class declares, checked; all others are dropped.
 
     Raises:
-        MalformedFrame: a value outside its range.
+        MalformedFrame: a value is outside its range.
     """
     names = declared(config_class) - _LEFT_AT_DEFAULT
     inner = getattr(config_class, "sub_configs", None) or {}
@@ -105,7 +107,7 @@ def allowed(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
 
 
 def _inner(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """A config within a config; where any class may stand, its own `model_type` names it."""
+    """Checks a config within a config; where any class is allowed, its own `model_type` names the class."""
     kind = content.get("model_type")
     if config_class is AutoConfig:
         if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -116,11 +118,11 @@ def _inner(content: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
 
 @functools.lru_cache(256)
 def declared(config_class: Any) -> frozenset[str]:
-    """Names of the class's fields, of what it has by default and of their other spellings."""
+    """Returns the names of the class's fields, of its default attributes and of their other spellings."""
     fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
     names = {field.name for field in fields}
     names |= set(getattr(config_class, "attribute_map", None) or {})
-    names |= {"rope_theta", "rope_scaling"} if "rope_parameters" in names else set()  # as older releases write it
+    names |= {"rope_theta", "rope_scaling"} if "rope_parameters" in names else set()  # older releases write these
     try:
         names |= set(config_class().to_dict())
     except Exception:  # noqa: BLE001 - a few classes have no default instance
@@ -129,7 +131,7 @@ def declared(config_class: Any) -> frozenset[str]:
 
 
 def _check(key: str, value: Any, depth: int) -> None:
-    """Raises MalformedFrame where a value cannot be one of this key; `key` is a name of transformers' own."""
+    """Raises MalformedFrame where a value is not possible for this key; `key` is one of transformers' own names."""
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, dict | list):

@@ -1,10 +1,11 @@
-"""What a provider's bundle was at first use: tokenizer, chat template and config, by digest.
+"""Pins: digests of a provider's tokenizer, chat template and config, as they were at first use.
 
 A provider that is not verified may change them from one session to the next, and so ask one question after the other.
-Here they are pinned when a tenant first uses a model, and a change is refused until the tenant accepts it by name.
+They are pinned when a tenant first uses a model, and a change is refused until the tenant accepts it by name.
 
-Guarantees: digests are of canonical values, without the release that wrote them; the file is replaced whole, with mode
-0600; a file that is damaged or cannot be written is an error and never an empty set of pins.
+Guarantees: digests are of canonical values, without the number of the transformers release that wrote them; the file is
+replaced as a whole, with mode 0600; a file that is damaged or cannot be written is an error and never counts as an
+empty set of pins.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ PARTS = {
     "template": "chat template",
     "config": "config",
 }
-"""Name with which a change is accepted: what it is called in a sentence."""
+"""For each part: the name by which a change is accepted, and what the part is called in a sentence."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
@@ -37,15 +38,16 @@ _TOKENIZER_FILES = (
 _CONFIGS = ("config.json", "tokenizer_config.json")
 _VOLATILE = frozenset({"transformers_version"})
 _TEMPLATE_KEY = "chat_template"
-"""In tokenizer_config.json, where older releases keep the template."""
+"""Key in tokenizer_config.json under which older releases keep the template."""
 
 
 def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """SHA-256 of the canonical value of each part of a bundle.
+    """Returns SHA-256 of the canonical value of each part of a bundle.
 
     Args:
-        folder: the bundle.
-        manifest: of the same provider; its name of the model, and its copy of the config with the bundle's.
+        folder: the bundle's folder.
+        manifest: the same provider's manifest; the model's name, and its copy of the config together with the bundle's,
+            come from it.
     """
     tokenizer = {name: _value(folder / name) for name in _TOKENIZER_FILES}
     template = folder / "chat_template.jinja"
@@ -61,7 +63,7 @@ def canonical_digests(folder: Path, manifest: Manifest) -> dict[str, str]:
 
 
 def _value(path: Path) -> Any:
-    """A file's JSON value, or its text where it is none; of a config, without the release that wrote it."""
+    """Returns a file's JSON value, or its text where it is no JSON; a config's without the release that wrote it."""
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -73,7 +75,7 @@ def _value(path: Path) -> Any:
 
 
 def _stable(value: Any) -> Any:
-    """The same JSON value without what changes with each release of transformers."""
+    """Returns the same JSON value without what changes with each release of transformers."""
     if isinstance(value, dict):
         return {key: _stable(item) for key, item in value.items() if key not in _VOLATILE}
     return [_stable(item) for item in value] if isinstance(value, list) else value
@@ -84,10 +86,10 @@ def _digest(value: Any) -> str:
 
 
 class Pins:
-    """The pins of one folder; several processes may use it."""
+    """The pins in one folder; several processes may use them at once."""
 
     def __init__(self, folder: Path) -> None:
-        """Args: folder: the identity's, else the cache; `pins.json` lies in it."""
+        """Args: folder: holds `pins.json`; the identity's folder, or the cache where there is no identity."""
         self._folder = folder
         self._path = folder / "pins.json"
 
@@ -95,8 +97,8 @@ class Pins:
         """Compares a provider's parts with their pins, and pins what is new or accepted.
 
         Args:
-            provider: a key that names authority, tenant and model.
-            current: digest by part, of the parts that this session uses.
+            provider: a key that names the certificate authority, the tenant and the model.
+            current: the digests of the parts that this session uses, by part.
             accepted: parts whose change the tenant accepts.
 
         Returns:
@@ -149,7 +151,7 @@ class Pins:
         make_private_folder(self._folder)
         held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX)  # let go when the descriptor is closed
+            fcntl.flock(held, fcntl.LOCK_EX)  # the lock is released when the descriptor is closed
             yield
         finally:
             os.close(held)
@@ -162,7 +164,7 @@ class Pins:
             raise ConfigurationError(
                 f"{self._path}, which holds what the provider's bundle was at first use, cannot be written: "
                 f"{exc.strerror or 'error'}; make it writable, or name a checkpoint that you trust (verify=, --verify)"
-            ) from None
+            ) from exc
 
 
 def _is_digest(value: Any) -> bool:
@@ -170,7 +172,7 @@ def _is_digest(value: Any) -> bool:
 
 
 def spoken(parts: Sequence[str]) -> str:
-    """Parts as a list in a sentence."""
+    """Joins the names of parts into a list for a sentence."""
     names = [PARTS[part] for part in parts]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -178,7 +180,7 @@ def spoken(parts: Sequence[str]) -> str:
 def _refusal(parts: Sequence[str]) -> str:
     flags = " ".join(f"--accept-change {part}" for part in parts)
     remedy = "verify= (--verify)"
-    if not {"model", "config"} & set(parts):  # a named tokenizer takes the place of the others
+    if not {"model", "config"} & set(parts):  # a named tokenizer replaces the other parts
         remedy = f"tokenizer= (--tokenizer) or {remedy}"
     return (
         f"the provider's {spoken(parts)} changed since first use, and nothing was sent: ask its operator whether that "

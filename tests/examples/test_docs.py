@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
@@ -28,7 +29,11 @@ from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import deadline_s
 from wire.ring import coding
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+ROOT_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in ROOT_PAGES), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
+CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"] + [ROOT / "wire" / "SPEC.md"]
+"""Pages about the code as it is: the change log tells of files as they were called."""
+PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks", "benchmarks", "examples", "tests")
 APPS = {"provider": provider_app, "tenant": tenant_app}
 
 
@@ -43,7 +48,7 @@ def commands(page: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_parse(page: Path) -> None:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for words in commands(page):
         if words[0] == "make":
             assert words[1] in targets
@@ -67,9 +72,53 @@ def test_readme_shows_the_two_commands() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose(page)):
         assert (page.parent / target).exists(), target
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name is one of our folders or modules, or what one of these holds."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:end])
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            held: object = importlib.import_module(".".join(parts[:end]))
+            return all((held := getattr(held, part, None)) is not None for part in parts[end:])
+    return False
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.name)
+def test_files_and_modules_that_pages_name_are_there(page: Path) -> None:
+    """A file's name without a folder is one that some folder has; a path may be one of torch's."""
+    names = {file.name for folder in (*PACKAGES, "docs") for file in (ROOT / folder).rglob("*.*")} | {"setup.py"}
+    text = prose(page)
+    assert text.count("`") % 2 == 0
+    quoted = "\n".join(re.findall(r"`([^`]+)`", text))
+    for path in re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)}|docs)/[\w./-]*", text):
+        assert (ROOT / path.rstrip(".")).exists(), path
+    for path in re.findall(r"[\w./-]+\.(?:py|[ch])\b", quoted):
+        found = (ROOT / path, Path(torch.__file__).parents[1] / path)
+        assert any(file.is_file() for file in found) if "/" in path else path in names, path
+    for name in re.findall(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:\.\w+)+(?![\w/])", quoted):
+        assert is_there(name), name
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("attacks.active", True),
+        ("provider.net.server.Server", True),
+        ("provider.net.server.Servant", False),
+        ("provider.server.Server", False),
+        ("tests.rpc.test_core", False),
+    ],
+)
+def test_a_name_that_is_not_there_is_noticed(name: str, expected: bool) -> None:
+    assert is_there(name) is expected
 
 
 def test_readme_python(

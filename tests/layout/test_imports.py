@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -144,6 +145,17 @@ def test_the_contract_of_adversaries_names_every_other_folder() -> None:
     there = {folder.parent.name for folder in (ROOT / "attacks").glob("*/__init__.py")}
     assert named == there - HOLD_NO_TRUTH
     assert {"noise", "tenant_sdk", "provider"} <= set(contract["forbidden_modules"])
+    assert not contract.get("allow_indirect_imports")
+
+
+def test_adversaries_cannot_import_a_program_beside_the_folders() -> None:
+    """`python -m attacks.game` and its like: the contract forbids each by what it imports."""
+    graph = grimp.build_graph("attacks", cache_dir=None)
+    modules = {file.stem for file in (ROOT / "attacks").glob("*.py")} - {"__init__"}
+    assert modules
+    for module in modules:
+        reached = {name.split(".")[1] for name in graph.find_upstream_modules(f"attacks.{module}") if "." in name}
+        assert reached - HOLD_NO_TRUTH, f"the contract would let an adversary import attacks.{module}"
 
 
 def test_adversaries_import_wire_and_parameters_only() -> None:

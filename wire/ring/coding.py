@@ -1,8 +1,8 @@
-"""Exact arithmetic in Z_q, q = 2^32: real rows to ring rows and back, and, from wire/ring/product.py, their products.
+"""Exact arithmetic in Z_q, q = 2^32: real rows to ring rows and back, and their products, from wire/ring/product.py.
 
-Guarantees: `product` is exact mod 2^32 for every int32 input; `encode` chooses scales with which a centred result
-never wraps, by a deterministic bound. Ring elements are int32 tensors read mod 2^32, so `centred` costs nothing.
-Source: DESIGN.md, section 3.
+Guarantees: `product` is exact mod 2^32 for every int32 input; `encode` chooses scales with which a centred result never
+wraps, by a deterministic bound. Ring elements are int32 tensors read mod 2^32, so centring costs nothing. Source:
+wire/SPEC.md, section 5.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ __all__ = ["HALF_MODULUS", "RowCodec", "decode", "encode", "product", "products"
 
 HALF_MODULUS = 2.0**31
 _ROUND_OFF = 1.0 - 2.0**-20
-"""Shrinks the budget by more than the fp32 rounding of norm, scale and quotient together (each below 2^-23)."""
+"""Factor that shrinks the budget by more than the fp32 rounding of norm, scale and quotient together (each below
+2^-23)."""
 _SMALLEST_SCALE = 2.0**-100
-"""A row whose scale would be smaller is sent with fewer bits rather than with a denormal scale."""
+"""Least scale of a row. A row whose scale would be smaller is sent with fewer bits rather than with a denormal
+scale."""
 _NOT_FINITE = "a row holds NaN or infinity: nothing was sent"
 
 
@@ -41,10 +43,10 @@ def encode(
 
     Args:
         rows: float, shape (num_rows, d), CPU or CUDA.
-        weight_norm: largest column norm of the integer weight (row norm for the backward direction).
-        error_norm: largest ‖e‖₂ of a mask's error rows; 0 without one.
-        slack: bound of everything else in the product, such as hint rounding; 0 without it.
-        alpha: float32, shape (d,), on the rows' device: they are multiplied by it first; None for ones.
+        weight_norm: the largest column norm of the integer weight (row norm for the backward direction).
+        error_norm: the largest ‖e‖₂ of a mask's error rows; 0 without a mask.
+        slack: a bound of everything else in the product, such as hint rounding; 0 where there is nothing else.
+        alpha: float32, shape (d,), on the rows' device; the rows are multiplied by it first. None stands for ones.
 
     Returns:
         x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), secret.
@@ -63,7 +65,7 @@ def encode(
         return encoded, scales
     if alpha is not None:
         rows = rows * alpha
-    # float64 norm: squares of fp32 values neither overflow nor vanish in it
+    # The norm is float64: squares of fp32 values neither overflow nor vanish in it.
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     if not bool(torch.isfinite(norms).all()):
         raise NotFinite(_NOT_FINITE)
@@ -73,7 +75,7 @@ def encode(
 
 
 def _budget(d: int, weight_norm: float, error_norm: float, slack: float) -> float:
-    """Largest 2-norm of an encoded row; see `encode`."""
+    """Returns the largest 2-norm that an encoded row may have; see `encode`."""
     budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
     if budget < 1.0:
         raise MaskOverflow(f"a layer with {d} inputs leaves no room for data in 32 bits")
@@ -81,7 +83,7 @@ def _budget(d: int, weight_norm: float, error_norm: float, slack: float) -> floa
 
 
 class RowCodec:
-    """`encode` and `decode` of one row after the other, into and from messages, by the compiled kernels."""
+    """Does `encode` and `decode` for one row at a time, into and from messages, by the compiled kernels."""
 
     def __init__(
         self,
@@ -92,22 +94,23 @@ class RowCodec:
         alpha: torch.Tensor | None,
         reply_alpha: torch.Tensor | None,
     ) -> None:
-        """Args.
+        """Prepares for rows of one group and direction.
 
-        widths: numbers in a request and in its reply.
-        weight_norm, error_norm, slack, alpha: of `encode`.
-        reply_alpha: the α of `decode`.
+        Args:
+            widths: how many numbers a request and its reply have.
+            weight_norm, error_norm, slack, alpha: see `encode`.
+            reply_alpha: the `alpha` of `decode`.
 
         Raises:
             MaskOverflow: the layer is too wide for any scale.
-            InvalidTensor: no kernels here, or scales that are not on the CPU.
+            InvalidTensor: there are no kernels here, or the scales are not on the CPU.
         """
         budget = _budget(widths[0], weight_norm, error_norm, slack)
         self._coded = kernels.RowCodec(alpha, reply_alpha, *widths, budget, _SMALLEST_SCALE)
         self.add, self.decode = self._coded.add, self._coded.decode
 
     def encode(self, row: torch.Tensor, out: memoryview) -> Any:
-        """See `kernels.RowCodec.encode`; a value that is not finite is `NotFinite`."""
+        """Does what `kernels.RowCodec.encode` does; raises `NotFinite` for a value that is not finite."""
         beta = self._coded.encode(row, out)
         if beta is None:
             raise NotFinite(_NOT_FINITE)
@@ -117,13 +120,13 @@ class RowCodec:
 def decode(
     reply: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None = None, effect: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """y = β · α ⊙ centred(reply − effect).
+    """Computes y = β · α ⊙ centred(reply − effect).
 
     Args:
         reply: int32, shape (num_rows, m).
         beta: float32, shape (num_rows, 1), from `encode`.
         alpha: float32, shape (m,), on the reply's device; None for the backward direction, where α went into the rows.
-        effect: int32, shape (num_rows, m), the mask's; None where there is none, or it is off already.
+        effect: int32, shape (num_rows, m), the mask's effect; None where there is none, or it is subtracted already.
 
     Returns:
         float32, shape (num_rows, m).

@@ -1,6 +1,6 @@
 /*
  * Products mod 2^32 of int32 rows and int8 weights on x86-64 with AVX2; kernels_vnni.c has what AVX-512 does better.
- * wire/ring/kernels.py is the only caller and checks every shape and pointer; what these numbers mean is in wire/ring/product.py.
+ * wire/ring/kernels.py is the only caller and checks every shape and pointer; wire/ring/product.py says what these numbers mean.
  *
  * A number is split into two 16-bit halves, x = low + 2^16 * high mod 2^32, with low taken as signed. Two neighbouring
  * products of a half with an int8 weight are one lane of `pmaddwd`, which cannot saturate: |sum| <= 2 * 2^15 * 2^7. All
@@ -20,17 +20,17 @@
 #include <string.h>
 
 #define AVX2 __attribute__((target("avx2")))
-#define ROWS 3              /* of a product in registers */
+#define ROWS 3              /* rows of a product that is held in registers */
 #define COLUMNS 16
-#define FEW_ROWS 2          /* measured: from three rows on, packing the weight costs less than reading it again */
+#define FEW_ROWS 2          /* most rows that do without packing: measured, from three on, it costs less than reading the weight again */
 
-/* The halves of two neighbouring numbers, as `pmaddwd` takes them. */
+/* Returns the low halves of two neighbouring numbers, as `pmaddwd` takes them; high_pair returns the high ones. */
 static inline uint32_t low_pair(uint32_t first, uint32_t second) {
     return (first & 0xffff) | (second << 16);
 }
 
 static inline uint32_t high_pair(uint32_t first, uint32_t second) {
-    /* the low half is signed, so a number whose low half is negative has one more in its high half */
+    /* The low half is signed, so a number whose low half is negative has one more in its high half. */
     return ((first + 0x8000) >> 16) | ((second + 0x8000) & 0xffff0000u);
 }
 
@@ -40,7 +40,7 @@ AVX2 static inline void store_widened(int16_t *out, __m128i bytes) {
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
 
-/* Weights as panels of COLUMNS columns; in a panel, for each two inner numbers, the two weights of every column. */
+/* Packs weights as panels of COLUMNS columns. A panel has, for each two inner numbers, the two weights of every column. */
 AVX2 static void pack_rows_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns) {
     for (int64_t j = 0; j < columns; j += COLUMNS) {
         size_t width = columns - j < COLUMNS ? columns - j : COLUMNS;
@@ -59,7 +59,7 @@ AVX2 static void pack_rows_of_weight(int16_t *out, const int8_t *w, int64_t stri
     }
 }
 
-/* 16 weights of each of 8 columns, transposed as pairs and widened: 8 pieces of half a panel's width. */
+/* Packs 16 weights of each of 8 columns, transposed as pairs and widened: 8 pieces of half a panel's width. */
 AVX2 static void pack_eight_columns(int16_t *out, const int8_t *w, int64_t stride) {
     __m128i in[8], a[8], b[8];
     for (int c = 0; c < 8; c++) in[c] = _mm_loadu_si128((const __m128i *)(w + c * stride));
@@ -78,7 +78,7 @@ AVX2 static void pack_eight_columns(int16_t *out, const int8_t *w, int64_t strid
     }
 }
 
-/* The same panels from weights whose columns are contiguous. */
+/* Packs the same panels from weights whose columns are contiguous. */
 AVX2 static void pack_columns_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns) {
     int64_t panel = (inner + 1) / 2 * 2 * COLUMNS;
     for (int64_t j = 0; j < columns; j += 8) {
@@ -92,12 +92,12 @@ AVX2 static void pack_columns_of_weight(int16_t *out, const int8_t *w, int64_t s
                 to[k * COLUMNS + 2 * c] = c < width ? from[c * stride + k] : 0;
                 to[k * COLUMNS + 2 * c + 1] = c < width && k + 1 < inner ? from[c * stride + k + 1] : 0;
             }
-        if (columns - j <= 8 && j % COLUMNS == 0)  /* half a panel is left over */
+        if (columns - j <= 8 && j % COLUMNS == 0)  /* Half a panel is left over. */
             for (k = 0; k < inner; k += 2) memset(to + k * COLUMNS + COLUMNS, 0, 2 * COLUMNS);
     }
 }
 
-/* Numbers in groups of ROWS rows: for each two inner numbers, the low halves of every row, then the high ones. */
+/* Packs numbers in groups of ROWS rows: for each two inner numbers, the low halves of every row, then the high ones. */
 static void pack_numbers(uint32_t *out, const int32_t *const *rows, int64_t count, int64_t start, int64_t inner) {
     int64_t pairs = (inner + 1) / 2;
     for (int64_t i = 0; i < count; i += ROWS, out += pairs * 2 * ROWS)
@@ -165,7 +165,7 @@ static void multiply_many(product_t p, char *scratch) {
 
 /* ---- one row ---------------------------------------------------------------------------------------------------- */
 
-/* Eight rows of the weight at a time, all their columns; sums go to the reply, which stays in L1. */
+/* Multiplies one row with eight rows of the weight at a time, all their columns. Sums go to the reply, which stays in L1. */
 AVX2 static void multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, int64_t d, int64_t first, int64_t last) {
     memset(y + first, 0, (size_t)(last - first) * 4);
     for (int64_t k = 0; k < d; k += 8) {
@@ -179,7 +179,7 @@ AVX2 static void multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, 
             low[p] = low_pair(number[2 * p], number[2 * p + 1]);
             high[p] = high_pair(number[2 * p], number[2 * p + 1]);
         }
-        /* processors do not foresee eight streams that end after a few hundred bytes: this took half the time */
+        /* Processors do not predict eight streams that end after a few hundred bytes: with this prefetch it took half the time. */
         const char *next = (const char *)w.data + (k + 8 < d ? k + 8 : 0) * w.row_stride + 8 * first;
         int64_t j = first;
         for (; j + 16 <= last; j += 16, next += 128) {
@@ -212,7 +212,7 @@ AVX2 static void multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, 
     }
 }
 
-/* `count` columns, TOGETHER or fewer, which read the halves of the row once. */
+/* Multiplies one row with `count` columns, TOGETHER or fewer, and reads the halves of the row once for all of them. */
 AVX2 static inline void multiply_columns(const int32_t *x, const int16_t *low, const int16_t *high, int32_t *y,
                                          const int8_t *columns, int64_t stride, int64_t d, const int count) {
     __m256i lows[TOGETHER], highs[TOGETHER];
@@ -255,7 +255,7 @@ AVX2 static void multiply_one_by_columns(const int32_t *x, int32_t *y, weight_t 
 
 /* ---- what wire/ring/kernels.py calls --------------------------------------------------------------------------------- */
 
-/* Whether processor and operating system have what the rest of this file needs: AVX2, and its registers saved. */
+/* Tells whether processor and operating system have what the rest of this file needs: AVX2, and its registers saved. */
 int veilbase_usable(void) {
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE) || !(c & bit_AVX)) return 0;
@@ -264,17 +264,17 @@ int veilbase_usable(void) {
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) != 0;
 }
 
-/* Whether kernels_vnni.c can be used too. */
+/* Tells whether kernels_vnni.c can be used too. */
 int veilbase_has_vnni(void) {
     return veilbase_usable() && vnni_usable();
 }
 
-/* Of what these functions take: one more with every change of that; also in kernels.py. */
+/* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_kernels_version(void) {
     return 4;
 }
 
-/* Bytes of scratch memory that `veilbase_product` needs for rows of d numbers. */
+/* Returns the bytes of scratch memory that `veilbase_product` needs for rows of d numbers. */
 int64_t veilbase_scratch_bytes(int64_t d) {
     int64_t many = BLOCK_INNER * BLOCK_COLUMNS * (int64_t)sizeof(int16_t) + BLOCK_ROWS * BLOCK_INNER * 4;
     int64_t one = 4 * d, wide = vnni_scratch_bytes(d);
@@ -283,11 +283,11 @@ int64_t veilbase_scratch_bytes(int64_t d) {
 }
 
 /*
- * Some columns of the product of some rows.
+ * Computes some columns of the product of some rows.
  *
- * rows, replies: of each row, where its d numbers and its reply begin, both contiguous; no two overlap.
+ * rows, replies: for each row, where its d numbers and its reply begin, both contiguous; no two overlap.
  * weight: the first number of a d x m matrix, one of whose strides is 1.
- * scratch: see `veilbase_scratch_bytes`. with_vnni: whether to take kernels_vnni.c, where `veilbase_has_vnni`.
+ * scratch: see `veilbase_scratch_bytes`. with_vnni: whether to use kernels_vnni.c, if `veilbase_has_vnni`.
  */
 void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64_t first_row, int64_t last_row,
                       const int8_t *weight, int64_t row_stride, int64_t column_stride, int64_t d,

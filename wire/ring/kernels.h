@@ -4,15 +4,15 @@
 #include <stdint.h>
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define BLOCK_ROWS 48       /* a multiple of the rows of a product in registers */
-#define BLOCK_COLUMNS 512   /* a multiple of its columns */
-#define BLOCK_INNER 1024    /* a multiple of 4 */
+#define BLOCK_ROWS 48       /* rows of a block: a multiple of the rows of a product in registers */
+#define BLOCK_COLUMNS 512   /* columns of a block: a multiple of the columns of a product in registers */
+#define BLOCK_INNER 1024    /* inner numbers of a block: a multiple of 4 */
 #define TOGETHER 4          /* columns that one row is multiplied with at a time */
-#define AHEAD 4096          /* bytes; processors do not foresee that the next columns are read too: of 0 to 8192 the best */
+#define AHEAD 4096          /* bytes to prefetch ahead, the best of 0 to 8192: processors do not predict that the next columns are read */
 
 typedef struct {
     const int8_t *data;
-    int64_t row_stride, column_stride;  /* one of them is 1 */
+    int64_t row_stride, column_stride;  /* One of them is 1. */
 } weight_t;
 
 /* Rows `first_row` to `last_row` by columns `first_column` to `last_column`; see `veilbase_product`. */

@@ -1,10 +1,10 @@
-"""What is compiled when the package is built, for x86-64 processors with AVX2, some with VNNI too: products and the
-coding of rows.
+"""Loads what is compiled when the package is built, for x86-64 processors with AVX2, some with VNNI too: products and
+the coding of rows.
 
-Guarantees: products exact mod 2^32 for every number, shape and memory order, like every kernel of wire/ring/product.py;
-coded rows as torch's operations give them; a β may differ in its last place, since squares are summed in another order.
-Where the library was not built, or the processor lacks AVX2, `available()` is False and nothing else may be called:
-wire/ring/product.py and wire/ring/coding.py then do it with torch.
+Guarantees: products are exact mod 2^32 for every number, shape and memory order, like every kernel of
+wire/ring/product.py; coded rows are as torch's operations give them, but a β may differ in its last place, since
+squares are summed in another order. Where the library was not built, or the processor lacks AVX2, `available()` is
+False and nothing else may be called: wire/ring/product.py and wire/ring/coding.py then use torch.
 
 What the compiled code is given is checked here: it checks nothing itself.
 """
@@ -29,16 +29,17 @@ LIBRARY = Path(__file__).with_name("_kernels.so")
 
 _REGISTER_ROWS, _BLOCK_ROWS = 3, 48
 _SHARED_ROWS = 2 * _BLOCK_ROWS
-"""From so many on, threads take rows; below, columns. Each thread packs what it multiplies, so a piece of either has
-to be large beside what it packs of the other."""
+"""Rows from which threads share the rows; with fewer they share columns. Each thread packs what it multiplies, so a
+piece of either must be large beside what it packs of the other."""
 _SHARED_COLUMNS = 256
 _SHARED_NUMBERS = 1 << 18
-"""Numbers to code from which another thread is asked to help: 0.2 ms of one."""
+"""Numbers to code from which other threads help; one thread takes 0.2 ms for so many."""
 _SHARED_WORK = 1 << 24
-"""Multiplications from which another thread is asked to help: 0.7 ms of one; waking it was measured to take 0.1 ms."""
+"""Multiplications from which other threads help: one takes 0.7 ms for so many, and waking one was measured to take 0.1
+ms."""
 
 _VERSION = 4
-"""Of what the library's functions take, as in kernels.c: an older library may lie beside newer sources."""
+"""Version of the functions' signatures, as in kernels.c: an older library may lie beside newer sources."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
 _BYTE: Any = ctypes.c_char
@@ -47,7 +48,7 @@ _FLOAT: Any = ctypes.c_float
 _local = threading.local()
 
 _Piece = tuple[int, int, int, int]
-"""First and last row, first and last column."""
+"""A piece of a product: first and last row, first and last column."""
 
 
 @functools.cache
@@ -67,28 +68,28 @@ def _library() -> ctypes.CDLL | None:
     usable.restype = ctypes.c_int
     scratch_bytes.argtypes, scratch_bytes.restype = [_COUNT], _COUNT
     has_vnni.restype = ctypes.c_int
-    # rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch, whether by VNNI
+    # Arguments: rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch, whether by VNNI.
     product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER, ctypes.c_int]
     product.restype = None
-    # rows, stride, alpha, how many, d, budget, smallest, out, betas
+    # Arguments: rows, stride, alpha, how many, d, budget, smallest, out, betas.
     encode.argtypes = [_POINTER, _COUNT, _POINTER, *[_COUNT] * 2, *[ctypes.c_double] * 2, *[_POINTER] * 2]
     encode.restype = _COUNT
-    # to, from, how many
+    # Arguments: to, from, how many.
     add.argtypes, add.restype = [_POINTER, _POINTER, _COUNT], None
-    # reply, stride, effect, stride, alpha, betas, how many, m, out, stride
+    # Arguments: reply, stride, effect, stride, alpha, betas, how many, m, out, stride.
     decode.argtypes = [*[_POINTER, _COUNT] * 2, *[_POINTER] * 2, *[_COUNT] * 2, _POINTER, _COUNT]
     decode.restype = None
     return library if usable() else None
 
 
 def available() -> bool:
-    """Whether this machine has the compiled kernels; VEILBASE_KERNELS=none says no."""
+    """Tells whether this machine has the compiled kernels; VEILBASE_KERNELS=none makes it say no."""
     return _library() is not None
 
 
 @functools.cache
 def has_vnni() -> bool:
-    """Whether products use AVX-512 with VNNI here, which is twice as fast as AVX2; VEILBASE_KERNELS=avx2 says no."""
+    """Tells whether products use AVX-512 with VNNI, twice as fast as AVX2; VEILBASE_KERNELS=avx2 makes it say no."""
     if os.environ.get("VEILBASE_KERNELS", "") == "avx2":
         return False
     library = _library()
@@ -96,7 +97,7 @@ def has_vnni() -> bool:
 
 
 def suits(weight: torch.Tensor) -> bool:
-    """Whether a weight can be read as it lies: on the CPU, rows or columns contiguous."""
+    """Tells whether a weight can be read as it lies: on the CPU, with contiguous rows or columns."""
     return weight.is_cpu and 1 in weight.stride()
 
 
@@ -106,10 +107,10 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     Args:
         parts: at least one, each int32, shape (its rows, d), CPU, any strides.
         weight: int8, shape (d, m), for which `suits` holds.
-        replies: int32, shape (its rows, m) each, CPU, contiguous; overlapping nothing.
+        replies: int32, shape (its rows, m) each, CPU, contiguous; they overlap nothing.
 
     Raises:
-        InvalidTensor: anything else.
+        InvalidTensor: an argument is anything else.
     """
     library = _library()
     if library is None or not suits(weight) or weight.dtype != torch.int8:
@@ -122,9 +123,10 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     parts = [part if part.is_contiguous() or part.stride(1) == 1 or d <= 1 else part.contiguous() for part in parts]
     row_stride, column_stride = weight.stride()
     if column_stride != 1:
-        row_stride = 1  # of a dimension of size 1 it may be anything
+        row_stride = 1  # A dimension of size 1 may have any stride.
     address, scratch_bytes = weight.data_ptr(), _scratch_bytes(d)
-    if len(parts) == 1 and parts[0].shape[0] == 1:  # a token's: an array of one pointer is cheap without numpy
+    # This is one token's row: an array of one pointer is cheap without numpy.
+    if len(parts) == 1 and parts[0].shape[0] == 1:
         start, end = _COUNT(parts[0].data_ptr()), _COUNT(replies[0].data_ptr())
         library.veilbase_product(
             ctypes.byref(start), ctypes.byref(end), 0, 1, address, row_stride, column_stride, d, 0, m,
@@ -146,7 +148,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
 
 
 class OneRow:
-    """A weight that is multiplied with one row after the other: what `products` checks each time is looked at once.
+    """A weight that is multiplied with one row at a time. What `products` checks at each call is checked once here.
 
     A decode step is a hundred products of a few dozen microseconds, and a tensor around their bytes costs some of it.
     """
@@ -155,7 +157,7 @@ class OneRow:
         """Args: weight: int8, shape (d, m), not empty, for which `suits` holds.
 
         Raises:
-            InvalidTensor: anything else, or there are no kernels here.
+            InvalidTensor: the weight is anything else, or there are no kernels here.
         """
         library = _library()
         if (
@@ -170,7 +172,7 @@ class OneRow:
         if column_stride != 1:
             row_stride = 1
         d, m = weight.shape
-        self._product, self._weight = library.veilbase_product, weight  # whose memory is read
+        self._product, self._weight = library.veilbase_product, weight  # The weight is kept since its memory is read.
         self._row_bytes, self._reply_bytes, self._scratch_bytes = 4 * d, 4 * m, _scratch_bytes(d)
         self._described = tuple(map(_COUNT, (row_stride, column_stride, d, 0, m)))
         self._address, self._has_vnni = _POINTER(weight.data_ptr()), has_vnni()
@@ -179,16 +181,16 @@ class OneRow:
         """Writes the product of one row.
 
         Args:
-            row: d int32 numbers in this machine's order, at an address that is a multiple of 4, as bytes. Writable,
-                as ctypes asks; it is not written to.
+            row: d int32 numbers in this machine's byte order, as bytes at an address that is a multiple of 4. It must
+                be writable, as ctypes asks, but is not written to.
             reply: the same for m numbers; written.
 
         Raises:
-            InvalidTensor: of another size, or read-only.
+            InvalidTensor: one of them has another size, or is read-only.
         """
         if row.nbytes != self._row_bytes or reply.nbytes != self._reply_bytes or row.readonly or reply.readonly:
             raise InvalidTensor("bytes that are no row of this weight")
-        # what `from_buffer` gives holds the memory
+        # What `from_buffer` returns keeps the memory alive.
         start, end = _BYTE.from_buffer(row), _BYTE.from_buffer(reply)
         numbers, written = ctypes.addressof(start), ctypes.addressof(end)
         if (numbers | written) % 4:
@@ -200,10 +202,10 @@ class OneRow:
 
 
 def codes(matrix: torch.Tensor) -> bool:
-    """Whether it can be coded as it lies: 32-bit numbers on the CPU, those of a row side by side."""
+    """Tells whether a matrix can be coded as it lies: 32-bit numbers on the CPU, those of a row side by side."""
     if not matrix.is_cpu or matrix.itemsize != 4 or matrix.dim() != 2:
         return False
-    return matrix.is_contiguous() or matrix.stride(1) == 1 or matrix.shape[1] == 1  # the first is cheaper to ask for
+    return matrix.is_contiguous() or matrix.stride(1) == 1 or matrix.shape[1] == 1  # The first is cheaper to ask for.
 
 
 def encode(
@@ -215,15 +217,15 @@ def encode(
     Args:
         rows: float32, shape (num_rows, d), for which `codes` holds.
         alpha: float32, shape (d,), contiguous, CPU; None for ones.
-        budget: largest 2-norm of a rounded row, below 2^31.
-        smallest: of β.
+        budget: the largest 2-norm of a rounded row, below 2^31.
+        smallest: the least β.
         encoded: int32, shape (num_rows, d), contiguous, CPU; written.
 
     Returns:
         β, float32, shape (num_rows, 1); None when a row holds NaN or infinity.
 
     Raises:
-        InvalidTensor: anything else.
+        InvalidTensor: an argument is anything else.
     """
     library = _library()
     if library is None or rows.dtype != torch.float32 or not codes(rows) or not 0 < budget < 1 << 31:
@@ -231,7 +233,8 @@ def encode(
     num_rows, d = rows.shape
     _check_written(encoded, num_rows, d, torch.int32)
     _check_alpha(alpha, d)
-    betas = torch.empty(num_rows, 1, dtype=torch.float32, device="cpu")  # whatever the user's defaults are
+    # The device is named, whatever the user's default is.
+    betas = torch.empty(num_rows, 1, dtype=torch.float32, device="cpu")
     start, to, scale = rows.data_ptr(), encoded.data_ptr(), betas.data_ptr()
     factors = None if alpha is None else alpha.data_ptr()
     if num_rows == 1:
@@ -263,7 +266,7 @@ def decode(
 
     Args:
         reply: int32, shape (num_rows, m), for which `codes` holds.
-        effect: the same, taken off mod 2^32; None for nothing.
+        effect: the same, subtracted mod 2^32; None for nothing.
         betas: float32, shape (num_rows, 1), contiguous, CPU.
         alpha: float32, shape (m,), contiguous, CPU; None for ones.
 
@@ -271,7 +274,7 @@ def decode(
         float32, shape (num_rows, m).
 
     Raises:
-        InvalidTensor: anything else.
+        InvalidTensor: an argument is anything else.
     """
     library = _library()
     if library is None or reply.dtype != torch.int32 or not codes(reply):
@@ -303,7 +306,7 @@ def decode(
 
 
 class RowCodec:
-    """`encode` and `decode` for one row at a time, with what can be checked before checked once; see `OneRow`."""
+    """Does `encode` and `decode` for one row at a time; what can be checked before is checked once, as in `OneRow`."""
 
     def __init__(
         self,
@@ -314,22 +317,21 @@ class RowCodec:
         budget: float,
         smallest: float,
     ) -> None:
-        """Args.
-
-        request_alpha: of `encode`; None for ones.
-        reply_alpha: of `decode`.
-        d, m: numbers in a request and in its reply.
-        budget, smallest: of `encode`.
+        """Args:
+            request_alpha: for `encode`; None for ones.
+            reply_alpha: for `decode`; None for ones.
+            d, m: how many numbers a request and its reply have.
+            budget, smallest: for `encode`.
 
         Raises:
-            InvalidTensor: scales of another size or type, no such budget, or there are no kernels here.
+            InvalidTensor: scales have another size or type, the budget is none, or there are no kernels here.
         """
         library = _library()
         if library is None or not 0 < budget < 1 << 31 or d <= 0 or m <= 0:
             raise InvalidTensor("no compiled kernel for these rows")
         _check_alpha(request_alpha, d)
         _check_alpha(reply_alpha, m)
-        self._alphas = request_alpha, reply_alpha  # whose memory is read
+        self._alphas = request_alpha, reply_alpha  # They are kept since their memory is read.
         self._factors, self._reply_factors = (None if a is None else _POINTER(a.data_ptr()) for a in self._alphas)
         self._encode, self._add, self._decode = library.veilbase_encode, library.veilbase_add, library.veilbase_decode
         self._d, self._m, self._one = _COUNT(d), _COUNT(m), _COUNT(1)
@@ -347,7 +349,7 @@ class RowCodec:
             β, for `decode`; None when the row holds NaN or infinity.
 
         Raises:
-            InvalidTensor: anything else.
+            InvalidTensor: an argument is anything else.
         """
         if row.dtype != torch.float32 or row.shape != self._shape or not row.is_contiguous() or not row.is_cpu:
             raise InvalidTensor("no compiled kernel for this row")
@@ -363,10 +365,10 @@ class RowCodec:
 
         Args:
             mask: int32, shape (1, d), contiguous, CPU.
-            out: from `encode`.
+            out: the bytes that `encode` wrote.
 
         Raises:
-            InvalidTensor: anything else.
+            InvalidTensor: an argument is anything else.
         """
         if mask.dtype != torch.int32 or mask.shape != self._shape or not mask.is_contiguous() or not mask.is_cpu:
             raise InvalidTensor("no compiled kernel for this mask")
@@ -376,14 +378,14 @@ class RowCodec:
         """Unmasks and scales a reply.
 
         Args:
-            reply, effect: int32, shape (1, m), contiguous, CPU; effect None for none.
-            beta: from `encode`.
+            reply, effect: int32, shape (1, m), contiguous, CPU; the effect may be None.
+            beta: the β that `encode` returned.
 
         Returns:
             float32, shape (1, m).
 
         Raises:
-            InvalidTensor: anything else.
+            InvalidTensor: an argument is anything else.
         """
         for each in (reply,) if effect is None else (reply, effect):
             if (
@@ -401,7 +403,7 @@ class RowCodec:
         return made
 
     def _numbers(self, out: memoryview) -> Any:
-        """Holds the memory, and stands for its address."""
+        """Returns an object that keeps the memory alive and stands for its address."""
         if out.nbytes != 4 * self._shape[1] or out.readonly:
             raise InvalidTensor("memory for a coded row has another size than the row asks for")
         return _BYTE.from_buffer(out)
@@ -422,7 +424,7 @@ def _check_alpha(alpha: torch.Tensor | None, columns: int) -> None:
 
 
 def _row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
-    """(first row, how many) of what threads take one after the other."""
+    """Returns the pieces, each (first row, how many), that threads take one after the other."""
     num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
     step = max(1, -(-num_rows // num_pieces))
     return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
@@ -435,7 +437,7 @@ def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
 
 
 def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The address of each row of each matrix."""
+    """Returns the address of each row of each matrix."""
     found = [
         matrix.data_ptr() + np.arange(matrix.shape[0], dtype=np.int64) * (matrix.stride(0) * matrix.itemsize)
         for matrix in matrices
@@ -444,7 +446,8 @@ def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dty
 
 
 def _pieces(num_rows: int, d: int, m: int) -> list[_Piece]:
-    """What threads take one after the other: two for each, so that a core busy elsewhere does not hold up the rest."""
+    """Returns the pieces that threads take: two for each thread, so that a core busy elsewhere does not delay the
+    others."""
     num_pieces = 2 * torch.get_num_threads()
     if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK:
         return [(0, num_rows, 0, m)]
@@ -466,9 +469,11 @@ def _scratch_bytes(d: int) -> int:
 
 
 def _scratch(num_bytes: int) -> int:
-    """The address of this thread's, kept between calls: fresh pages cost more than what is packed into them."""
+    """Returns the address of this thread's scratch, kept between calls: fresh pages cost more than what is packed into
+    them."""
     kept: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int] | None = getattr(_local, "scratch", None)
     if kept is None or kept[0].size < num_bytes:
         made = np.empty(num_bytes, dtype=np.uint8)
-        kept = _local.scratch = made, made.ctypes.data  # together: an address outlives no memory
+        # Both are kept together, since an address does not keep memory alive.
+        kept = _local.scratch = made, made.ctypes.data
     return kept[1]

@@ -1,6 +1,6 @@
 /*
- * Real rows to ring rows and back, each in one pass, on x86-64 with AVX2. What the numbers mean is in wire/ring/coding.py,
- * whose torch form gives the same bits where beta has the same; wire/ring/kernels.py is the only caller and checks every shape and pointer.
+ * Real rows to ring rows and back, each in one pass, on x86-64 with AVX2. wire/ring/coding.py says what the numbers
+ * mean; its torch form gives the same bits where beta is the same. wire/ring/kernels.py is the only caller and checks every shape and pointer.
  */
 #include <immintrin.h>
 #include <float.h>
@@ -8,9 +8,9 @@
 #include <stdint.h>
 
 #define AVX2 __attribute__((target("avx2")))
-#define LARGEST DBL_MAX /* what is not at most this is infinite or not a number */
+#define LARGEST DBL_MAX /* a number that is not at most this is infinite or NaN */
 
-/* The number as it is sent: x, or x * alpha rounded to float32. */
+/* Returns the number that is rounded onto the ring: x, or x * alpha in float32. */
 static inline float scaled(const float *x, const float *alpha, int64_t j) {
     return alpha ? x[j] * alpha[j] : x[j];
 }
@@ -20,7 +20,7 @@ AVX2 static inline __m256 scaled_eight(const float *x, const float *alpha, int64
     return alpha ? _mm256_mul_ps(numbers, _mm256_loadu_ps(alpha + j)) : numbers;
 }
 
-/* Sum of squares in float64, in which squares of float32 numbers neither overflow nor vanish. */
+/* Sums the squares in float64, in which squares of float32 numbers neither overflow nor vanish. */
 AVX2 static double sum_of_squares(const float *x, const float *alpha, int64_t d) {
     __m256d low = _mm256_setzero_pd(), high = low;
     int64_t j = 0;
@@ -44,7 +44,7 @@ AVX2 static double sum_of_squares(const float *x, const float *alpha, int64_t d)
  * Rounds rows onto the ring: out = round(x * alpha / beta), with the smallest beta that the budget allows.
  *
  * rows: num_rows of d float32 numbers, `stride` apart. alpha: d numbers, or NULL for ones.
- * budget: largest norm of a rounded row; smallest: of beta. out: num_rows of d int32 numbers. betas: one a row.
+ * budget: the largest norm of a rounded row; smallest: the least beta. out: num_rows of d int32 numbers. betas: one a row.
  * Returns the number of rows done: fewer than num_rows when the next one holds NaN or infinity.
  */
 AVX2 int64_t veilbase_encode(const float *rows, int64_t stride, const float *alpha, int64_t num_rows, int64_t d,
@@ -59,7 +59,7 @@ AVX2 int64_t veilbase_encode(const float *rows, int64_t stride, const float *alp
         __m256 inverses = _mm256_set1_ps(inverse);
         int64_t j = 0;
         for (; j + 8 <= d; j += 8) {
-            /* rounds half to even, as torch.round does; |x| * inverse < 2^31 by the budget */
+            /* This rounds half to even, as torch.round does; |x| * inverse < 2^31 by the budget. */
             __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(scaled_eight(rows, alpha, j), inverses));
             _mm256_storeu_si256((__m256i *)(out + j), rounded);
         }

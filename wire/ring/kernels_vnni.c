@@ -21,13 +21,13 @@
 #define LANES 16
 #define COLUMNS (2 * LANES)
 #define QUAD 4                      /* inner numbers that one lane takes at a time */
-#define PANEL (QUAD * COLUMNS)      /* bytes of a panel for each of them */
-#define STRIP 64                    /* columns that one row is multiplied with at a time, where weights lie in rows, */
-#define INNER 16                    /* and inner numbers: 32 take as long, 8 and 64 a quarter more */
+#define PANEL (QUAD * COLUMNS)      /* bytes of a panel for QUAD inner numbers */
+#define STRIP 64                    /* columns that one row is multiplied with at a time, where weights lie in rows */
+#define INNER 16                    /* inner numbers taken at a time there: 32 take as long, 8 and 64 a quarter more */
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
 
-/* Weights as panels of COLUMNS columns; in a panel, for each four inner numbers, the four weights of every column. */
+/* Packs weights as panels of COLUMNS columns. A panel has, for each four inner numbers, the four weights of every column. */
 static void pack_part(int8_t *out, weight_t w, int64_t inner, int64_t columns) {
     for (int64_t q = 0; q < inner; q += QUAD, out += PANEL)
         for (int64_t c = 0; c < COLUMNS; c++)
@@ -46,7 +46,7 @@ VNNI static void pack_four_rows(int8_t *out, const int8_t *w, int64_t stride) {
     _mm_storeu_si128(to + 3, _mm_unpackhi_epi16(ab, cd));
 }
 
-/* 16 weights of each of 4 columns, transposed four at a time. */
+/* Packs 16 weights of each of 4 columns, transposed four at a time. */
 VNNI static void pack_four_columns(int8_t *out, const int8_t *w, int64_t stride) {
     __m128i a = _mm_loadu_si128((const __m128i *)w), b = _mm_loadu_si128((const __m128i *)(w + stride));
     __m128i c = _mm_loadu_si128((const __m128i *)(w + 2 * stride)), d = _mm_loadu_si128((const __m128i *)(w + 3 * stride));
@@ -79,12 +79,12 @@ static void pack_weight(int8_t *out, weight_t w, int64_t inner, int64_t columns)
     }
 }
 
-/* Four numbers as their lowest bytes, then the next ones, up to the highest. */
+/* Returns the lowest bytes of four numbers, then their next ones, up to the highest. */
 VNNI static inline __m128i bytes_of_four(__m128i numbers) {
     return _mm_shuffle_epi8(numbers, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
 }
 
-/* Numbers in groups of ROWS rows: for each four inner numbers, the four bytes of every row. */
+/* Packs numbers in groups of ROWS rows: for each four inner numbers, the four bytes of every row. */
 VNNI static void pack_numbers(uint32_t *out, const int32_t *const *rows, int64_t count, int64_t start, int64_t inner) {
     int64_t quads = (inner + QUAD - 1) / QUAD;
     for (int64_t i = 0; i < count; i += ROWS, out += quads * 4 * ROWS)
@@ -150,7 +150,7 @@ void vnni_multiply_many(product_t p, void *scratch) {
 
 /* ---- one row ---------------------------------------------------------------------------------------------------- */
 
-/* `count` columns, TOGETHER or fewer, times a row as four rows of bytes, `step` apart and filled up with zeros. */
+/* Multiplies `count` columns, TOGETHER or fewer, with a row given as four rows of bytes, `step` apart and padded with zeros. */
 VNNI static inline void multiply_columns(const uint8_t *bytes, int64_t step, int32_t *y, const int8_t *columns, int64_t stride, int64_t d, const int count) {
     __m512i sums[TOGETHER][4];
     #pragma GCC unroll 4
@@ -192,9 +192,9 @@ VNNI void vnni_multiply_one_by_columns(const int32_t *x, int32_t *y, weight_t w,
     for (; j < last; j++) multiply_columns(bytes, step, y + j, w.data + j * w.column_stride, w.column_stride, d, 1);
 }
 
-/* Adds, or writes, INNER inner numbers or fewer by a strip; `bytes` has each byte of four numbers side by side. */
+/* Adds, or writes, the product of INNER or fewer inner numbers and a strip; `bytes` has each byte of four numbers side by side. */
 VNNI static inline void multiply_strip(const uint32_t *bytes, int32_t *y, const int8_t *w, int64_t stride, int64_t inner, __mmask64 kept, int is_first) {
-    __m512i sums[4][4];     /* of each byte and quarter of the strip */
+    __m512i sums[4][4];     /* one for each byte and quarter of the strip */
     #pragma GCC unroll 4
     for (int l = 0; l < 4; l++)
         #pragma GCC unroll 4
@@ -203,7 +203,7 @@ VNNI static inline void multiply_strip(const uint32_t *bytes, int32_t *y, const 
         __m512i rows[QUAD], quads[4];
         #pragma GCC unroll 4
         for (int64_t i = 0; i < QUAD; i++) {
-            const int8_t *row = w + MIN(q + i, inner - 1) * stride;     /* past the last number, bytes are zeros */
+            const int8_t *row = w + MIN(q + i, inner - 1) * stride;     /* Past the last number, bytes are zeros. */
             _mm_prefetch((const char *)(row + INNER * stride), _MM_HINT_T1);
             rows[i] = _mm512_maskz_loadu_epi8(kept, row);
         }
@@ -225,7 +225,7 @@ VNNI static inline void multiply_strip(const uint32_t *bytes, int32_t *y, const 
         __m512i high = _mm512_add_epi32(_mm512_slli_epi32(sums[2][p], 16), _mm512_slli_epi32(sums[3][p], 24));
         found[p] = _mm512_add_epi32(low, high);
     }
-    /* found[p] has columns 4p to 4p + 3 of each sixteen */
+    /* found[p] has columns 4p to 4p + 3 of each sixteen. */
     __m512i left = _mm512_shuffle_i32x4(found[0], found[1], 0x44), right = _mm512_shuffle_i32x4(found[2], found[3], 0x44);
     __m512i ordered[4] = {_mm512_shuffle_i32x4(left, right, 0x88), _mm512_shuffle_i32x4(left, right, 0xdd)};
     left = _mm512_shuffle_i32x4(found[0], found[1], 0xee), right = _mm512_shuffle_i32x4(found[2], found[3], 0xee);
@@ -253,7 +253,7 @@ VNNI void vnni_multiply_one_by_rows(const int32_t *x, int32_t *y, weight_t w, in
 
 /* ---- what kernels.c asks ---------------------------------------------------------------------------------------- */
 
-/* Whether processor and operating system have what this file needs; whoever asks has found AVX and OSXSAVE. */
+/* Tells whether processor and operating system have what this file needs; the caller has found AVX and OSXSAVE. */
 int vnni_usable(void) {
     unsigned a, b, c, d, low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

@@ -1,10 +1,10 @@
 """The product mod 2^32 of int32 rows and int8 weights, by the kernel that suits the machine and the number of rows.
 
-Guarantees: every kernel is exact mod 2^32 for all numbers, shapes and memory orders, so which one runs shows in
-nothing but the time. On a CPU there are: the compiled kernels of wire/ring/kernels.py, where they were built and the
-processor has AVX2; byte limbs by the private `torch._int_mm`, where that is exact and fast (processors with VNNI) and
-the compiled kernels know no VNNI; else an integer loop for few rows and float64 in blocks for many. On CUDA devices
-wire/ring/product_cuda.py does it, where it is exact. Others take the plain form, which is also what tests compare with.
+Guarantees: every kernel is exact mod 2^32 for all numbers, shapes and memory orders, so that the choice changes nothing
+but the time. On a CPU these are tried in turn: the compiled kernels of wire/ring/kernels.py, where they were built and
+the processor has AVX2; byte limbs by the private `torch._int_mm`, where that is exact and fast (processors with VNNI)
+and the compiled kernels know no VNNI; else an integer loop for few rows and float64 in blocks for many. CUDA devices
+use wire/ring/product_cuda.py where it is exact. Other devices take the plain form, which tests compare with, too.
 
 Memory: a thread keeps `_SCRATCH_BYTES` of scratch between calls, and a call takes nothing else but its reply. Fresh
 pages are what costs: converting a 2048 × 2048 weight into a new float64 tensor takes 20 ms, into a warm one 1 ms.
@@ -26,34 +26,36 @@ from wire.ring.buffers import unwritten_tensor
 from wire.ring.threads import use_one_core
 
 _EXACT_FLOAT64_ROWS = 1 << 15
-"""2^31 · 128 · 2^15 = 2^53: so many products sum without rounding in float64."""
+"""Inner rows whose products sum without rounding in float64: 2^31 · 128 · 2^15 = 2^53."""
 _ROUNDER = 1.5 * 2.0**52
-"""The low 32 bits of x + this are x mod 2^32, for an integer |x| <= 2^51; see `_multiply_piece`."""
+"""A float64 for which the low 32 bits of x + this are x mod 2^32, for an integer |x| <= 2^51; see `_multiply_piece`."""
 _EXACT_ROUNDER_ROWS = 1 << 13
-"""2^31 · 128 · 2^13 = 2^51: so many products sum beside `_ROUNDER`."""
+"""Inner rows whose products sum exactly beside `_ROUNDER`: 2^31 · 128 · 2^13 = 2^51."""
 _FAST_INNER_ROWS = 1 << 11
-"""Fewer than would be exact: with 11,008 inner rows a product took 15% less time than in pieces of 2^13."""
+"""Inner rows taken at a time, fewer than would be exact: with 11,008 of them a product took 15% less time so than in
+pieces of 2^13."""
 _BYTE_VALUES = torch.tensor([[1, 1 << 8, 1 << 16, 1 << 24]], dtype=torch.int32, device="cpu")
 _FEW_ROWS = 4
 _FEW_ROWS_BY_INT32 = 48
-"""Divided by torch's threads and one: the integer loop, always in one thread, keeps ahead of float64 up to 24 rows
-against one thread and 16 against two, measured on an AVX2 machine."""
+"""Most rows for the integer loop, after division by torch's threads and one. The loop always runs in one thread, and is
+faster than float64 up to 24 rows against one thread and 16 against two, measured on an AVX2 machine."""
 _SCRATCH_BYTES = 32 << 20
-"""Each thread that multiplies keeps up to so much, or what 32 rows need where that is more; a block of a layer with
-3,072 outputs has 600 rows in it."""
+"""Most bytes of scratch that each multiplying thread keeps, or what 32 rows need where that is more; for a layer with
+3,072 outputs a block has 600 rows."""
 _LEAST_BLOCK = 32
 _SLOWER = 8.0
-"""On one core `_int_mm` of the limbs takes 25 times as long as the int32 loop where it is a plain loop itself. With
-VNNI it should take about as long: reckoned from the 850 GOP/s of noise/polynomial/negacyclic.py, not measured."""
+"""How many times as long as the int32 loop `_int_mm` may take to count as fast. On one core `_int_mm` of the limbs
+takes 25 times as long where it is a plain loop itself. With VNNI it should take about as long: reckoned from the 850
+GOP/s of noise/polynomial/negacyclic.py, not measured."""
 _local = threading.local()
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""Some rows and where their product goes."""
+"""Some rows and the memory for their product."""
 _Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows · weight mod 2^32, exactly.
+    """Computes rows · weight mod 2^32, exactly.
 
     Args:
         rows: int32, shape (num_rows, d), contiguous or not, CPU or CUDA.
@@ -63,14 +65,15 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         int32, shape (num_rows, m).
 
     Raises:
-        InvalidTensor: wrong dtype or shapes that do not meet.
+        InvalidTensor: a dtype is wrong, or the shapes do not meet.
     """
     _check(rows, weight)
     return _kernel(rows.shape[0], weight)([rows], weight)[0]
 
 
 def products(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """`product` of each matrix, by one multiplication of all their rows together; only a few rows are copied for it.
+    """Computes `product` of each matrix, by one multiplication of all their rows together; only a few rows are copied
+    for it.
 
     Args:
         parts: at least one, each int32, shape (its rows, d), contiguous or not, same device.
@@ -110,7 +113,7 @@ def _plainly(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.
 
 
 def _plain_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The reference: nothing clever, on any device."""
+    """Computes the product in the plainest way, on any device. It is the reference."""
     total = torch.zeros(rows.shape[0], weight.shape[1], dtype=torch.int64, device=rows.device)
     for start in range(0, rows.shape[1], _EXACT_FLOAT64_ROWS):
         stop = start + _EXACT_FLOAT64_ROWS
@@ -119,14 +122,14 @@ def _plain_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def to_int32(wide: torch.Tensor) -> torch.Tensor:
-    """int64 numbers reduced mod 2^32 into the int32 that stands for them."""
+    """Reduces int64 numbers mod 2^32 into the int32 that stands for them."""
     return ((wide + (1 << 31)).remainder(1 << 32) - (1 << 31)).to(torch.int32)
 
 
 def _together(
     kernel: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor], weight: torch.Tensor
 ) -> list[torch.Tensor]:
-    """By a kernel for one matrix: with few rows, copies cost less than the care to avoid them."""
+    """Multiplies by a kernel for one matrix: with few rows, copying costs less than avoiding copies."""
     if len(parts) == 1:
         return [kernel(parts[0], weight)]
     reply = kernel(torch.cat(list(parts)), weight)
@@ -161,21 +164,21 @@ def _few_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[t
 
 
 def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One int8 GEMM over the four bytes of each number, stacked as rows; little-endian byte order."""
+    """Runs one int8 GEMM over the four bytes of each number, stacked as rows; little-endian byte order."""
     num_rows = rows.shape[0]
     parts = torch._int_mm(_limbs(rows).reshape(4 * num_rows, -1), weight)  # type: ignore[no-untyped-call]
-    # one call in place of three: sums in int32 wrap mod 2^32, and for so few numbers the plain loop is fast
+    # This is one call in place of three: sums in int32 wrap mod 2^32, and for so few numbers the plain loop is fast.
     return torch.mm(_BYTE_VALUES, parts.view(4, -1)).view(num_rows, weight.shape[1])
 
 
 def _limbs(rows: torch.Tensor) -> torch.Tensor:
-    """The four bytes of each number, uint8, shape (4, num_rows, d)."""
+    """Returns the four bytes of each number, uint8, shape (4, num_rows, d)."""
     num_rows, d = rows.shape
     return rows.contiguous().view(torch.uint8).view(num_rows, d, 4).permute(2, 0, 1)
 
 
 def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """The same for many rows, a block at a time, in scratch memory that is kept: fresh pages cost a third more."""
+    """Does the same for many rows, a block at a time, in scratch memory that is kept: fresh pages cost a third more."""
     d, m = weight.shape
     replies = _empty_replies(parts, m)
     num_rows = sum(rows.shape[0] for rows in parts)
@@ -192,7 +195,7 @@ def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[
         sums, place = sums.view(4, count, m), 0
         for _, target in block:
             first, second, third, fourth = sums[:, place : place + target.shape[0]]
-            torch.add(first, second, alpha=1 << 8, out=target)  # int32 wraps mod 2^32, which is what the ring asks for
+            torch.add(first, second, alpha=1 << 8, out=target)  # int32 wraps mod 2^32, which is what the ring asks for.
             target.add_(third, alpha=1 << 16).add_(fourth, alpha=1 << 24)
             place += target.shape[0]
     return replies
@@ -206,7 +209,7 @@ def _few_by_int32(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[t
 
 
 def _product_by_int32(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The plain loop over a converted weight, some columns at a time: int32 wraps mod 2^32 by itself."""
+    """Runs the plain loop over a converted weight, some columns at a time: int32 wraps mod 2^32 by itself."""
     d, m = weight.shape
     step = max(_LEAST_BLOCK, _SCRATCH_BYTES // (8 * max(1, d)))
     if m <= step:
@@ -225,7 +228,7 @@ def _widened(narrow: torch.Tensor) -> torch.Tensor:
 
 
 def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    """float64 GEMMs of a block of rows by a block of the weight, both converted in scratch memory."""
+    """Runs float64 GEMMs of a block of rows by a block of the weight, both converted in scratch memory."""
     replies = _empty_replies(parts, weight.shape[1])
     inner, columns, step = _block_shape(sum(rows.shape[0] for rows in parts), weight)
     for block in _blocks(parts, replies, step):
@@ -235,7 +238,8 @@ def _many_by_float64(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> lis
 
 
 def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
-    """How many inner rows and columns of the weight, and how many rows, fit the scratch memory; half for the weight."""
+    """Returns how many of the weight's inner rows and columns, and how many rows, fit the scratch memory; half is for
+    the weight."""
     room = _SCRATCH_BYTES // 8
     inner = max(1, min(weight.shape[0], _EXACT_ROUNDER_ROWS, _FAST_INNER_ROWS))
     columns = max(_LEAST_BLOCK, min(weight.shape[1], room // 2 // inner))
@@ -244,12 +248,12 @@ def _block_shape(num_rows: int, weight: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _multiply_piece(block: list[_Pair], weight: torch.Tensor, inner: slice, columns: int) -> None:
-    """The product of one block with some inner rows of the weight: written if they are the first, else added.
+    """Multiplies one block with some inner rows of the weight: writes if they are the first, else adds.
 
-    Sums begin at 1.5 · 2^52. Between 2^52 and 2^53 a float64 has unit spacing and ends in the integer's low 52 bits,
-    of which the lowest 32 are the sum mod 2^32, in two's complement. It is exact in any order in which a library may
-    add, fused or not: a product is an integer below 2^38; a partial sum without the 1.5 · 2^52 is at most 2^51 in
-    size; one with it lies from 2^52 to 2^53. No such number is ever rounded.
+    Sums begin at 1.5 · 2^52. Between 2^52 and 2^53 a float64 has unit spacing and ends in the integer's low 52 bits, of
+    which the lowest 32 are the sum mod 2^32, in two's complement. It is exact in any order in which a library may add,
+    fused or not: a product is an integer below 2^38; a partial sum without the 1.5 · 2^52 is at most 2^51 in size; one
+    with it lies from 2^52 to 2^53. No such number is ever rounded.
     """
     weight, count = weight[inner], sum(rows.shape[0] for rows, _ in block)
     width = min(columns, weight.shape[1])
@@ -262,7 +266,7 @@ def _multiply_piece(block: list[_Pair], weight: torch.Tensor, inner: slice, colu
         bits, place = total.addmm_(numbers, _filled(wide, narrow)).view(torch.int64), 0
         for rows, target in block:
             found = bits[place : place + rows.shape[0]]
-            # int64 into int32 keeps the low half, whatever the byte order
+            # int64 into int32 keeps the low half, whatever the byte order.
             if inner.start:
                 target[:, part].add_(found)
             else:
@@ -271,7 +275,7 @@ def _multiply_piece(block: list[_Pair], weight: torch.Tensor, inner: slice, colu
 
 
 def _gathered(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of all parts, below each other in the buffer."""
+    """Copies the rows of all parts, below each other, into the buffer."""
     if len(parts) == 1:
         return _filled(buffer, parts[0])
     together, place = buffer.view(-1, parts[0].shape[1]), 0
@@ -282,7 +286,8 @@ def _gathered(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _filled(buffer: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix in the buffer, whose dtype it takes, in its own memory order: a copy that transposes is slow."""
+    """Copies the matrix into the buffer, whose dtype it takes, in its own memory order: a copy that transposes is
+    slow."""
     height, width = matrix.shape
     strides = (1, height) if matrix.stride(0) < matrix.stride(1) else (width, 1)
     return buffer.as_strided((height, width), strides).copy_(matrix)
@@ -301,7 +306,7 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _blocks(parts: Sequence[torch.Tensor], replies: Sequence[torch.Tensor], step: int) -> Iterator[list[_Pair]]:
-    """Rows and where their product goes, `step` rows at a time, whoever's they are."""
+    """Yields rows and the memory for their product, `step` rows at a time, no matter which parts they belong to."""
     block: list[_Pair] = []
     room = step
     for rows, reply in zip(parts, replies, strict=True):
@@ -318,17 +323,19 @@ def _blocks(parts: Sequence[torch.Tensor], replies: Sequence[torch.Tensor], step
 
 
 def _scratch(*sizes: int) -> list[torch.Tensor]:
-    """Of `_buffer`, one piece of each size in bytes."""
-    ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))  # each piece begins on a cache line
+    """Cuts `_buffer` into one piece of each size in bytes."""
+    ends = list(itertools.accumulate(-(-size // 64) * 64 for size in sizes))  # Each piece begins on a cache line.
     buffer = _buffer(ends[-1])
     return [buffer[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
 
 
 def _buffer(least: int) -> torch.Tensor:
-    """This thread's memory, uint8, a multiple of 64 bytes and at least so many; good until its next call."""
+    """Returns this thread's memory, uint8, a multiple of 64 bytes and at least so many, which its next call may use
+    again."""
     buffer: torch.Tensor | None = getattr(_local, "buffer", None)
     if buffer is None or buffer.shape[0] < least:
-        with torch.inference_mode(False):  # one made inside could not be written to outside, for this thread's life
+        # A buffer made in inference mode could not be written to outside of it, for this thread's life.
+        with torch.inference_mode(False):
             buffer = _local.buffer = torch.empty(-(-least // 64) * 64, dtype=torch.uint8, device="cpu")
     return buffer
 
@@ -338,13 +345,15 @@ def _buffer(least: int) -> torch.Tensor:
 
 @functools.cache
 def int_mm_is_fast() -> bool:
-    """Whether `torch._int_mm` is exact here and fast too: found once, by multiplying for some milliseconds."""
+    """Tells whether `torch._int_mm` is exact here and fast too. This is found once, by multiplying for some
+    milliseconds."""
     return int_mm_is_exact() and _int_mm_keeps_up()
 
 
 @functools.cache
 def int_mm_is_exact() -> bool:
-    """Whether this machine's private `torch._int_mm` multiplies uint8 by int8 exactly; older kernels saturated."""
+    """Tells whether this machine's private `torch._int_mm` multiplies uint8 by int8 exactly; older kernels
+    saturated."""
     limbs = torch.full((4, 512), 255, dtype=torch.uint8, device="cpu")
     weight = torch.full((512, 16), -127, dtype=torch.int8, device="cpu")
     weight[:, 1::2] = 127
@@ -357,10 +366,11 @@ def int_mm_is_exact() -> bool:
 
 
 def _int_mm_keeps_up() -> bool:
-    """Whether a product by limbs takes less than `_SLOWER` times that of one by the int32 loop, at a middling size.
+    """Tells whether a product by limbs takes less than `_SLOWER` times that of the int32 loop, at a middling size.
 
-    In a thread of its own, which uses one core: a team of OpenMP's whose other core is busy waits 8 ms for it, every
-    time, and that says nothing about kernels. Each has several tries, since other work can only make them slower.
+    The comparison runs in a thread of its own, which uses one core: an OpenMP team whose other core is busy waits 8 ms
+    for it, every time, and that says nothing about kernels. Each has several tries, since other work can only slow
+    them.
     """
     ones = functools.partial(torch.ones, device="cpu")
     limbs, narrow = ones(4 * 8, 256, dtype=torch.uint8), ones(256, 256, dtype=torch.int8)

@@ -2,13 +2,13 @@
 
 Guarantees: exact mod 2^32 for all numbers, shapes and memory orders, on devices for which `is_exact`; on others
 wire/ring/product.py takes its plain form. A number is four signed bytes, z ≡ Σ l_i · 2^(8i) mod 2^32, -128 <= l_i <=
-127; those of all rows are stacked into one `torch._int_mm`, and its sums are shifted together. Source: DESIGN.md,
-section 3.
+127; those of all rows are stacked into one `torch._int_mm`, and its sums are shifted together. The product is that of
+wire/SPEC.md, section 5.
 
-What cuBLAS asks of `torch._int_mm`: more than 16 rows, widths that are multiples of 8, and, where all kinds of GPU are
-to take it, both operands contiguous along the inner width (pytorch/pytorch#169956). A weight that does not lie so is
-copied once, and its copy is kept while the weight lives: one int8 copy for the forward direction, and none for the
-backward one where widths are multiples of 8, since W̃ᵀ lies right as it is.
+cuBLAS asks three things of `torch._int_mm`: more than 16 rows, widths that are multiples of 8, and, where all kinds of
+GPU are to take it, both operands contiguous along the inner width (pytorch/pytorch#169956). A weight that does not lie
+so is copied once, and its copy is kept while the weight lives: one int8 copy for the forward direction, and none for
+the backward one where widths are multiples of 8, since W̃ᵀ lies right as it is.
 
 Everything here runs on a CPU too, where tests compare it with big integers. No GPU was at hand when it was written: no
 number in it was chosen by measuring.
@@ -24,23 +24,25 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _MULTIPLE = 8
 _ALIGNED_BYTES = 16
-"""Of what torch allocates any number is a multiple; a slice may begin elsewhere, and int8 kernels load 16 at once."""
+"""Bytes of which a weight's address must be a multiple, since int8 kernels load 16 at once. It is so for whatever torch
+allocates, but a slice may begin elsewhere."""
 _LEAST_ROWS = 8
-"""32 rows of limbs, above the 16 that cuBLAS asks for."""
+"""Rows to which fewer are padded: they make 32 rows of limbs, above the 16 that cuBLAS asks for."""
 _EXACT_INNER = 1 << 16
-"""2^16 · 128 · 128 = 2^30: no sum of limbs leaves int32. 2^17 - 1 would be the most."""
+"""Inner width of one product, so that no sum of limbs leaves int32: 2^16 · 128 · 128 = 2^30. 2^17 - 1 would be the
+most."""
 _SCRATCH_BYTES = 512 << 20
-"""Limbs and sums of one block of rows: 6,553 rows where the weight is 4096 × 4096."""
+"""Most bytes of limbs and sums for one block of rows: 6,553 rows where the weight is 4096 × 4096."""
 _HALF_STEPS = 0x00808080
-"""128 in each byte but the highest; see `_limbs`."""
+"""The int32 with 128 in each byte but the highest; see `_limbs`."""
 
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Weight → its version, and its copy."""
+"""Maps a weight to its version and its copy."""
 _lock = threading.Lock()
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows · weight mod 2^32, on a device for which `is_exact`.
+    """Computes rows · weight mod 2^32, on a device for which `is_exact`.
 
     Args:
         rows: int32, shape (num_rows, d), any strides.
@@ -74,14 +76,14 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> 
             reply.add_(first).add_(second, alpha=1 << 8)
         else:
             torch.add(first, second, alpha=1 << 8, out=reply)
-        reply.add_(third, alpha=1 << 16).add_(fourth, alpha=1 << 24)  # int32 wraps mod 2^32
+        reply.add_(third, alpha=1 << 16).add_(fourth, alpha=1 << 24)  # int32 wraps mod 2^32.
 
 
 def _limbs(rows: torch.Tensor) -> torch.Tensor:
-    """The signed bytes of each number, lowest first, among zeros as cuBLAS asks.
+    """Returns the signed bytes of each number, lowest first, padded with zeros as cuBLAS asks.
 
     Adding 128 to each byte but the highest carries into the next wherever a byte is 128 or more; turning the highest
-    bit of each of these bytes over takes 128 off again. The last carry leaves the 32 bits, and with it a multiple of
+    bit of each of these bytes over subtracts 128 again. The last carry leaves the 32 bits, and with it a multiple of
     2^32.
 
     Args:
@@ -106,13 +108,13 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _prepared(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as `torch._int_mm` wants it, among zeros: itself, or a copy that is kept while it lives.
+    """Returns the weight as `torch._int_mm` wants it, padded with zeros: itself, or a copy that is kept while it lives.
 
-    A weight that is changed through `.data`, or in place as an inference tensor, is not noticed: nobody changes one.
+    A change through `.data`, or in place to an inference tensor, is not noticed; nothing here changes a weight.
     """
     if _lies_right(weight):
         return weight
-    version = 0 if weight.is_inference() else weight._version  # inference tensors count none
+    version = 0 if weight.is_inference() else weight._version  # Inference tensors count no versions.
     with _lock:
         kept: tuple[int, torch.Tensor] | None = _copies.get(weight)
         if kept is None or kept[0] != version:
@@ -128,7 +130,7 @@ def _lies_right(weight: torch.Tensor) -> bool:
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:
     d, m = weight.shape
-    with torch.inference_mode(False):  # kept, and later calls may be outside of it
+    with torch.inference_mode(False):  # The copy is kept, and later calls may be outside of inference mode.
         turned = torch.zeros(_up(m), _up(d), dtype=torch.int8, device=weight.device)
         turned[:m, :d].copy_(weight.t())
     return turned.t()
@@ -141,18 +143,18 @@ def _up(width: int) -> int:
 # The self-test
 
 _TESTED = ((1, 8, 8), (3, 40, 24), (17, 100, 30), (70, 2048, 64), (300, 640, 264))
-"""(num_rows, d, m): few rows and many, padded and not."""
+"""Tested shapes (num_rows, d, m): few rows and many, padded and not."""
 
 
 @functools.cache
 def is_exact(device: torch.device) -> bool:
-    """Whether the private `torch._int_mm` multiplies int8 exactly there; found once for each device.
+    """Tells whether the private `torch._int_mm` multiplies int8 exactly there; this is found once for each device.
 
     Args:
-        device: a tensor's own, so with its index.
+        device: a tensor's own device, so with its index.
 
     Returns:
-        False too where it refuses, as on GPUs without int8 units.
+        Whether it does; False too where it refuses, as on GPUs without int8 units.
     """
     try:
         return all(_is_exact_for(*shape, device) for shape in _TESTED)
@@ -161,12 +163,12 @@ def is_exact(device: torch.device) -> bool:
 
 
 def _is_exact_for(num_rows: int, d: int, m: int, device: torch.device) -> bool:
-    """Random numbers beside those that saturate whatever can saturate, against int64 on the CPU."""
+    """Compares random numbers, and those that saturate whatever can saturate, with int64 on the CPU."""
     generator = torch.Generator().manual_seed(d)
     rows = torch.randint(-(2**31), 2**31, (num_rows, d), generator=generator, device="cpu").to(torch.int32)
-    rows[::3], rows[1::3] = 0x7F7F7F7F, 0x7F7F7F80  # all limbs 127, all limbs -128
+    rows[::3], rows[1::3] = 0x7F7F7F7F, 0x7F7F7F80  # These have all limbs 127, and all limbs -128.
     weight = torch.randint(-128, 128, (d, m), generator=generator, device="cpu").to(torch.int8)
     weight[:, ::3], weight[:, 1::3] = -128, 127
-    exact = (rows.to(torch.int64) @ weight.to(torch.int64)).to(torch.int32)  # keeps the low half
+    exact = (rows.to(torch.int64) @ weight.to(torch.int64)).to(torch.int32)  # The conversion keeps the low half.
     layouts = weight.to(device), weight.t().contiguous().to(device).t()
     return all(torch.equal(product(rows.to(device), each).to("cpu"), exact) for each in layouts)

@@ -1,9 +1,9 @@
-"""Rows from a seed, normative (SPEC.md, section 5): hints, the public matrix A and `shares` are made of them.
+"""Rows from a seed, normative (wire/SPEC.md, section 5): hints, the public matrix A and `shares` are made of them.
 
 Guarantees: the same seed and row number give the same numbers on every machine, checked by tests/vectors/expand.json;
 every row is a stream of its own, so that any range of rows can be made alone and a layer with fewer features uses the
-first columns of the same rows. Does not guarantee that a seed is fresh or kept secret: that is its owner's part.
-Source: DESIGN.md, section 4. AES-CTR: NIST SP 800-38A, section 6.5.
+first columns of the same rows. It does not guarantee that a seed is fresh or kept secret: its owner must see to that.
+Source: wire/SPEC.md, section 5, "Expansion"; AES-CTR: NIST SP 800-38A, section 6.5.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from wire.errors import InvalidTensor, MalformedFrame
 from wire.limits import MAX_FEATURES
 
 DOMAIN = b"veilbase expand v1\0"
-"""Hashed in front of the seed, so that a seed used elsewhere gives another key."""
+"""Bytes that are hashed in front of the seed, so that a seed that is used elsewhere too gives another key here."""
 SEED_BYTES = 32
 MAX_ROWS = 1 << 40
-"""Row numbers lie below: far from the 2^64 at which they would wrap, and exact in float64 and JSON."""
+"""Bound of row numbers: far from the 2^64 at which they would wrap, and exact in float64 and JSON."""
 _PACKED = struct.Struct("<32sQQ")
 PACKED_BYTES = _PACKED.size
 _BLOCK_BYTES = 16
 _BLOCK_NUMBERS = 4
 _PIECE_BYTES = 1 << 18
-"""Counter blocks are made in pieces, or they would double the memory. 128 KiB to 4 MiB were equally fast (5.6 GB/s)."""
+"""Bytes of counter blocks that are made at a time, since all at once would double the memory. 128 KiB to 4 MiB were
+equally fast (5.6 GB/s)."""
 
 
 @dataclass(frozen=True)
 class SeededRows:
-    """A range of the rows that a seed stands for; hidden from repr and refused by pickle, since a seed may be secret.
+    """A range of the rows that a seed stands for. repr hides the seed and pickle is refused, since a seed may be
+    secret.
 
     Attributes:
         seed: 32 bytes.
-        first_row, num_rows: the range; both at least 0, its end at most 2^40.
+        first_row, num_rows: the range; both are at least 0, and its end is at most 2^40.
     """
 
     seed: bytes = field(repr=False)
@@ -55,11 +57,11 @@ class SeededRows:
             raise InvalidTensor("expected seeded rows within 0 and 2^40")
 
     def __reduce__(self) -> NoReturn:
-        """A seed may be a mask: it is never written down."""
+        """Refuses, since a seed may be a mask, and is never written down."""
         raise TypeError("seeded rows are not pickled or copied")
 
     def pack(self) -> bytes:
-        """The 48 payload bytes of a request: seed, first_row and num_rows, little-endian."""
+        """Returns the 48 payload bytes of a request: seed, first_row and num_rows, little-endian."""
         return _PACKED.pack(self.seed, self.first_row, self.num_rows)
 
     @classmethod
@@ -67,45 +69,47 @@ class SeededRows:
         """Reads what `pack` made.
 
         Args:
-            payload: bytes from the peer, any content.
+            payload: bytes from the peer, with any content.
 
         Raises:
-            MalformedFrame: not 48 bytes.
-            InvalidTensor: rows beyond 2^40.
+            MalformedFrame: there are not 48 bytes.
+            InvalidTensor: the rows go beyond 2^40.
         """
         if len(payload) != PACKED_BYTES:
             raise MalformedFrame(f"a seed with its rows has {PACKED_BYTES} bytes, got {len(payload)}")
         return cls(*_PACKED.unpack(payload))
 
     def split(self, max_rows: int) -> Iterator[SeededRows]:
-        """The same rows in order, in ranges of at most `max_rows`."""
+        """Yields the same rows in order, in ranges of at most `max_rows`."""
         end = self.first_row + self.num_rows
         for first in range(self.first_row, end, max_rows):
             yield SeededRows(self.seed, first, min(max_rows, end - first))
 
     def expand(self, features: int) -> torch.Tensor:
-        """The numbers: row r is the AES-256-CTR key stream from counter block (r, 0), read as little-endian int32.
+        """Makes the numbers: row r is the AES-256-CTR key stream from counter block (r, 0), read as little-endian
+        int32.
 
         Args:
-            features: numbers a row, 0 to 2^22.
+            features: how many numbers a row has, 0 to 2^22.
 
         Returns:
             int32, shape (num_rows, features), CPU, contiguous.
 
         Raises:
-            InvalidTensor: `features` out of range.
+            InvalidTensor: `features` is out of range.
         """
         if not 0 <= features <= MAX_FEATURES:
             raise InvalidTensor(f"expected 0 to {MAX_FEATURES} features, got {features}")
         row_blocks = -(-features // _BLOCK_NUMBERS)
         row_numbers = row_blocks * _BLOCK_NUMBERS
-        # One block more than is needed: some versions of `update_into` ask for room beyond what they write.
+        # This has one block more than is needed: some versions of `update_into` ask for room beyond what they write.
         num_numbers = self.num_rows * row_numbers + _BLOCK_NUMBERS
-        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")  # whatever the user's default is
+        # The device is named, whatever the user's default is.
+        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")
         if row_blocks:
             self._fill(flat.numpy().data.cast("B"), row_blocks)
         rows = flat[: self.num_rows * row_numbers].view(self.num_rows, row_numbers)
-        return rows[:, :features].contiguous()  # a copy only where `features` ends inside a block
+        return rows[:, :features].contiguous()  # This copies only where `features` ends inside a block.
 
     def _fill(self, out: memoryview, row_blocks: int) -> None:
         """Writes the key streams, `row_blocks` blocks a row, to the beginning of `out`."""
@@ -122,10 +126,10 @@ class SeededRows:
 
 
 def _encryptor(seed: bytes) -> CipherContext:
-    """The block cipher under a seed's key, for counter blocks.
+    """Returns the block cipher under a seed's key, for counter blocks.
 
-    CTR mode is this: each counter block encrypted by itself. Writing the counters here makes one call do many rows,
-    where a CTR context a row cost 5 µs (1.2 GB/s at 1536 features, against 5.6). No block occurs twice under a key.
+    CTR mode is each counter block encrypted by itself. Writing the counters here makes one call do many rows, where a
+    CTR context a row cost 5 µs (1.2 GB/s at 1536 features, against 5.6). No block occurs twice under a key.
     """
     key = hashlib.sha256(DOMAIN + seed).digest()
     return Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305
@@ -136,5 +140,5 @@ Rows = torch.Tensor | SeededRows
 
 
 def count_rows(rows: Rows) -> int:
-    """How many rows a request carries or stands for."""
+    """Returns how many rows a request carries or stands for."""
     return rows.num_rows if isinstance(rows, SeededRows) else rows.shape[0]

@@ -1,4 +1,4 @@
-"""How many cores one operation uses, thread by thread."""
+"""Sets how many cores one operation uses, for each thread apart."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _local = threading.local()
 
 
 def use_one_core() -> None:
-    """From now on this thread's own torch operations run on one core; other threads keep theirs.
+    """Makes this thread's own torch operations run on one core from now on; other threads keep theirs.
 
     One row times a matrix is too small to share: waking OpenMP's other threads costs more than it saves, and takes a
-    core from whoever encrypts. `torch.set_num_threads` would change every thread (and MKL), so this asks OpenMP, whose
-    setting belongs to the calling thread, and MKL for the same. Where torch has neither in its folder it does nothing.
+    core from the thread that encrypts. `torch.set_num_threads` would change every thread (and MKL), so this asks
+    OpenMP, whose setting belongs to the calling thread, and MKL for the same. Where torch has neither in its folder it
+    does nothing.
     """
     if getattr(_local, "done", False):
         return
@@ -34,14 +35,14 @@ def use_one_core() -> None:
 
 
 def use_cores(count: int) -> None:
-    """The same for any number of cores, and as often as one likes: it takes a microsecond."""
-    torch.get_num_threads()  # torch sets a new thread's count at first use: let that come first
+    """Does the same for any number of cores. It takes a microsecond, so it may be called often."""
+    torch.get_num_threads()  # torch sets a new thread's count at first use, so that comes first.
     for set_number in _setters():
         set_number(count)
 
 
 def spare_cores() -> None:
-    """Until `return_cores`, this thread's operations use one core, but for those in `all_cores`."""
+    """Makes this thread's operations use one core until `return_cores`, except for those in `all_cores`."""
     count = torch.get_num_threads()
     if count > 1:
         _local.spared = count
@@ -49,7 +50,7 @@ def spare_cores() -> None:
 
 
 def return_cores() -> None:
-    """Ends `spare_cores`; nothing where it was not called, or the thread had one core."""
+    """Ends `spare_cores`; does nothing where it was not called, or the thread had one core."""
     count, _local.spared = getattr(_local, "spared", 0), 0
     if count:
         use_cores(count)
@@ -57,7 +58,7 @@ def return_cores() -> None:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """For work that is worth sharing, in the middle of what is not."""
+    """Gives this thread its cores back for work that is worth sharing, between `spare_cores` and `return_cores`."""
     count, before = getattr(_local, "spared", 0), torch.get_num_threads()
     if not count:
         yield
@@ -66,7 +67,7 @@ def all_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        use_cores(before)  # all of them, inside another such block
+        use_cores(before)  # Inside another such block, these are all of the cores.
 
 
 @functools.cache
@@ -75,35 +76,39 @@ def _setters() -> tuple[Callable[[int], object], ...]:
     found: list[Callable[[int], object]] = []
     for library in folder.glob("libgomp*.so*"):
         found.append(ctypes.CDLL(str(library)).omp_set_num_threads)
-    for library in folder.glob("libtorch_cpu.so"):  # torch has told MKL its own count, which OpenMP's does not change
+    # torch has told MKL its own count, which OpenMP's setting does not change.
+    for library in folder.glob("libtorch_cpu.so"):
         found.append(getattr(ctypes.CDLL(str(library)), "MKL_Set_Num_Threads_Local", int))
     return tuple(found)
 
 
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
-    """Runs `work` in the calling thread and in helpers, on one iterator: each item goes to one of them.
+    """Runs `work` in the calling thread and in helper threads, on one iterator: each item goes to one of them.
 
-    `work` must hold what it writes to: where the calling thread is interrupted, a helper may end its item later.
+    `work` must keep references to what it writes to: if the calling thread is interrupted, a helper may end its item
+    later.
 
-    As many threads as torch uses in the calling one. A helper that is busy elsewhere is not waited for, and none spins
-    when it is done: OpenMP's do, on a core that a tenant on the same machine, or the thread that encrypts, could use.
+    As many threads work as torch uses in the calling one. A helper that is busy elsewhere is not waited for, and none
+    spins when it is done; OpenMP's spin on a core that a tenant on the same machine, or the thread that encrypts, could
+    use.
 
     Raises:
-        Whatever `work` raised, after all have ended.
+        Whatever `work` raised, after all threads have ended.
     """
-    queue = iter(items)  # of a sequence: next() is atomic
+    queue = iter(items)  # This is the iterator of a sequence, whose next() is atomic.
     num_helpers = min(torch.get_num_threads(), len(items)) - 1
     if num_helpers < 1:
         work(queue)
         return
     helpers: list[Future[None]] = []
     try:
-        with contextlib.suppress(RuntimeError):  # no thread is left in the machine, or the process ends: less help
+        # No thread is left in the machine, or the process ends: there is less help then.
+        with contextlib.suppress(RuntimeError):
             for _ in range(num_helpers):
                 helpers.append(_executor().submit(work, queue))
         work(queue)
     finally:
-        deque(queue, maxlen=0)  # after an error, who begins late finds nothing to do
+        deque(queue, maxlen=0)  # After an error, a helper that begins late finds nothing to do.
         failures = [helper.exception() for helper in helpers if not helper.cancel()]
     for failure in failures:
         if failure is not None:
@@ -124,7 +129,7 @@ def _executor() -> ThreadPoolExecutor:
 
 def _after_fork_in_child() -> None:
     global _lock, _made
-    _lock, _made = threading.Lock(), None  # threads do not survive a fork
+    _lock, _made = threading.Lock(), None  # Threads do not survive a fork.
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,1 +1,1 @@
-"""Ways for a tenant's requests to reach a provider: gRPC over mTLS, or the same process."""
+"""Ways for a tenant's requests to reach a provider: gRPC and TLS sockets, both with mTLS, or the same process."""

@@ -20,7 +20,7 @@ from wire.ring.seeded_rows import Rows
 
 @dataclass
 class Traffic:
-    """Counts of what crossed the wire, headers included, TLS and HTTP/2 framing not."""
+    """Counts what crossed the wire, including frame headers but not the framing of TLS and HTTP/2."""
 
     bytes_up: int = 0
     bytes_down: int = 0
@@ -28,26 +28,26 @@ class Traffic:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, up: int = 0, down: int = 0, calls: int = 0) -> None:
-        """Adds to the counts; safe under threads."""
+        """Adds to the counts; this is safe under threads."""
         with self._lock:
             self.bytes_up += up
             self.bytes_down += down
             self.calls += calls
 
     def snapshot(self) -> Traffic:
-        """A copy that does not change."""
+        """Returns a copy that does not change."""
         with self._lock:
             return Traffic(self.bytes_up, self.bytes_down, self.calls)
 
 
 class Pending(Protocol):
-    """A request on its way."""
+    """A request whose reply has not been read yet."""
 
     def result(self) -> torch.Tensor:
         """Waits for the reply.
 
         Returns:
-            Shape (rows, reply_cols) as given to `submit`, dtype of the call's arithmetic; read-only.
+            The reply, shape (rows, reply_cols) as given to `submit`, in the dtype of the call's arithmetic; read-only.
 
         Raises:
             VeilbaseError: one error of wire/errors.py, whatever went wrong.
@@ -56,33 +56,34 @@ class Pending(Protocol):
 
 
 class Connection(Protocol):
-    """One tenant's road to one provider."""
+    """One tenant's connection to one provider."""
 
     @property
     def traffic(self) -> Traffic:
-        """Counts since the connection was made."""
+        """Counts what has crossed since the connection was made."""
         ...
 
     def manifest(self) -> Manifest:
-        """The provider's manifest, fetched once."""
+        """Returns the provider's manifest, which is fetched once."""
         ...
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
-        """The chunks of one bundle file."""
+        """Yields the chunks of one bundle file."""
         ...
 
     def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
-        """Sends one request; splitting is the caller's part.
+        """Sends one request; the caller splits what is larger than the limits.
 
         Args:
-            call: which product.
-            rows: shape (num_rows, features), the call's dtype, CPU; `SeededRows` where the purpose is HINT; or one
-                row's message, whose first `HEADER_BYTES` are written here. They must not change until `result` has
-                returned: what is sent again after a refusal is the same bytes.
-            reply_cols: features of the reply.
+            call: which product is asked for.
+            rows: shape (num_rows, features), in the call's dtype, on the CPU; `SeededRows` where the purpose is HINT;
+                or the message of one row, whose first `HEADER_BYTES` are written here. They must not change until
+                `result` has returned: what is sent again after a refusal is the same bytes.
+            reply_cols: the features of the reply.
 
         Raises:
-            VeilbaseError: `InvalidTensor` for rows that do not suit the call, or whatever keeps it from being sent.
+            VeilbaseError: `InvalidTensor` for rows that do not suit the call, or the error that keeps the request from
+                being sent.
         """
         ...
 

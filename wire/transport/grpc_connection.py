@@ -1,12 +1,14 @@
-"""The tenant's end of the transport: one long-lived bidirectional stream, many requests in flight.
+"""The tenant's end of the transport: one long-lived bidirectional stream with many requests in flight.
 
-Manifest and bundle come by gRPC; the stream is on the provider's tensor port, or gRPC's where that cannot be reached.
+Manifest and bundle come by gRPC. The stream is on the provider's tensor port, or gRPC's where that port cannot be
+reached.
 
 Guarantees: replies are matched by request id in any order; every request ends by its own deadline; a reply is checked
-against what was asked before it is allocated; a forked child is refused. After a broken stream the next request opens
-a new one; what was pending fails with one error and is never re-sent by itself (a re-send could reuse a mask); what was
-refused because it came too early is sent again, later, as the same bytes (wire/transport/retry.py). Nothing
-is sent on a stream before the provider at its other end has been seen to serve the weights of the first manifest.
+against what was asked before memory is allocated for it; a forked child is refused. After a broken stream the next
+request opens a new one. What was pending fails with one error and is never sent again by itself (a re-send could reuse
+a mask), but what was refused because it came too early is sent again, later, as the same bytes
+(wire/transport/retry.py). Nothing is sent on a stream before the provider at its other end has been seen to serve the
+weights of the first manifest.
 """
 
 from __future__ import annotations
@@ -62,25 +64,26 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
 _CROWDED_S = 15.0
-"""So long a provider that closes new connections at once is tried again: one that is flooded with them takes another
-as soon as one of them has run out of time."""
+"""Seconds for which a provider that closes new connections at once is tried again: a provider that is flooded with
+connections accepts another as soon as one of them has run out of time."""
 _CROWDED_PAUSES_S = (0.02, 0.5)
-"""The first pause and the longest; each is half as long again as the one before, so that those who wait for a place are
-no flood themselves."""
+"""The first pause and the longest, in seconds. Each is half as long again as the one before, so that the tenants that
+wait for a free connection do not flood the provider themselves."""
 _DROPPED = "Handshake read failed"
-"""Part of gRPC's own text where the other side closed before TLS had begun. A certificate that it refuses reads
-differently, and so does a port without TLS; with another text of a later gRPC the first try would be the last."""
+"""The part of gRPC's own text that says that the other side closed before TLS had begun. A refused certificate reads
+differently, and so does a port without TLS. If a later gRPC words it otherwise, the first try is the last."""
 _MOST_DIGITS = 9
 DEFAULT_PORT = 8443
 _LOGGER = logging.getLogger(__name__)
 
 
 class ConnectionDropped(Unavailable):
-    """The other side closed the connection before a word was said: nobody was refused, since nobody was named."""
+    """The other side closed the connection before the handshake. It refused no identity, since none had been
+    presented."""
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
-    """gRPC options of the tenant's channel: limits on both sides, keepalive, and no proxy for loopback."""
+    """Returns gRPC's options for the tenant's channel: limits on both sides, keepalive, and no proxy for loopback."""
     options: list[tuple[str, Any]] = [
         ("grpc.max_send_message_length", MAX_FRAME_BYTES),
         ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -88,7 +91,7 @@ def channel_options(host: str) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.enable_retries", 0),  # a transparent re-send is the one thing a one-time mask must never see
+        ("grpc.enable_retries", 0),  # A transparent re-send must never happen to a request under a one-time mask.
         ("grpc.use_local_subchannel_pool", 1),
     ]
     if host in ("localhost", "::1") or host.startswith("127."):
@@ -97,16 +100,17 @@ def channel_options(host: str) -> list[tuple[str, Any]]:
 
 
 def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
-    """A channel for `grpcs://host[:port]` with mutual TLS, or `grpc://` on loopback without it.
+    """Opens a channel for `grpcs://host[:port]` with mutual TLS, or for `grpc://` on loopback without TLS.
 
     Raises:
-        ConfigurationError: another scheme, no host, no identity, or plain text to another machine.
+        ConfigurationError: the URL has another scheme or no host, an identity is missing, or plain text would go to
+            another machine.
     """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or DEFAULT_PORT
-    except ValueError:  # a port that is no number, an open bracket
-        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from None
+    except ValueError as exc:  # The port is no number, or a bracket was left open.
+        raise ConfigurationError(f"expected grpcs://host:port, got {url!r}") from exc
     if parts.scheme not in ("grpc", "grpcs") or not host:
         raise ConfigurationError(f"expected grpcs://host:port, got {url!r}")
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -121,10 +125,11 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
 
 
 def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
-    """This side's error for a gRPC status; the peer's details are not passed on.
+    """Makes this side's error for a gRPC status; the peer's details are not passed on.
 
     Args:
-        connected: the provider had accepted this identity on the same connection.
+        exc: the error that grpc raised.
+        connected: whether the provider had accepted this identity on the same connection.
     """
     code = exc.code() if hasattr(exc, "code") else None
     if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -164,7 +169,7 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
 
 
 def _named_retry_s(exc: grpc.RpcError) -> float:
-    """Seconds after which the provider says that it may be asked again; 0 where it does not."""
+    """Returns the seconds after which the provider says that it may be asked again; 0 where it does not say."""
     metadata = exc.trailing_metadata() if hasattr(exc, "trailing_metadata") else None
     text = next((value for key, value in metadata or () if key == RETRY_METADATA), "")
     if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
@@ -173,10 +178,10 @@ def _named_retry_s(exc: grpc.RpcError) -> float:
 
 
 class GrpcConnection:
-    """A `Connection` over gRPC; opened at first use, so that a program may fork before it."""
+    """A `Connection` over gRPC. It is opened at first use, so that a program may fork before it."""
 
     def __init__(self, url: str, identity: TlsIdentity | None = None) -> None:
-        """Args: url: grpcs://host:port; identity: from a folder made by `provider enroll`."""
+        """Args: url: grpcs://host:port; identity: read from a folder that `provider enroll` made."""
         self.url = url
         self.traffic = Traffic()
         self._identity = identity
@@ -184,9 +189,9 @@ class GrpcConnection:
         self._channel: grpc.Channel | None = None
         self._stream: Multiplexer | None = None
         self._compared: Multiplexer | None = None
-        """The stream, once `_check_same_weights` has passed: requests go nowhere else."""
+        """The stream, once `_check_same_weights` has passed. Requests are sent on no other."""
         self._port: int | None = None
-        """The tensor port that the newest stream is on."""
+        """The tensor port that the newest stream is on; None where gRPC carries it."""
         self._manifest: Manifest | None = None
         self._pid = os.getpid()
         self._closed = False
@@ -207,7 +212,7 @@ class GrpcConnection:
         return self._channel
 
     def manifest(self) -> Manifest:
-        """The provider's manifest, fetched once."""
+        """Returns the provider's manifest, which is fetched once."""
         with self._lock:
             if self._manifest is None:
                 self._manifest = self._fetch_manifest()
@@ -239,7 +244,7 @@ class GrpcConnection:
         return parse_manifest(data)
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
-        """The chunks of one bundle file, never more than the manifest announced."""
+        """Yields the chunks of one bundle file, never more than the manifest announced."""
         sizes = {file.name: file.size_bytes for file in self.manifest().bundle}
         if file_name not in sizes:
             raise ConfigurationError(f"the provider's bundle has no file {file_name!r}")
@@ -258,7 +263,7 @@ class GrpcConnection:
                     raise MalformedFrame(f"expected at most {max_bytes} bytes, got more")
                 yield chunk
         except grpc.RpcError as exc:
-            raise translate_status(exc) from None
+            raise translate_status(exc) from None  # its text is the peer's
         finally:
             call.cancel()
 
@@ -273,7 +278,8 @@ class GrpcConnection:
         return RetriedRequest(stream, call, rows, self._request_cols(call, rows), reply_cols)
 
     def _request_cols(self, call: Call, rows: Rows | bytearray) -> int:
-        """A seed does not say how many numbers its rows have: the manifest does."""
+        """Returns the columns of a request. A seed does not say how many numbers its rows have, but the manifest
+        does."""
         if isinstance(rows, bytearray):
             return (len(rows) - frame.HEADER_BYTES) // frame.ITEM_BYTES
         if not isinstance(rows, SeededRows):
@@ -301,11 +307,12 @@ class GrpcConnection:
             return self._compared
 
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
-        """On the tensor port, or by gRPC where there is none or it cannot be reached."""
+        """Opens a stream on the tensor port, or by gRPC where there is no such port or it cannot be reached."""
         channel = self._open_channel()
         self._port = None
         if self._identity is not None:
-            now = begun_with if self._stream is None else self._fetch_manifest()  # a restart may pick another port
+            # A provider that was restarted may have another port.
+            now = begun_with if self._stream is None else self._fetch_manifest()
             if now.tensor_port is not None:
                 try:
                     raw = tls_stream.connect(urlsplit(self.url).hostname or "", now.tensor_port, self._identity)
@@ -316,11 +323,11 @@ class GrpcConnection:
         return GrpcStream(channel, STREAM_METHOD)
 
     def _check_same_weights(self, begun_with: Manifest) -> None:
-        """An operator's restart with another model must not answer rows that were meant for the first one.
+        """Keeps a provider that was restarted with another model from answering rows that were meant for the first one.
 
-        Called after WELCOME: a provider that is replaced between this answer and the first request takes the stream
-        with it. A stream on a tensor port that is no longer named here may be with another provider of the same CA.
-        Not a defence against one that lies: that is what verification is for.
+        This is called after WELCOME: a provider that is replaced between this answer and the first request takes the
+        stream with it. A stream on a tensor port that the manifest no longer names may be with another provider of the
+        same CA. This is no defence against a provider that lies; verification is.
         """
         now = self._fetch_manifest()
         if self._port is not None and now.tensor_port != self._port:
@@ -332,7 +339,8 @@ class GrpcConnection:
             )
 
     def _drop_channel(self) -> None:
-        """After a failure: gRPC would let the old channel wait for up to two minutes before it tries again."""
+        """Closes the channel after a failure: gRPC would let the old one wait for up to two minutes before it tries
+        again."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -340,7 +348,7 @@ class GrpcConnection:
     def close(self) -> None:
         """Ends the stream and the channel."""
         if os.getpid() != self._pid:
-            return  # the parent's sockets are not ours to end
+            return  # The parent's sockets are not the child's to close.
         self._closed = True
         if self._stream is not None:
             self._stream.close()

@@ -1,4 +1,4 @@
-"""A stream of messages, and the one that grpc's public interface gives."""
+"""A stream of messages, and its implementation on grpc's public interface."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import grpc
 
 
 class MessageStream(Protocol):
-    """A stream of messages; `send` is safe under threads, `step` is called by one thread at a time."""
+    """A stream of messages. `send` is safe under threads; one thread at a time calls `step`."""
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message and returns; what cannot leave yet leaves in later steps, or in `wait_to_send`."""
+        """Queues a message and returns. What cannot be sent yet is sent in later calls of `step` or `wait_to_send`."""
         ...
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a queued message needs a `step` to leave."""
+        """Tells whether a queued message still needs a `step` in order to be sent."""
         ...
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits until more can leave, at most so long; for who sends while another steps."""
+        """Waits until more can be sent, at most for `seconds`. It is for a thread that sends while another one calls
+        `step`."""
         ...
 
     def step(self) -> bytes | memoryview | None:
@@ -33,21 +34,21 @@ class MessageStream(Protocol):
         Raises:
             EOFError: the peer ended the stream in order.
             VeilbaseError: the stream failed.
-            grpc.RpcError: the same, where it is gRPC's; has `code()` and `details()`.
+            grpc.RpcError: the same, from gRPC; it has `code()` and `details()`.
         """
         ...
 
     def is_active(self) -> bool:
-        """False once the end of the stream is known."""
+        """Returns False once the end of the stream is known."""
         ...
 
     def close(self) -> None:
-        """Ends the stream at once; safe to call twice and from any thread."""
+        """Ends the stream at once. It is safe to call this twice and from any thread."""
         ...
 
 
 class GrpcStream:
-    """On grpc's public interface."""
+    """A `MessageStream` on grpc's public interface."""
 
     def __init__(self, channel: grpc.Channel, method: str) -> None:
         """Starts the RPC."""
@@ -61,11 +62,11 @@ class GrpcStream:
 
     @property
     def has_unsent(self) -> bool:
-        """Never: grpc has a thread for it."""
+        """Returns False always, since grpc has a thread that sends."""
         return False
 
     def wait_to_send(self, seconds: float) -> None:
-        """See `has_unsent`."""
+        """Returns at once; see `has_unsent`."""
 
     def step(self) -> bytes | None:
         """See `MessageStream.step`."""

@@ -1,4 +1,4 @@
-"""The folder that `provider enroll` makes: ca.pem, cert.pem and key.pem of a tenant, or of a shard's host."""
+"""The folder that `provider enroll` makes: ca.pem, cert.pem and key.pem of a tenant or of a shard's host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from wire.errors import ConfigurationError, Unauthenticated
 
 @dataclass(frozen=True)
 class TlsIdentity:
-    """PEM bytes of an identity; the key never leaves this object and is not shown by repr."""
+    """The PEM bytes of an identity. The private key never leaves this object, and repr does not show it."""
 
     ca_pem: bytes
     cert_pem: bytes
@@ -28,10 +28,10 @@ class TlsIdentity:
 
     @classmethod
     def read(cls, folder: Path) -> TlsIdentity:
-        """The three files as they are; `load_identity` also looks at what is in them.
+        """Reads the three files as they are; `load_identity` also checks their contents.
 
         Raises:
-            OSError: one cannot be read.
+            OSError: one of the files cannot be read.
         """
         ca_pem, cert_pem, key_pem = ((folder / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem"))
         return cls(ca_pem, cert_pem, key_pem)
@@ -41,8 +41,8 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
     """Reads an identity and checks that it can be used.
 
     Args:
-        folder: as given to `provider enroll NAME --out FOLDER`.
-        kind: the option of `provider enroll` that makes one of this kind.
+        folder: the FOLDER that was given to `provider enroll NAME --out FOLDER`.
+        kind: the option of `provider enroll` that makes an identity of this kind.
 
     Raises:
         ConfigurationError: a file is missing, unreadable or not what its name says, or the key is open to other users.
@@ -54,7 +54,7 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
         mode = stat.S_IMODE((folder / "key.pem").stat().st_mode)
     except OSError as exc:
         command = " ".join(["provider enroll NAME", *([kind] if kind else []), f"--out {folder}"])
-        raise ConfigurationError(f"{folder} is not an identity ({exc.strerror}): make one with `{command}`") from None
+        raise ConfigurationError(f"{folder} is not an identity ({exc.strerror}): make one with `{command}`") from exc
     if mode & 0o077:
         raise ConfigurationError(f"{folder / 'key.pem'} can be read by other users: chmod 600 it")
     expires_at = _check_files(folder, identity).not_valid_after_utc
@@ -64,15 +64,16 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
 
 
 def _check_files(folder: Path, identity: TlsIdentity) -> x509.Certificate:
-    """The certificate, after a look at all three files: TLS libraries say of none which one it was."""
+    """Returns the certificate, after checking all three files: the TLS libraries do not say which of them is at
+    fault."""
     for name, pem in (("ca.pem", identity.ca_pem), ("cert.pem", identity.cert_pem)):
         try:
             certificate = x509.load_pem_x509_certificate(pem)
-        except ValueError:
-            raise ConfigurationError(f"{folder / name} is not a certificate: enrol again") from None
+        except ValueError as exc:
+            raise ConfigurationError(f"{folder / name} is not a certificate: enrol again") from exc
     try:
         key = serialization.load_pem_private_key(identity.key_pem, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # `from None`: the original is about a secret
         raise ConfigurationError(f"{folder / 'key.pem'} is not a private key: enrol again") from None
     if key.public_key() != certificate.public_key():
         raise ConfigurationError(f"{folder / 'key.pem'} does not belong to cert.pem beside it: enrol again")

@@ -1,4 +1,4 @@
-"""A provider in the same process: the same calls and checks, no network and no privacy boundary."""
+"""A provider in the same process: the same calls and checks, but no network and no privacy boundary."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Handler(Protocol):
     """What an embedded provider offers to this transport."""
 
     def manifest(self) -> Manifest:
-        """As over the wire."""
+        """Returns the same manifest as over the wire."""
         ...
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """As over the wire."""
+        """Yields the same chunks as over the wire."""
         ...
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """One product; blocks."""
+        """Computes one product and returns when it is done."""
         ...
 
 
@@ -37,7 +37,7 @@ class _Done:
     reply: torch.Tensor
 
     def result(self) -> torch.Tensor:
-        """The reply, already there."""
+        """Returns the reply, which is there already."""
         return self.reply
 
 
@@ -50,19 +50,19 @@ class InprocConnection:
         self.traffic = Traffic()
 
     def manifest(self) -> Manifest:
-        """The handler's manifest."""
+        """Returns the handler's manifest."""
         return self._handler.manifest()
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
-        """The chunks of one bundle file."""
+        """Yields the chunks of one bundle file."""
         return self._handler.read_file(file_name)
 
     def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
-        """Computes at once; raises what the provider raises."""
+        """Computes at once, and raises what the provider raises."""
         if isinstance(rows, bytearray):
             rows = row_of(call, rows)
         check_rows(call, rows)
-        with all_cores():  # a provider's own: nothing is waited for meanwhile
+        with all_cores():  # The provider would use all cores too, and this thread waits for nothing else meanwhile.
             reply = self._handler.compute(call, rows)
         num_rows = count_rows(rows)
         if reply.shape != (num_rows, reply_cols):
@@ -72,4 +72,4 @@ class InprocConnection:
         return _Done(reply)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing, since there is no connection to end."""

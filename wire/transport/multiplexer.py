@@ -1,12 +1,12 @@
 """Many requests in flight on one stream, each with one outcome: its reply, or its one error.
 
-Guarantees: replies are matched by request id in any order and checked against what was asked before they are allocated;
-every request ends by its own deadline; after a broken stream what was pending fails with one error and is never re-sent
-(a re-send could reuse a mask). Knows nothing of channels or TLS.
+Guarantees: replies are matched by request id in any order and checked against what was asked before memory is allocated
+for them; every request ends by its own deadline; after a broken stream, what was pending fails with one error and is
+never sent again (a re-send could reuse a mask). This module knows nothing of channels or TLS.
 
-Threads: whoever waits first reads for all (leader and followers), since a reader thread of its own would cost a decode
-step two thread switches a call. A watchdog looks at deadlines; a listener reads while nothing is asked, so that the end
-of an idle stream is noticed.
+Threads: the thread that waits first reads for all others (leader and followers), since a reader thread of its own would
+cost a decode step two thread switches a call. A watchdog ends requests whose deadline has passed. A listener reads
+while no request is pending, so that the end of an idle stream is noticed.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from wire.transport.grpc_stream import MessageStream
 
 HANDSHAKE_S = 20.0
 WATCH_S = 0.5
-"""How often deadlines are looked at; they are tens of seconds."""
+"""Seconds between two checks of the deadlines, which are tens of seconds long."""
 _LOOK_S = 0.05
 _WELCOME = Call(0, Direction.FORWARD, Arithmetic.RING)
 _ENDED = "the provider ended the stream; the run can go on from its last checkpoint"
 
 
 class Request:
-    """A request on its way, and its outcome once there is one."""
+    """A request that was sent, and its outcome once there is one."""
 
     __slots__ = (
         "_owner", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "reply", "request_id", "rows",
     )  # fmt: skip
 
     def __init__(self, owner: Multiplexer, request_id: int, call: Call, rows: int, cols: int, held: int) -> None:
-        """Args: rows, cols: of the reply; held: bytes of request and reply together."""
+        """Args: rows, cols: the shape of the reply; held: the bytes of request and reply together."""
         self.request_id, self.call = request_id, call
         self.rows, self.cols, self.held_bytes = rows, cols, held
         self.expires_at = time.monotonic() + deadline_s(held)
@@ -62,14 +62,14 @@ class Request:
         self._owner = owner
 
     def settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
-        """Keeps the outcome and wakes whoever waits for it."""
+        """Keeps the outcome and wakes the thread that waits for it."""
         if self.outcome is None:
             self.outcome = outcome
             if self.nudged is not None:
                 self.nudged.set()
 
     def result(self) -> torch.Tensor:
-        """The reply, or this request's one error."""
+        """Returns the reply, or raises this request's one error."""
         if self.outcome is None:
             self._owner.wait_for(self)
         if isinstance(self.outcome, torch.Tensor):
@@ -87,17 +87,17 @@ class Multiplexer:
         traffic: Traffic,
         translate: Callable[[grpc.RpcError, bool], VeilbaseError],
     ) -> None:
-        """Says HELLO.
+        """Sends HELLO and starts the two threads.
 
         Args:
-            stream: just opened, and nobody else's.
-            limits: of the manifest.
+            stream: a stream that was just opened and that nothing else uses.
+            limits: the limits in the manifest.
             traffic: counts what crosses.
-            translate: a status, and whether the provider had said WELCOME, to this side's error.
+            translate: makes this side's error from a gRPC status and whether the provider had sent WELCOME.
         """
         self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
         self._requests: dict[int, Request] = {}
-        # not a plain one: a signal's handler that closes may find its own thread in here
+        # The lock is reentrant: a signal handler that closes may interrupt its own thread while that holds the lock.
         self._lock = threading.RLock()
         self._state, self._num_waiting_for_room = threading.Condition(self._lock), 0
         self._reading = threading.Lock()
@@ -117,11 +117,11 @@ class Multiplexer:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def wait_welcome(self) -> None:
-        """Waits for the handshake."""
+        """Waits until the handshake is done."""
         self._welcome.result()
 
     def is_usable(self) -> bool:
-        """Whether a request could go out; notices a provider that went away while nobody was reading."""
+        """Tells whether a request could be sent; notices a provider that went away while no thread was reading."""
         if self.failure is None and not self._stream.is_active():
             self.fail(Unavailable(_ENDED))
         return self.failure is None
@@ -129,12 +129,14 @@ class Multiplexer:
     # ---- waiting and reading ----------------------------------------------------------------------------------------
 
     def wait_for(self, request: Request) -> None:
-        """Returns once the request has an outcome; reads for everybody if nobody else does."""
+        """Returns once the request has an outcome; reads for all threads if no other thread does."""
         if self._reading.acquire(blocking=False):
             self._lead(request)
             return
-        nudged = request.nudged = threading.Event()  # before `outcome` is looked at, so that `settle` sees it
-        self._waiting[request.request_id] = request  # before trying again to lead: a leader who stops looks here
+        # It is set before `outcome` is looked at, so that `settle` sees it.
+        nudged = request.nudged = threading.Event()
+        # This comes before trying again to lead: a leader that stops looks here.
+        self._waiting[request.request_id] = request
         try:
             while request.outcome is None:
                 if self._reading.acquire(blocking=False):
@@ -158,7 +160,7 @@ class Multiplexer:
         self._reading.release()
         for other in list(self._waiting.values()):
             if other is not request and other.nudged is not None:
-                other.nudged.set()  # all of them: one that has just been answered would not lead
+                other.nudged.set()  # All of them are woken: one that has just been answered would not lead.
 
     def _read_one(self) -> None:
         try:
@@ -175,7 +177,7 @@ class Multiplexer:
         except (KeyboardInterrupt, SystemExit):
             self.fail(Unavailable("the reading thread was interrupted"))
             raise
-        except Exception as exc:  # noqa: BLE001 - whoever else waits must not be left waiting
+        except Exception as exc:  # noqa: BLE001 - the other threads that wait must not be left waiting
             self.fail(TransportError(f"reading replies failed: {type(exc).__name__}"))
 
     def _watch(self) -> None:
@@ -189,7 +191,8 @@ class Multiplexer:
         self._is_idle.set()
 
     def _listen(self) -> None:
-        """Reads while nothing is asked; at the end takes what the stream still has to say, so that it can be freed."""
+        """Reads while no request is pending. At the end it reads what the stream still holds, so that the stream can be
+        freed."""
         while not self._ended.is_set():
             self._is_idle.wait()
             self._is_idle.clear()
@@ -205,7 +208,7 @@ class Multiplexer:
         try:
             while True:
                 self._stream.step()
-        except Exception:  # noqa: BLE001, S110 - the end, in whatever form it comes
+        except Exception:  # noqa: BLE001, S110 - the stream ends here, in whatever form it does
             pass
 
     def _expire(self, request: Request) -> None:
@@ -218,17 +221,18 @@ class Multiplexer:
         else:
             request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
             self._stream.send(Header(FrameType.CANCEL, request.request_id).pack())
-        # Looked at after `settle`, so that whoever begins to lead now sees the outcome. A reader is inside gRPC's read,
-        # which has no timeout: only the end of the stream frees it.
+        # This is looked at after `settle`, so that a thread that begins to lead now sees the outcome. A reader is
+        # inside gRPC's read, which has no timeout: only the end of the stream frees it.
         if self._leader is request or self._makes_room:
             self._stream.close()
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, rows: Rows | bytearray, request_cols: int, reply_cols: int) -> Request:
-        """Sends one request; waits while too many bytes are in flight, and until its last chunk is on its way.
+        """Sends one request; waits while too many bytes are in flight, and until its last chunk has been sent.
 
-        Args: rows: see `Connection.submit`.
+        Args:
+            rows: see `Connection.submit`.
         """
         if isinstance(rows, bytearray):
             payload, num_rows = memoryview(rows)[frame.HEADER_BYTES :], 1
@@ -268,16 +272,18 @@ class Multiplexer:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Takes one step, or waits a moment for whoever is reading: a caller that only sends must read as well."""
+        """Takes one step, or waits a moment for the thread that reads: a caller that only sends must read as well."""
         if self._reading.acquire(blocking=False):
             self._makes_room = True
             try:
-                if self._requests:  # nothing to read, and nothing that could expire, where the last one just did
+                # Where the last request has just ended, there is nothing to read and nothing that could expire.
+                if self._requests:
                     self._read_one()
             finally:
                 self._makes_room = False
                 self._stop_leading(None)
-        elif self._stream.has_unsent:  # whoever reads waits for replies alone, since then
+        # The thread that reads began before there were unsent bytes, so it waits for replies alone.
+        elif self._stream.has_unsent:
             self._stream.wait_to_send(_LOOK_S)
         else:
             with self._lock:
@@ -285,7 +291,7 @@ class Multiplexer:
                 self._state.wait(_LOOK_S)
                 self._num_waiting_for_room -= 1
 
-    # ---- what comes -------------------------------------------------------------------------------------------------
+    # ---- receiving --------------------------------------------------------------------------------------------------
 
     def _forget(self, request_id: int) -> Request | None:
         with self._lock:
@@ -311,7 +317,7 @@ class Multiplexer:
 
     def _take_error(self, header: Header) -> None:
         error = error_from_code(header.code, header.request_id, header.deadline_ms)
-        if header.request_id == 0:  # about the stream, not about one request
+        if header.request_id == 0:  # The error is about the stream, not about one request.
             raise error
         request = self._forget(header.request_id)
         if request is not None:
@@ -320,13 +326,13 @@ class Multiplexer:
     def _take_reply(self, header: Header, payload: memoryview) -> None:
         request = self._requests.get(header.request_id)
         if request is None:
-            return  # cancelled in the meantime
+            return  # The request was cancelled meanwhile.
         if request.reply is None:
             size = request.rows * request.cols * frame.ITEM_BYTES
             expected = (request.call, request.rows, request.cols, size)
             if (header.call, header.rows, header.cols, header.total_bytes) != expected:
                 raise MalformedFrame("a reply does not have the shape of its request")
-            if len(payload) == size:  # whole, in one frame
+            if len(payload) == size:  # The reply is whole, in one frame.
                 if self._forget(header.request_id) is not None:
                     request.settle(frame.tensor(header, payload))
                 return

@@ -1,9 +1,10 @@
-"""A request that comes again when the provider says when it may: it came too early, or a shard is being brought back
-(SPEC.md, section 6).
+"""Sends a refused request again once the provider allows it: it came too early, or a shard is being restored
+(wire/SPEC.md, section 6).
 
-Guarantees: what is sent again is the same tensor or seed, so the same bytes: a mask's slot is not used for other rows;
-never before the time that the provider named; bounded in number and in time, so that a provider cannot hold a tenant
-for ever. A stream that broke is not tried again: that is for whoever owns the masks.
+Guarantees: what is sent again is the same tensor or seed, so the same bytes, and a mask's slot is not used for other
+rows; it is never sent before the time that the provider named; retries are bounded in number and in time, so that a
+provider cannot hold a tenant for ever. A request on a stream that broke is not sent again: that decision belongs to the
+code that owns the masks.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ if TYPE_CHECKING:
     from wire.transport.multiplexer import Multiplexer
 
 MAX_WAIT_S = 600.0
-"""From a request's first refusal to its last try."""
+"""Most seconds between a request's first refusal and its last retry."""
 _FIRST_FLOOR_S, _LAST_FLOOR_S = 0.01, 2.0
-"""Doubles with every try: a provider that names a moment again and again costs few sendings."""
+"""Least seconds to wait before the first retry, and what this grows to: it doubles with every retry, so that a provider
+that names a short time again and again costs few sends."""
 _JITTER = 0.25
-"""Of the time named; tenants that were refused together do not come back together."""
+"""Largest random addition, as a share of the time named, so that tenants that were refused together do not come back
+together."""
 
 
 class RetriedRequest:
-    """A `Pending`; waits and sends in the thread that asks for the result."""
+    """A `Pending` that waits and sends again in the thread that asks for the result."""
 
     __slots__ = ("_call", "_cols", "_reply_cols", "_request", "_rows", "_stream")
 
@@ -41,7 +44,7 @@ class RetriedRequest:
         self._request = stream.submit(call, rows, cols, reply_cols)
 
     def result(self) -> torch.Tensor:
-        """See `Pending.result`; raises `QuotaExceeded`, `Unavailable` where waiting does not help."""
+        """Does what `Pending.result` says; raises `QuotaExceeded` or `Unavailable` where waiting does not help."""
         give_up_at, floor_s = float("inf"), _FIRST_FLOOR_S
         while True:
             try:
@@ -59,5 +62,5 @@ class RetriedRequest:
 
 
 def with_jitter(retry_s: float) -> float:
-    """Seconds to wait: never less than was named, and up to a quarter more."""
+    """Returns the seconds to wait: never less than the provider named, and up to a quarter more."""
     return retry_s * (1 + _JITTER * secrets.randbelow(1 << 16) / (1 << 16))

@@ -1,15 +1,15 @@
-"""Messages over one TLS connection: a length before each, and nothing else (SPEC.md, section 1, tensor port).
+"""Messages over one TLS connection: each has its length in front, and there is nothing else (wire/SPEC.md, section 1).
 
-gRPC's Python moves a small message there and back in 250 to 310 µs on loopback; this does it in 50 to 60, and large
-ones at less than half of gRPC's processor time (docs/benchmarks_history.md, transport). TLS is the standard library's,
-flow control and keepalive are TCP's.
+gRPC's Python moves a small message there and back in 250 to 310 µs on loopback; this does it in 50 to 60, and moves
+large ones at less than half of gRPC's processor time (docs/benchmarks_history.md, "Transport"). TLS is the standard
+library's, flow control and keepalive are TCP's.
 
-Guarantees: TLS 1.3, certificates on both sides; a message's length is checked before memory is taken for it; `send`,
-`receive` and `close` are safe beside each other, each for any thread, `receive` for one at a time. Does not know what
-messages mean.
+Guarantees: TLS 1.3 with certificates on both sides; a message's length is checked before memory is taken for it;
+`send`, `receive` and `close` may run at the same time in different threads, `receive` in one thread at a time. This
+module does not know what messages mean.
 
-Two locks: OpenSSL's state allows one call at a time, and what is encrypted first must leave first. Neither is held
-while anything waits for the peer.
+There are two locks: OpenSSL's state allows one call at a time, and records must be sent in the order in which they were
+encrypted. Neither is held while anything waits for the peer.
 """
 
 from __future__ import annotations
@@ -35,38 +35,41 @@ from wire.transport.busy_poll import SMALL_BYTES, BusyPoll
 ALPN = "veilbase/1"
 HANDSHAKE_TIMEOUT_S = 10.0
 UNREAD_TIMEOUT_MS = 300_000
-"""The provider's patience with a tenant that takes nothing: as long as its longest request may be on its way. Linux
-counts one that answers and does not read, since it is computing, as one that is gone. A provider always reads."""
+"""How many milliseconds the provider waits for a tenant that reads nothing: as long as its longest request may take. A
+tenant that answers but does not read, since it computes, looks to Linux like one that is gone. A provider always
+reads."""
 _LENGTH = struct.Struct("<I")
 _RECORD_BYTES = 1 << 14
-"""Plain bytes in a TLS record, and so the most that one read gives."""
+"""Most plain bytes in a TLS record, and so the most that one read gives."""
 _RECEIVE_BYTES = 1 << 18
 _FIRST_BYTES = _RECORD_BYTES - _LENGTH.size
-"""Of a message leaves in one record with its length; copying all of a large one would cost more."""
+"""Bytes of a message that are sent in the same TLS record as its length prefix; copying all of a large message behind
+its prefix would cost more."""
 _PIECE_BYTES = 1 << 17
-"""Of a large message is encrypted at a time."""
+"""Bytes of a large message that are encrypted at a time."""
 _NOTHING = memoryview(b"")
-"""In place of an empty view of something, which would keep that in memory."""
+"""An empty view that keeps no memory alive, in place of an empty slice of a message, which would keep all of it."""
 _KEEPALIVE_PROBES = 2
 _ANSWER_BYTES = 1 << 16
-"""What TLS itself answers (to new keys, which a peer may ask for at any time) leaves with the next message. A peer that
-asks for more than so much of it between two messages wants our memory."""
+"""Most bytes that TLS itself may have queued as answers (to new keys, which a peer may ask for at any time) between two
+messages; they are sent with the next message. A peer that makes it queue more is trying to fill our memory."""
 
 
 def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """TLS of the tenant's end, which also checks the host's name.
+    """Makes the TLS context of the tenant's end, which also checks the host's name.
 
     Raises:
-        ssl.SSLError: a certificate or key that OpenSSL does not take.
+        ssl.SSLError: OpenSSL does not accept a certificate or the key.
     """
     return _context(ssl.PROTOCOL_TLS_CLIENT, ca_pem, cert_pem, key_pem)
 
 
 def server_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """TLS of the provider's end, which lets in nobody without a certificate of its CA; see `client_context`."""
+    """Makes the TLS context of the provider's end, which refuses a peer without a certificate of its CA. It raises what
+    `client_context` raises."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, ca_pem, cert_pem, key_pem)
     context.verify_mode = ssl.CERT_REQUIRED
-    context.num_tickets = 0  # nothing is resumed
+    context.num_tickets = 0  # No session is ever resumed.
     return context
 
 
@@ -75,7 +78,7 @@ def _context(protocol: int, ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> s
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([ALPN])
     context.load_verify_locations(cadata=ca_pem.decode("ascii"))
-    # The ssl module reads keys from files only. This one is in memory or, elsewhere, mode 0600 and soon gone.
+    # The ssl module reads keys from files only. This file is in memory; other systems delete it soon, at mode 0600.
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("veilbase", os.MFD_CLOEXEC), "wb") as file:
             file.write(key_pem + b"\n" + cert_pem)
@@ -92,16 +95,16 @@ def _context(protocol: int, ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> s
 def handshake(
     plain: socket.socket, context: ssl.SSLContext, server_name: str | None = None, busy_poll_s: float = 0.0
 ) -> MessageSocket:
-    """Makes a connected socket one that carries messages; closes it where that fails.
+    """Makes a connected socket one that carries messages, and closes it if that fails.
 
     Args:
-        plain: connected; nobody else's from now on.
-        context: of this end.
+        plain: a connected socket, which belongs to the result from now on.
+        context: the TLS context of this end.
         server_name: the host that the tenant means; None at the provider's end.
-        busy_poll_s: how long `MessageSocket.wait` looks for a reply before it sleeps.
+        busy_poll_s: how long `MessageSocket.wait` polls for a reply before it sleeps.
 
     Raises:
-        OSError: TLS was refused (`ssl.SSLError`), took too long, or the connection broke.
+        OSError: TLS was refused (`ssl.SSLError`) or took too long, or the connection broke.
     """
     try:
         plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -117,7 +120,7 @@ def handshake(
             except ssl.SSLWantReadError:
                 _exchange(plain, incoming, outgoing, give_up_at)
             finally:
-                _send_all(plain, outgoing.read(), give_up_at)  # an alert, where it failed
+                _send_all(plain, outgoing.read(), give_up_at)  # This sends an alert if the handshake failed.
         if tls.selected_alpn_protocol() != ALPN:
             raise ssl.SSLError("the peer speaks another protocol")
         return MessageSocket(plain, tls, incoming, outgoing, busy_poll_s)
@@ -143,25 +146,27 @@ def _send_all(plain: socket.socket, data: bytes, give_up_at: float) -> None:
 
 def _left(give_up_at: float) -> float:
     left = give_up_at - time.monotonic()
-    if left <= 0:  # one that sends a byte now and then has no more time than one that is silent
+    if left <= 0:  # A peer that sends a byte now and then gets no more time than one that is silent.
         raise TimeoutError("the handshake took too long")
     return left
 
 
 def _leave_pacing(plain: socket.socket) -> None:
-    """Takes Reno where both ends are on this machine: BBR, some systems' choice, paces by timers what needs none."""
+    """Chooses Reno where both ends are on this machine: BBR, some systems' default, uses timers that loopback does not
+    need."""
     try:
         peer = ipaddress.ip_address(plain.getpeername()[0])
     except (OSError, ValueError):
         return
     mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
     if (mapped or peer).is_loopback and hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError):  # every Linux has it; where it may not be chosen, all is as it was
+        # Every Linux has Reno; where it may not be chosen, the system's choice stays.
+        with contextlib.suppress(OSError):
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _keep_alive(plain: socket.socket, unread_ms: int) -> None:
-    """Pings by the kernel after as long as gRPC's, and an end after `unread_ms` of no answer or no reading."""
+    """Makes the kernel ping when gRPC would, and end the connection after `unread_ms` without an answer or reading."""
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": KEEPALIVE_TIME_MS // 1000,
@@ -170,12 +175,12 @@ def _keep_alive(plain: socket.socket, unread_ms: int) -> None:
         "TCP_USER_TIMEOUT": unread_ms,
     }
     for name, value in options.items():
-        if hasattr(socket, name):  # not every system has each
+        if hasattr(socket, name):  # Not every system has each of these options.
             plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class MessageSocket:
-    """A connection after its handshake; `next_message` comes before `wait`."""
+    """A connection after its handshake. Its reader calls `next_message` until that gives None, then `wait`."""
 
     def __init__(
         self,
@@ -185,49 +190,52 @@ class MessageSocket:
         outgoing: ssl.MemoryBIO,
         busy_poll_s: float = 0.0,
     ) -> None:
-        """Args: as `handshake` leaves them; nobody else's from now on."""
-        plain.setblocking(True)  # who only waits for messages does so in one call; all else says MSG_DONTWAIT
+        """Takes what `handshake` has made; nothing else uses it from now on."""
+        # A thread that only waits for messages does so in one blocking call; every other call passes MSG_DONTWAIT.
+        plain.setblocking(True)
         self._plain, self._tls, self._incoming, self._outgoing = plain, tls, incoming, outgoing
         self._tls_lock, self._send_lock = threading.Lock(), threading.Lock()
         self._unsent: deque[bytes | memoryview] = deque()
         self._begun = self._cipher = _NOTHING
-        """The rest of a large message, plain, and what has been encrypted of it."""
+        """The unencrypted rest of a large message, and the encrypted bytes that are not sent yet."""
         self._end_lock = threading.Lock()
         self._pid = os.getpid()
         self._is_closed = self._has_ended = False
         self._fault: str | None = None
-        """What is malformed; not the exception, whose traceback would keep all of this in a cycle."""
+        """Says what is malformed. The exception is not kept: its traceback would hold this object in a reference
+        cycle."""
         self._raw = memoryview(bytearray(_RECEIVE_BYTES))
         self._small = memoryview(bytearray(2 * _RECORD_BYTES))
         self._held = 0
-        """Bytes in `_small` that belong to no message yet."""
+        """Bytes in `_small` that belong to no complete message yet."""
         self._body: memoryview | None = None
         self._filled = 0
         self._messages: deque[bytes | memoryview] = deque()
         self._busy_poll, self._readable = BusyPoll(busy_poll_s), select.poll()
         self._readable.register(plain, select.POLLIN)
         self._has_sent = False
-        """Since the last wait; who was asked nothing is not worth looking at, whatever comes from there."""
+        """Whether this end has sent something since the last wait. If not, polling is not worth it, whatever comes."""
         self.took_little = True
         """Whether the message that was taken last is small."""
-        with contextlib.suppress(EOFError, MalformedFrame):  # `receive` says so again, after what came before
-            self._read_all()  # what came with the end of the handshake
+        # `receive` raises the same again, after the messages that came before the error.
+        with contextlib.suppress(EOFError, MalformedFrame):
+            self._read_all()  # Messages may have come with the end of the handshake.
 
     def peer_certificate(self) -> bytes:
-        """The peer's certificate, DER; its chain and dates have been verified."""
+        """Returns the peer's certificate in DER; its chain and dates have been verified."""
         return self._tls.getpeercert(binary_form=True) or b""
 
     def fileno(self) -> int:
-        """For `poll`."""
+        """Returns the socket's descriptor, for `poll`."""
         return self._plain.fileno()
 
-    # ---- out --------------------------------------------------------------------------------------------------------
+    # ---- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message and sends what the connection takes at once; safe under threads.
+        """Queues a message and sends at once what the connection takes; this is safe under threads.
 
         Raises:
-            ForkedConnection: in a child of the process that made it.
+            ForkedConnection: this is a child of the process that opened the connection.
             OSError: the connection is broken or closed.
         """
         self._unsent.append(message)
@@ -236,11 +244,11 @@ class MessageSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether something waits for the connection to take more."""
+        """Tells whether queued bytes wait until the connection takes more."""
         return bool(self._unsent or self._cipher or self._begun)
 
     def flush(self) -> None:
-        """Sends what the connection takes at once; see `send`."""
+        """Sends at once what the connection takes; see `send`."""
         self._check_process()
         with self._send_lock:
             if self._is_closed:
@@ -255,13 +263,14 @@ class MessageSocket:
                 self._cipher = self._cipher[sent:] or _NOTHING
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits until the connection takes more, at most so long, and flushes; for who does not receive."""
-        with contextlib.suppress(ValueError):  # closed in the meantime, which `flush` says
+        """Waits until the connection takes more, at most for `seconds`, and flushes; for a thread that does not
+        receive."""
+        with contextlib.suppress(ValueError):  # The connection was closed meanwhile, and `flush` says so.
             self._poll(select.POLLOUT, seconds)
         self.flush()
 
     def _encrypt(self) -> memoryview:
-        """The next piece of what is to be sent, so that the peer decrypts one while the next is made."""
+        """Returns the next encrypted piece of what is queued; the peer decrypts it while the next one is made."""
         plain: bytes | memoryview
         if self._begun:
             plain, self._begun = self._begun[:_PIECE_BYTES], self._begun[_PIECE_BYTES:] or _NOTHING
@@ -273,10 +282,10 @@ class MessageSocket:
             self._tls.write(plain)
             return memoryview(self._outgoing.read())
 
-    # ---- in ---------------------------------------------------------------------------------------------------------
+    # ---- receiving --------------------------------------------------------------------------------------------------
 
     def next_message(self) -> bytes | memoryview | None:
-        """A message that has been received, or None; for whoever receives."""
+        """Returns a message that has been received, or None. Only the thread that receives calls this."""
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -284,12 +293,12 @@ class MessageSocket:
         return message
 
     def wait(self) -> None:
-        """Waits until something can be received, or sent that is queued; then does so. For one thread at a time.
+        """Waits until bytes can be received, or queued ones sent, then does so. One thread at a time calls this.
 
         Raises:
-            EOFError: the peer ends its messages here, and said so.
-            MalformedFrame: a length that no message may have.
-            OSError: the connection is broken, closed, or ended without a word.
+            EOFError: the peer has said that it sends no more messages.
+            MalformedFrame: the peer announced a length that no message may have.
+            OSError: the connection is broken or closed, or the peer ended it without saying so.
         """
         if self._is_closed:
             raise ConnectionError("the connection was closed")
@@ -319,7 +328,7 @@ class MessageSocket:
         return ready[0][1] if ready else 0
 
     def receive(self, flags: int = socket.MSG_DONTWAIT) -> None:
-        """Takes what has come, without waiting unless `flags` is 0; see `wait`."""
+        """Receives what has come, without waiting unless `flags` is 0; see `wait`."""
         self._check_process()
         if self._has_ended:
             raise EOFError if self._fault is None else MalformedFrame(self._fault)
@@ -332,22 +341,23 @@ class MessageSocket:
         self._incoming.write(self._raw[:count])
         self._read_all()
         if self._outgoing.pending > _ANSWER_BYTES:
-            with self._tls_lock:  # without it that may be a message
+            with self._tls_lock:  # Without the lock, the pending bytes may be a message.
                 if self._outgoing.pending > _ANSWER_BYTES:
                     raise ConnectionError("the peer asks for new keys again and again")
 
     def _check_process(self) -> None:
-        """A child has the same keys and counters: what it sent could be read beside what its parent sends."""
+        """Refuses a forked child: it has its parent's keys and counters, so what both send could be compared and
+        read."""
         if os.getpid() != self._pid:
             raise ForkedConnection("this connection was opened before a fork: open a new one in the child")
 
     def _read_all(self) -> None:
-        # Asked first: OpenSSL's word that it wants more is an exception, and those cost as much as a record.
+        # This is asked first: OpenSSL says that it wants more by an exception, which costs as much as a record.
         while (self._incoming.pending or self._tls.pending()) and self._read():
             pass
 
     def _read(self) -> bool:
-        """Decrypts a record, or what there is of a large message. False where no whole record is there."""
+        """Decrypts a record, or what has come of a large message. Returns False where no whole record is there."""
         body = self._body
         try:
             if body is None:
@@ -370,7 +380,7 @@ class MessageSocket:
         return count
 
     def _read_body(self, body: memoryview) -> None:
-        # Each record is a call of OpenSSL's: there are 64 in a MiB, and nothing else may be done 64 times.
+        # Each record is a call of OpenSSL, and there are 64 in a MiB, so nothing else may be done once per record.
         read, incoming, filled, length = self._tls.read, self._incoming, self._filled, len(body)
         try:
             with self._tls_lock:
@@ -386,7 +396,7 @@ class MessageSocket:
             self._body = None
 
     def _split(self) -> None:
-        """Takes the messages out of the small buffer; a large one's beginning goes into memory of its own."""
+        """Takes the messages out of the small buffer; the beginning of a large one is copied into memory of its own."""
         held, start = self._small[: self._held], 0
         while len(held) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(held, start)
@@ -405,21 +415,22 @@ class MessageSocket:
         self._held = len(held) - start
         self._small[: self._held] = held[start:]
 
-    # ---- the end ----------------------------------------------------------------------------------------------------
+    # ---- ending -----------------------------------------------------------------------------------------------------
 
     def end_sending(self) -> None:
-        """Says that no more messages come; what is queued must have been flushed."""
+        """Tells the peer that no more messages come; the caller must have flushed what was queued."""
         self._check_process()
         with self._send_lock, self._tls_lock, contextlib.suppress(OSError):
-            with contextlib.suppress(ssl.SSLError):  # it would wait for the peer's word
+            with contextlib.suppress(ssl.SSLError):  # OpenSSL would wait here until the peer ends too.
                 self._tls.unwrap()
             self._plain.send(self._outgoing.read(), socket.MSG_DONTWAIT)
             self._plain.shutdown(socket.SHUT_WR)
 
     def finish(self, seconds: float) -> None:
-        """Ends sending, and waits at most so long until the peer has read all and closes; for who receives.
+        """Ends sending and waits, at most for `seconds`, until the peer has read all and closes; for the thread that
+        reads.
 
-        A socket that is closed with unread input takes back what it has sent, so what still comes is read and dropped.
+        A socket closed with unread input discards what it has sent, so input that still comes is read and dropped.
         """
         self.end_sending()
         give_up_at = time.monotonic() + seconds
@@ -429,15 +440,17 @@ class MessageSocket:
                     return
 
     def close(self) -> None:
-        """Ends the connection at once and wakes who waits; safe to call twice and from any thread."""
+        """Ends the connection at once and wakes the threads that wait. Any thread may call it, also twice."""
         self._is_closed = True
-        # The lock, since the number of a socket that `release` has just closed may be another connection's by now.
+        # The lock is held since the number of a socket that `release` has just closed may be another connection's by
+        # now.
         with self._end_lock, contextlib.suppress(OSError):
-            if os.getpid() == self._pid:  # a child's copy is not the connection
+            if os.getpid() == self._pid:  # A child's copy of the socket is not the child's to shut down.
                 self._plain.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Gives the socket back, after `close`; by who receives, or when nobody does any more."""
+        """Closes the socket, after `close`. The receiving thread calls this, or any thread once none receives any
+        more."""
         self.close()
         with self._send_lock, self._end_lock:
             self._plain.close()

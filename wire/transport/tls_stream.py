@@ -11,20 +11,21 @@ from wire.transport.identity import TlsIdentity
 from wire.transport.tls_socket import MessageSocket, client_context, handshake
 
 _CONNECT_TIMEOUT_S = 3.0
-"""A firewall that drops what it does not know holds the first request up for so long; then gRPC carries the stream."""
+"""Most seconds to wait for the TCP connection. A firewall that drops what it does not know delays the first request by
+so long; then gRPC carries the stream."""
 
 
 def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
     """Opens a stream.
 
     Args:
-        host: of the provider's URL; its certificate must name it.
-        port: from its manifest.
-        identity: the tenant's.
+        host: the host of the provider's URL; the provider's certificate must name it.
+        port: the tensor port from its manifest.
+        identity: the tenant's certificate and key.
 
     Raises:
         ConfigurationError: see `wire.transport.busy_poll.tenants_most_s`.
-        OSError: nobody answers there, or not who is meant (`ssl.SSLError`).
+        OSError: nothing answers there, or not the provider that was meant (`ssl.SSLError`).
     """
     busy_poll_s = tenants_most_s()
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
@@ -36,7 +37,7 @@ class TensorStream:
     """A `MessageStream` over TLS."""
 
     def __init__(self, connection: MessageSocket) -> None:
-        """Args: connection: after its handshake, and nobody else's."""
+        """Args: connection: a connection after its handshake, which nothing else uses."""
         self._connection = connection
         self._end: Exception | None = None
         self._is_active = True
@@ -46,7 +47,7 @@ class TensorStream:
         try:
             self._connection.send(message)
         except OSError:
-            self._is_active = False  # `step` says why
+            self._is_active = False  # The next `step` raises the reason.
 
     @property
     def has_unsent(self) -> bool:

@@ -1,0 +1,49 @@
+"""The tools that CONTRIBUTING.md names: `make help`, hooks, editor settings, the commits that blame ignores."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MAKEFILE = (ROOT / "Makefile").read_text()
+(PHONY,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("words", [["make", "help"], ["make"]], ids=" ".join)
+def test_make_help_names_every_target_with_a_line(words: list[str]) -> None:
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = dict(re.findall(r"^make ([a-z-]+) +(\S.*)$", done.stdout, re.MULTILINE))
+    assert len(shown) == len(done.stdout.splitlines())
+    assert sorted(shown) == sorted(PHONY.split())
+
+
+def test_every_target_that_is_no_file_is_phony() -> None:
+    assert sorted(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)) == sorted(PHONY.split())
+
+
+def test_hooks_are_local_and_download_nothing() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    assert [hook["entry"].split()[:2] for hook in repository["hooks"]] == [
+        [".venv/bin/ruff", "check"], [".venv/bin/ruff", "format"],
+    ]  # fmt: skip
+    assert all(hook["language"] == "system" for hook in repository["hooks"])
+
+
+def test_editors_are_told_ruffs_line_length() -> None:
+    settings = configparser.ConfigParser()
+    settings.read_string("[top]\n" + (ROOT / ".editorconfig").read_text())
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert settings["*.py"].getint("max_line_length") == ruff["line-length"]
+
+
+def test_blame_ignores_whole_hashes_alone() -> None:
+    lines = (ROOT / ".git-blame-ignore-revs").read_text().splitlines()
+    assert all(re.fullmatch(r"#.*|[0-9a-f]{40}|", line) for line in lines)
