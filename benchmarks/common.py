@@ -77,8 +77,8 @@ def local_model() -> Any:
     return model.requires_grad_(False).eval()
 
 
-class Passes:
-    """Passes forward or backward through all groups, one request at a time, as a tenant sends them."""
+class ModelPasses:
+    """ModelPasses forward or backward through all groups, one request at a time, as a tenant sends them."""
 
     def __init__(self, connection: GrpcConnection, num_rows: int) -> None:
         """Args: connection: to the provider; num_rows: rows of every request, with the same random numbers each

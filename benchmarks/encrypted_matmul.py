@@ -45,7 +45,7 @@ class Ours:
         from noise.ledger.ledger import Ledger
         from noise.params import choose
         from provider.model.load import load, resolve
-        from provider.model.served_model import ProviderCore
+        from provider.model.served_model import ServedModel
         from provider.model.weights import serve_model
         from tenant_sdk.model.build import group_spec
         from tenant_sdk.model.remote_group import RemoteExecutor
@@ -57,7 +57,7 @@ class Ours:
         served = serve_model(load(resolve(str(folder / "model"))), "int8", "*o_proj")
         ledger, hints = Ledger.open(folder / "ledger", "benchmark"), HintStore(folder / "hints")
         self._mask = Lattice(choose("default"), ledger, hints, background=False)
-        self._executor = RemoteExecutor([InprocConnection(ProviderCore(served))], self._mask, Limits())
+        self._executor = RemoteExecutor([InprocConnection(ServedModel(served))], self._mask, Limits())
         (weights,) = served.groups
         (layer,) = weights.info.layers
         self._group = group_spec(weights.info, {layer.name: weights.alpha}, torch.device("cpu"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Passes, Worker, provider, rss_mb, serve_worker
+from benchmarks.common import ModelPasses, Worker, provider, rss_mb, serve_worker
 from benchmarks.finetune_step import step_of
 
 ROWS = 512
@@ -54,7 +54,7 @@ def light_step(url: str, folder: Path, name: str) -> Callable[[], None]:
     from wire.transport.grpc_connection import GrpcConnection
     from wire.transport.identity import TlsIdentity
 
-    passes = Passes(GrpcConnection(url, TlsIdentity.read(folder / name)), ROWS)
+    passes = ModelPasses(GrpcConnection(url, TlsIdentity.read(folder / name)), ROWS)
 
     def step() -> None:
         passes.forward()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Passes, interleaved, pss_mb
+from benchmarks.common import ModelPasses, interleaved, pss_mb
 
 NUM_ROWS = (1, 512)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -75,7 +75,7 @@ def run(repeats: int) -> dict[str, Served]:
         for one in found.values():
             one.ready_mb = [pss_mb(pid) for pid in one.pids]
         for num_rows in NUM_ROWS:
-            runs = {name: Passes(GrpcConnection(one.url), num_rows) for name, one in found.items()}
+            runs = {name: ModelPasses(GrpcConnection(one.url), num_rows) for name, one in found.items()}
             for direction in ("forward", "backward"):
                 seconds = interleaved({name: getattr(run, direction) for name, run in runs.items()}, repeats)
                 for name, values in seconds.items():

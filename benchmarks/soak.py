@@ -205,20 +205,20 @@ class Tenants:
 def known_replies(folder: Path, model: str, blocks: str) -> None:
     """Makes rows and the products of the weights with them, for every group and direction."""
     from provider.model.load import load, resolve
-    from provider.model.served_model import ProviderCore
+    from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model
 
     served = serve_model(load(resolve(model)), patterns=blocks)
-    core, tensors = ProviderCore(served), {}
-    for group in core.manifest().groups:
+    model, tensors = ServedModel(served), {}
+    for group in model.manifest().groups:
         for direction in Direction:
             width = group.in_features if direction is Direction.FORWARD else group.out_features
             rows = torch.randint(-(2**31), 2**31, (ROWS, width), dtype=torch.int32)
             key = f"{group.id}.{int(direction)}"
             tensors[f"{key}.rows"] = rows
-            tensors[f"{key}.replies"] = core.compute(Call(group.id, direction, Arithmetic.RING), rows)
+            tensors[f"{key}.replies"] = model.compute(Call(group.id, direction, Arithmetic.RING), rows)
             hint = Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
-            tensors[f"{key}.hint"] = core.compute(hint, SeededRows(_SEED, 0, ROWS))
+            tensors[f"{key}.hint"] = model.compute(hint, SeededRows(_SEED, 0, ROWS))
     save_file(tensors, folder / "known.safetensors")
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Passes, Worker, local_model, provider, pss_mb, serve_worker
+from benchmarks.common import ModelPasses, Worker, local_model, provider, pss_mb, serve_worker
 from benchmarks.finetune_step import SHAPE, step_of
 
 NUM_TENANTS = (1, 2, 4, 8)
@@ -162,13 +162,13 @@ def serve_saving(kind: str) -> None:
     nothing."""
     from provider.engine.job import Job
     from provider.model.load import load, resolve
-    from provider.model.served_model import ProviderCore
+    from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model
     from provider.net.server import Server
     from provider.serve import share_one_heap
 
     share_one_heap()
-    core = ProviderCore(serve_model(load(resolve("smollm2-135m"))))
+    model = ServedModel(serve_model(load(resolve("smollm2-135m"))))
     saved: dict[tuple[Any, int], Any] = {}
 
     class SavingJob(Job):
@@ -187,7 +187,7 @@ def serve_saving(kind: str) -> None:
 
         provider.net.session.Job = SavingJob  # type: ignore[misc]
     server = Server("127.0.0.1", 0, None)
-    server.start(core)
+    server.start(model)
     print(server.port, flush=True)
     sys.stdin.read()
     server.stop()
@@ -206,7 +206,7 @@ def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
         try:
             port = process.stdout.readline().strip() if process.stdout else ""
             connections = [GrpcConnection(f"grpc://127.0.0.1:{port}") for _ in range(max(numbers))]
-            passes = [Passes(connection, SAVING_ROWS) for connection in connections]
+            passes = [ModelPasses(connection, SAVING_ROWS) for connection in connections]
             peaks[kind] = []
             for number in numbers:
                 for one in passes[:number]:

@@ -62,11 +62,11 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
 
     from provider.identity.authority import StateDir
     from provider.model.load import load, resolve
-    from provider.model.served_model import ProviderCore
+    from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model
     from provider.net.server import Server
 
-    class IdentityCore(ProviderCore):
+    class IdentityModel(ServedModel):
         """A provider that answers with the rows that it received."""
 
         def compute(self, call: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def serve_provider(state: str, folder: str, kind: str) -> None:
 
     served = serve_model(load(resolve(folder)), "int8", "*o_proj")
     server = Server("127.0.0.1", 0, StateDir(Path(state)), tensor_port=None if kind.endswith("by gRPC") else 0)
-    server.start(IdentityCore(served) if kind.startswith("identity") else ProviderCore(served))
+    server.start(IdentityModel(served) if kind.startswith("identity") else ServedModel(served))
     print(f"ready grpcs://127.0.0.1:{server.port}", flush=True)
     sys.stdin.read()
     server.stop()

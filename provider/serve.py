@@ -21,7 +21,7 @@ from wire.errors import ConfigurationError
 if TYPE_CHECKING:
     from provider.engine.replica import Product
     from provider.identity.authority import StateDir
-    from provider.model.served_model import ProviderCore
+    from provider.model.served_model import ServedModel
     from provider.net.admission import Admission
     from provider.net.server import Server
     from provider.net.service import ProviderService
@@ -76,11 +76,11 @@ def serve(settings: ProviderSettings) -> None:
         tensor_port = None if settings.tensor_port == "none" else settings.tensor_port
         server = Server(settings.host, settings.port, state, settings.certificate_names, tensor_port)
         ending.callback(server.stop)  # This is for a start that fails; otherwise the server has been stopped by then.
-        core = _make_core(settings)
-        ending.callback(core.close)
+        model = _make_model(settings)
+        ending.callback(model.close)
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
-        shards, busy_poll_s = _make_shards(settings, core, admission, ending), settings.busy_poll_ms / 1000
-        service = server.start(core, shards, admission, usage, busy_poll_s)
+        shards, busy_poll_s = _make_shards(settings, model, admission, ending), settings.busy_poll_ms / 1000
+        service = server.start(model, shards, admission, usage, busy_poll_s)
         monitor = _make_monitor(settings, service, state)
         ending.callback(monitor.close)
         ending.callback(usage.close)
@@ -156,11 +156,11 @@ def _open_state(settings: ProviderSettings) -> StateDir | None:
     return StateDir(settings.state) if settings.tls else None
 
 
-def _make_core(settings: ProviderSettings) -> ProviderCore:
+def _make_model(settings: ProviderSettings) -> ServedModel:
     import torch
 
     from provider.model.load import load, resolve
-    from provider.model.served_model import ProviderCore
+    from provider.model.served_model import ServedModel
     from provider.model.weights import return_freed_memory, serve_model
     from provider.operations.recording import Recorder
 
@@ -192,37 +192,37 @@ def _make_core(settings: ProviderSettings) -> ProviderCore:
     if ranks is not None:
         from provider.parallel.start import lead
 
-        core = lead(settings, ranks, served, recorder)
+        model = lead(settings, ranks, served, recorder)
         del served  # This rank has kept its share.
         return_freed_memory()
-        return core
-    return ProviderCore(served, recorder)
+        return model
+    return ServedModel(served, recorder)
 
 
 def _make_shards(
-    settings: ProviderSettings, core: ProviderCore, admission: Admission, ending: ExitStack
+    settings: ProviderSettings, model: ServedModel, admission: Admission, ending: ExitStack
 ) -> list[Shard]:
     """Makes the shards, each with what computes its groups; where other processes do, this one drops its weights."""
     from provider.net.server import whole
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
-        return [whole(core, _make_scheduler(settings, core, admission, core.compute))]
+        return [whole(model, _make_scheduler(settings, model, admission, model.compute))]
     from provider.engine.replica import ReplicaLost
     from provider.shards.local import LocalShards
     from provider.shards.router import Shard
 
     parent = settings.state if settings.tls else None
     local = LocalShards.start(
-        core.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
+        model.served, settings.shards, settings.replicas, parent, settings.threads, settings.shards_elsewhere
     )
     ending.callback(local.close)
-    core.let_weights_go()
+    model.let_weights_go()
     shards = []
     for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
         # None means that it is not known before another host has joined.
         product = replicas[0].product if replicas else None
         try:
-            scheduler = _make_scheduler(settings, core, admission, product, ids)
+            scheduler = _make_scheduler(settings, model, admission, product, ids)
         except ReplicaLost as exc:
             raise ConfigurationError(f"the process of shard {number} ended while it was timed") from exc
         shards.append(Shard(ids, replicas, scheduler))
@@ -235,7 +235,7 @@ def _make_shards(
 
 def _make_scheduler(
     settings: ProviderSettings,
-    core: ProviderCore,
+    model: ServedModel,
     admission: Admission,
     product: Product | None = None,
     ids: Collection[int] | None = None,
@@ -248,9 +248,9 @@ def _make_scheduler(
         max_wait_s=settings.max_wait_ms / 1000,
         slo_s=None if settings.slo_ms is None else settings.slo_ms / 1000,
     )
-    is_here = bool(core.served.groups)
+    is_here = bool(model.served.groups)
     return make_scheduler(
-        core.served, policy, is_here or product is not None, admission.weight_of, product=product, ids=ids
+        model.served, policy, is_here or product is not None, admission.weight_of, product=product, ids=ids
     )
 
 

@@ -19,9 +19,9 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
         url: one of inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf and inproc:hub/id.
         weights: `int8` (default) or `native`.
     """
-    from provider.embedded import make_core
+    from provider.embedded import serve_in_process
 
     if weights not in (None, "int8", "native"):
         raise ConfigurationError(f"weights is int8 or native, got {weights!r}")
 
-    return InprocConnection(make_core(url.removeprefix(SCHEME), "native" if weights == "native" else "int8"))
+    return InprocConnection(serve_in_process(url.removeprefix(SCHEME), "native" if weights == "native" else "int8"))

@@ -28,7 +28,7 @@ import torch
 from attacks.adversaries import mlp
 from attacks.adversaries.gradient_view import rows_of
 from attacks.seen.adversary import Adversary, Claim, StolenDelta
-from attacks.seen.forward_passes import Opened, Pass, passes
+from attacks.seen.forward_passes import ForwardPass, Opened, forward_passes
 from attacks.seen.public_model import Block, Layer, PublicModel
 from attacks.seen.view import View
 
@@ -102,7 +102,7 @@ def last_down(
 
 
 def _is_of(
-    step: Pass, block: Block, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
+    step: ForwardPass, block: Block, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> bool:
     """Whether stolen weights explain what the step shows of a block's MLP; a block without gradients shows nothing."""
     rows = _read(step, block, opened)
@@ -117,15 +117,15 @@ def _with(layers: Sequence[Layer], stolen: Mapping[str, torch.Tensor]) -> tuple[
     return tuple(replace(layer, weight=layer.weight + stolen[layer.name]) for layer in layers)
 
 
-def _steps(view: View) -> Iterator[Pass]:
+def _steps(view: View) -> Iterator[ForwardPass]:
     """Yields training steps in float arithmetic, the latest first; those of methods that change inputs are left out."""
-    for step in reversed(passes(view.with_tensors())):
+    for step in reversed(forward_passes(view.with_tensors())):
         messages = [*step.forward.values(), *step.backward.values()]
         if step.is_training and not step.repeats and all(one.arithmetic == "float" for one in messages):
             yield step
 
 
-def _read(step: Pass, block: Block, opened: Opened | None) -> _Rows | None:
+def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | None:
     """Returns the block's rows; None where a part is missing, as in layers below the lowest adapted one."""
     groups = (step.forward, block.up[0].group), (step.forward, block.down.group), \
         (step.backward, block.up[0].group), (step.backward, block.down.group)  # fmt: skip

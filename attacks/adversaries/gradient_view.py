@@ -15,7 +15,7 @@ import torch
 
 from attacks.adversaries.layer0_lookup import lookup
 from attacks.seen.adversary import Adversary, Claim, StolenFact
-from attacks.seen.forward_passes import Opened, Pass, passes
+from attacks.seen.forward_passes import ForwardPass, Opened, forward_passes
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
 
@@ -31,7 +31,7 @@ _SINGLE = 0.25
 half of them. Noise has many negative numbers."""
 
 
-def weight_gradient(step: Pass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
+def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
     """Returns xᵀg of one group in one training pass, float64, shape (in_features, out_features); None where a part is
     missing.
 
@@ -91,7 +91,7 @@ def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | No
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
     """Claims tokens and labels of the first training pass, comma-separated, row by row."""
-    step = next((one for one in passes(view.with_tensors()) if one.is_training and one.num_rows), None)
+    step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
     if step is None:
         return []
     claims: list[Claim] = []

@@ -28,7 +28,7 @@ from torch.nn.functional import normalize
 from attacks.adversaries import attention, mlp
 from attacks.adversaries.layer0_lookup import lookup
 from attacks.seen.adversary import Adversary, Claim, StolenDelta
-from attacks.seen.forward_passes import Opened, passes, places
+from attacks.seen.forward_passes import Opened, forward_passes, places
 from attacks.seen.public_model import Layer, PublicModel
 from attacks.seen.view import View
 
@@ -99,7 +99,7 @@ def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
     """Returns prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
-    if any(one.repeats for one in passes(view) if not one.is_training):
+    if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm
     starts: dict[int, torch.Tensor] = {}

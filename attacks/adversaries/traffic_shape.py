@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attacks.seen.adversary import Adversary, Claim, StolenFact
-from attacks.seen.forward_passes import Opened, Pass, passes
+from attacks.seen.forward_passes import ForwardPass, Opened, forward_passes
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
 from wire.manifest import Manifest
@@ -87,13 +87,13 @@ def shapes(view: View, head_group: int | None = None) -> list[Shape]:
     """Returns all passes of a view; recomputation is joined to the pass that it belongs to."""
     found: list[Shape] = []
     everything = {message.group for message in view.select("product", "forward")}
-    for one in passes(view):
+    for one in forward_passes(view):
         shape = _shape(one, head_group)
         found.append(_joined(found.pop(), shape) if found and set(shape.calls) < everything else shape)
     return found
 
 
-def _shape(one: Pass, head_group: int | None) -> Shape:
+def _shape(one: ForwardPass, head_group: int | None) -> Shape:
     forward = _rows(one.forward, one.repeats)
     backward = _rows(one.backward, one.backward_repeats)
     head_rows = forward.get(head_group) if head_group is not None else None

@@ -23,8 +23,8 @@ from attacks.seen.view import View, open_view
 from attacks.victim import quick_model
 from attacks.victim.checkpoint import load_public
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
-from provider.model.weights import ServedModel, serve_model
+from provider.model.served_model import ServedModel
+from provider.model.weights import PreparedModel, serve_model
 from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient, embedded
 from wire.frame import Call
@@ -146,11 +146,11 @@ GPT2: Mapping[str, Example] = {
 """Adapters over tiny-gpt2, whose q, k and v are one layer, so that no group has several."""
 
 
-class _Recorded(ProviderCore):
+class _Recorded(ServedModel):
     """Records each product that a tenant in this process requests."""
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes what `ProviderCore.compute` does, and records it."""
+        """Computes what `ServedModel.compute` does, and records it."""
         reply = super().compute(call, rows)
         self.record("victim", call, rows, reply)
         return reply
@@ -163,7 +163,7 @@ class Site:
         """Args: folder: holds the model and all other files; name: one of quick_model.NAMES."""
         self._folder = folder
         self._model = quick_model.make(name, folder / "model")
-        self._served: ServedModel = serve_model(load(resolve(str(self._model))), recording=True)
+        self._served: PreparedModel = serve_model(load(resolve(str(self._model))), recording=True)
         self.public: PublicModel = load_public(str(self._model), self._served.manifest)[1]
         self._num_views = 0
 
@@ -177,9 +177,9 @@ class Site:
         """
         self._num_views += 1
         seen, adapter = (self._folder / f"{what}-{self._num_views}" for what in ("seen", "adapter"))
-        core = _Recorded(self._served, Recorder(seen, self._served.manifest))
+        served_model = _Recorded(self._served, Recorder(seen, self._served.manifest))
         with (
-            mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(core)),
+            mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(served_model)),
             contextlib.redirect_stderr(io.StringIO()),
             warnings.catch_warnings(),
         ):
@@ -193,7 +193,7 @@ class Site:
                 )  # fmt: skip
                 for prompt in PROMPTS:
                     client.generate(prompt, adapter=adapter, max_new_tokens=1)
-        core.close()
+        served_model.close()
         return open_view(seen)
 
 

@@ -30,8 +30,8 @@ from attacks.report.exit_status import exit_status
 from attacks.victim import quick_model
 from noise import sampling
 from noise.verify import FAILED
-from provider.embedded import make_core
-from provider.model.served_model import ProviderCore
+from provider.embedded import serve_in_process
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
 from wire.errors import VeilbaseError
@@ -155,7 +155,7 @@ class SecretReading:
 class Liar:
     """A provider that is honest except for one fault; it notes the metadata of every request."""
 
-    core: ProviderCore
+    served_model: ServedModel
     fault: Fault | None
     group: int
     column: int
@@ -166,17 +166,17 @@ class Liar:
 
     def manifest(self) -> Manifest:
         """Returns the honest manifest."""
-        return self.core.manifest()
+        return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
         """Returns a file of the honest bundle."""
-        return self.core.read_file(file_name)
+        return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the product, or a wrong one where the fault applies."""
         num_rows = count_rows(rows)
         self.seen.append(Seen(call.purpose.name.lower(), call.direction.name.lower(), call.group, num_rows))
-        reply = self.core.compute(call, rows)
+        reply = self.served_model.compute(call, rows)
         fault = self.fault
         if fault is None or (call.group, call.purpose, call.direction) != (self.group, fault.purpose, fault.direction):
             return reply
@@ -207,7 +207,7 @@ class Site:
 
     folder: Path
     model: Path
-    core: ProviderCore
+    served_model: ServedModel
     group: int
     column: int
     num_sessions: int = 0
@@ -215,7 +215,7 @@ class Site:
     @contextlib.contextmanager
     def session(self, fault: Fault | None, verify: bool) -> Iterator[tuple[TenantClient, Liar]]:
         """Opens a session of a tenant with the default mask, connected to a provider with a fault."""
-        liar = Liar(self.core, fault, self.group, self.column)
+        liar = Liar(self.served_model, fault, self.group, self.column)
         # hints are streamed: a stored hint, forged or not, would serve later sessions too
         options = {"hints": "stream", "background": False}
         with warnings.catch_warnings():
@@ -252,9 +252,9 @@ class Site:
 def site(folder: Path) -> Site:
     """Makes the model and its provider below `folder`."""
     model = quick_model.make("tiny-llama", folder / "model")
-    core = make_core(str(model))
-    head = next(group for group in core.manifest().groups if group.layers[0].name == "lm_head")
-    return Site(folder, model, core, head.id, quick_model.SPECIAL.index("<|end|>"))
+    served_model = serve_in_process(str(model))
+    head = next(group for group in served_model.manifest().groups if group.layers[0].name == "lm_head")
+    return Site(folder, model, served_model, head.id, quick_model.SPECIAL.index("<|end|>"))
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ class HostileBundle:
     """A provider that is honest except for its bundle; it notes the rows of every request. A
     `wire.transport.inproc.Handler`."""
 
-    def __init__(self, core: Handler) -> None:
-        """Args: core: the honest provider."""
-        self._core = core
-        self.files = {file.name: b"".join(core.read_file(file.name)) for file in core.manifest().bundle}
+    def __init__(self, honest: Handler) -> None:
+        """Args: honest: the honest provider."""
+        self._honest = honest
+        self.files = {file.name: b"".join(honest.read_file(file.name)) for file in honest.manifest().bundle}
         self.announced: Manifest | None = None
         self.num_rows: list[int] = []
         """The number of rows of each request so far, in order."""
@@ -36,7 +36,7 @@ class HostileBundle:
         )
         lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in files)
         digest = hashlib.sha256("".join(lines).encode()).hexdigest()
-        content = self._core.manifest().model_dump() | {"bundle": files, "bundle_digest": digest}
+        content = self._honest.manifest().model_dump() | {"bundle": files, "bundle_digest": digest}
         with contextlib.suppress(ValueError, KeyError, RecursionError):
             config = json.loads(self.files["config.json"])
             content |= {"config": config} if isinstance(config, dict) else {}
@@ -48,7 +48,7 @@ class HostileBundle:
 
     def manifest(self) -> Manifest:
         """Returns the announced manifest, or the honest one."""
-        return self.announced or self._core.manifest()
+        return self.announced or self._honest.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
         """Returns a bundle file as it is now."""
@@ -57,4 +57,4 @@ class HostileBundle:
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the honest product."""
         self.num_rows.append(count_rows(rows))
-        return self._core.compute(call, rows)
+        return self._honest.compute(call, rows)

@@ -29,8 +29,8 @@ import torch
 
 from attacks.report.exit_status import exit_status
 from attacks.victim import quick_model
-from provider.embedded import make_core
-from provider.model.served_model import ProviderCore
+from provider.embedded import serve_in_process
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.planned_calls import NotFiniteWarning, PlannedCalls
 from tenant_sdk.model.remote_group import RemoteExecutor
@@ -118,23 +118,23 @@ class Outcome:
 class Overflower:
     """A provider that is honest except for one fault; it notes every request."""
 
-    core: ProviderCore
+    served_model: ServedModel
     fault: Fault
     seen: list[Seen] = field(default_factory=list)
     _num_matching: int = 0
 
     def manifest(self) -> Manifest:
         """Returns the honest manifest."""
-        return self.core.manifest()
+        return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
         """Returns a file of the honest bundle."""
-        return self.core.read_file(file_name)
+        return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the product with the fault."""
         self.seen.append((call.group, call.purpose.name, call.direction.name, count_rows(rows)))
-        reply = self.core.compute(call, rows)
+        reply = self.served_model.compute(call, rows)
         if (call.purpose, call.direction) != (Purpose.PRODUCT, self.fault.direction):
             return reply
         self._num_matching += 1
@@ -154,14 +154,14 @@ class Site:
     """A deep tiny model and its provider."""
 
     folder: Path
-    core: ProviderCore
+    served_model: ServedModel
     num_sessions: int = 0
 
     @contextlib.contextmanager
     def session(self, fault: Fault, stops_at_once: bool) -> Iterator[tuple[TenantClient, Overflower]]:
         """Opens a tenant without a mask and without `verify`; the control stops at the first value that is not
         finite."""
-        provider = Overflower(self.core, fault)
+        provider = Overflower(self.served_model, fault)
         with contextlib.ExitStack() as open_:
             open_.enter_context(mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)))
             if stops_at_once:
@@ -188,7 +188,7 @@ class Site:
 
 def site(folder: Path) -> Site:
     """Makes the model and its provider below `folder`."""
-    return Site(folder, make_core(str(quick_model.make("tiny-llama", folder / "model", NUM_LAYERS))))
+    return Site(folder, serve_in_process(str(quick_model.make("tiny-llama", folder / "model", NUM_LAYERS))))
 
 
 def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:

@@ -27,8 +27,8 @@ from unittest import mock
 
 from attacks.programs.hostile_bundle import HostileBundle
 from attacks.victim import quick_model
-from provider.embedded import make_core
-from provider.model.served_model import ProviderCore
+from provider.embedded import serve_in_process
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
 from wire.errors import VeilbaseError
@@ -157,17 +157,17 @@ def measure(folder: Path) -> list[Leak]:
         folder: an empty folder.
     """
     model = quick_model.make("tiny-llama", folder / "model")
-    core = make_core(str(model))
+    served_model = serve_in_process(str(model))
     leaks: list[Leak] = []
     for name, jobs in BUNDLES.items():
         for job, change in jobs.items():
-            bundle = HostileBundle(core)
+            bundle = HostileBundle(served_model)
             change(bundle)
             bundle.announce()
             leaks.append(Leak(name, STOCK, job, _stock_bits(bundle, job, folder / "stock" / f"{len(leaks)}"), False))
             for defence, options in DEFENCES.items():
                 named = {key: str(model) if key == "tokenizer" else value for key, value in options.items()}
-                leaks.append(_against_tenant(name, defence, job, core, change, named, folder))
+                leaks.append(_against_tenant(name, defence, job, served_model, change, named, folder))
     return leaks
 
 
@@ -200,14 +200,14 @@ def _stock_bits(bundle: HostileBundle, job: str, folder: Path) -> float:
 
 
 def _against_tenant(
-    name: str, defence: str, job: str, core: ProviderCore, change: Callable[[HostileBundle], None],
+    name: str, defence: str, job: str, served_model: ServedModel, change: Callable[[HostileBundle], None],
     options: dict[str, Any], folder: Path,
 ) -> Leak:  # fmt: skip
     secrets: Sequence[Any] = PROMPTS if job == "prompts" else DATA
     seen: list[Hashable] = []
     refused = 0
     for number, secret in enumerate(secrets):
-        bundle = HostileBundle(core)
+        bundle = HostileBundle(served_model)
         change(bundle)
         bundle.announce()
         with _session(bundle, folder, options) as client:

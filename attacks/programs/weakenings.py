@@ -38,8 +38,8 @@ from attacks.victim.draws_statistics import Statistics
 from attacks.victim.synthetic import Exchange, write_recording
 from noise.params import PARAMETERS
 from noise.polynomial import kernels
-from provider.embedded import make_core
-from provider.model.served_model import ProviderCore
+from provider.embedded import serve_in_process
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
 from wire.frame import Call
@@ -112,20 +112,20 @@ class Outcome:
 class _Provider:
     """An honest provider that notes what it sees."""
 
-    core: ProviderCore
+    served_model: ServedModel
     seen: list[Exchange] = field(default_factory=list, repr=False)
 
     def manifest(self) -> Any:
         """Returns the provider's manifest."""
-        return self.core.manifest()
+        return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
         """Returns a file of the provider's bundle."""
-        return self.core.read_file(file_name)
+        return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the provider's answer."""
-        reply = self.core.compute(call, rows)
+        reply = self.served_model.compute(call, rows)
         request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
         direction, purpose = call.direction.name.lower(), call.purpose.name.lower()
         self.seen.append(Exchange(call.group, request, reply.clone(), direction, purpose))
@@ -139,14 +139,14 @@ class Site:
         """Makes both in a folder."""
         self._folder = folder
         self._model = quick_model.make("tiny-llama", folder / "model")
-        self._core = make_core(str(self._model))
+        self._served_model = serve_in_process(str(self._model))
         self._num_runs = 0
 
     def run(self, setting: Setting, weakness: Weakness | None = None) -> Outcome:
         """Lets a tenant do its work, tests it from both sides, and says what was noticed."""
         statistics = Statistics(PARAMETERS[setting.parameters])
         watch = Watch(PARAMETERS[setting.parameters], statistics.keep)
-        provider = _Provider(self._core)
+        provider = _Provider(self._served_model)
         with contextlib.ExitStack() as around:
             if not setting.is_compiled:
                 around.enter_context(mock.patch.object(kernels, "available", return_value=False))
@@ -197,7 +197,7 @@ class Site:
 
     def _attacked(self, seen: Sequence[Exchange]) -> dict[str, int]:
         with tempfile.TemporaryDirectory() as folder:
-            view = write_recording(Path(folder) / "seen", self._core.manifest(), seen)
+            view = write_recording(Path(folder) / "seen", self._served_model.manifest(), seen)
             return {one.name: len(one.attack(view, no_model(), None)) for one in ADVERSARIES}
 
 

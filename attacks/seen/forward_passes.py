@@ -16,7 +16,7 @@ from attacks.seen.view import Message, View
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardPass:
     """One forward pass, and the backward pass that followed it if one did.
 
     Attributes:
@@ -41,10 +41,10 @@ class Pass:
         return bool(self.backward)
 
 
-def passes(view: View) -> list[Pass]:
-    """Returns all passes of one tenant's view, in order."""
+def forward_passes(view: View) -> list[ForwardPass]:
+    """Returns all forward_passes of one tenant's view, in order."""
     only_group = len({message.group for message in view.select("product")}) == 1
-    found: list[Pass] = []
+    found: list[ForwardPass] = []
     forward, backward, repeats, backward_repeats = _Firsts(), _Firsts(), _Others(), _Others()
     last = -1
     for message in view.select("product"):
@@ -52,12 +52,12 @@ def passes(view: View) -> list[Pass]:
             _add(message, backward, backward_repeats)
             continue
         if forward and (backward or message.group < last or (only_group and message.group == last)):
-            found.append(Pass(forward, backward, repeats, backward_repeats))
+            found.append(ForwardPass(forward, backward, repeats, backward_repeats))
             forward, backward, repeats, backward_repeats = _Firsts(), _Firsts(), _Others(), _Others()
         last = message.group
         _add(message, forward, repeats)
     if forward or backward:
-        found.append(Pass(forward, backward, repeats, backward_repeats))
+        found.append(ForwardPass(forward, backward, repeats, backward_repeats))
     return found
 
 
@@ -100,7 +100,7 @@ def places(view: View) -> dict[int, tuple[int, int]]:
     """Returns where each message of inference traffic belongs: seq to (place in `prompts`, its first token there)."""
     found: dict[int, tuple[int, int]] = {}
     number, start = -1, 0
-    for one in passes(view):
+    for one in forward_passes(view):
         if one.is_training:
             continue
         if one.num_rows > 1 or number < 0:
@@ -119,7 +119,7 @@ def prompts(view: View, opened: Opened | None = None, only: Collection[int] | No
         only: groups whose rows are wanted; None reads those of all groups.
     """
     found: list[dict[tuple[int, int], list[torch.Tensor]]] = []
-    for one in passes(view):
+    for one in forward_passes(view):
         if one.is_training:
             continue
         if one.num_rows > 1 or not found:

@@ -12,7 +12,7 @@ from attacks.adversaries.gradient_view import LABELS, TOKENS
 from attacks.adversaries.traffic_shape import BOFT, IA3, KIND, KIND_IF_FINETUNE, KINDS, LORA, LOWEST, MEMBERS, OFT
 from attacks.report.finding import SHARE_TRIED, Finding, share_right
 from attacks.seen.adversary import StolenFact, StolenTokens
-from attacks.seen.forward_passes import Pass, passes
+from attacks.seen.forward_passes import ForwardPass, forward_passes
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
 from attacks.truth.secrets import Batch, Truth
@@ -94,9 +94,9 @@ def in_words(claim: StolenFact) -> str:
     return claim.value[0] if len(claim.value) == 1 else f"one of {', '.join(claim.value)}"
 
 
-def first_step(view: View) -> Pass | None:
+def first_step(view: View) -> ForwardPass | None:
     """Returns the first training pass."""
-    return next((one for one in passes(view) if one.is_training), None)
+    return next((one for one in forward_passes(view) if one.is_training), None)
 
 
 def judge_batch(

@@ -21,7 +21,7 @@ from wire.ring.buffers import unwritten_tensor
 from wire.ring.seeded_rows import Rows, SeededRows
 
 if TYPE_CHECKING:
-    from provider.model.weights import ServedModel
+    from provider.model.weights import PreparedModel
 
 _BLOCK_ELEMENTS = 1 << 24
 """Weights that are converted to float32 at a time, 64 MiB: a full copy of an output head would take gigabytes."""
@@ -30,7 +30,7 @@ _HINT_SCRATCH_BYTES = 64 << 20
 gigabytes."""
 
 
-def check_call(served: ServedModel, call: Call, cols: int) -> int:
+def check_call(served: PreparedModel, call: Call, cols: int) -> int:
     """Checks a call against what is served.
 
     Args:
@@ -60,7 +60,7 @@ def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
     return replied
 
 
-def compute(served: ServedModel, call: Call, rows: Rows) -> torch.Tensor:
+def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
     """Makes one product.
 
     Args:

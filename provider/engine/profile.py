@@ -9,7 +9,7 @@ import torch
 
 from provider.engine.products import compute
 from provider.engine.replica import Product
-from provider.model.weights import ServedModel
+from provider.model.weights import PreparedModel
 from provider.schedule.latency import LatencyModel
 from provider.schedule.policy import Policy
 from provider.schedule.scheduler import Scheduler
@@ -23,7 +23,7 @@ _MAX_PRODUCTS = 1 << 31
 
 
 def make_scheduler(
-    served: ServedModel,
+    served: PreparedModel,
     policy: Policy,
     profiled: bool = True,
     weight_of: Callable[[str], float] = lambda tenant: 1.0,
@@ -41,7 +41,7 @@ def make_scheduler(
 
 
 def latency_model(
-    served: ServedModel, profiled: bool = True, product: Product | None = None, ids: Collection[int] | None = None
+    served: PreparedModel, profiled: bool = True, product: Product | None = None, ids: Collection[int] | None = None
 ) -> LatencyModel:
     """Makes a model of ring products by shape, each shape measured once; float and hints begin at its rate.
 

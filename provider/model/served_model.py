@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from provider.engine import products
-from provider.model.weights import ServedModel, return_freed_memory
+from provider.model.weights import PreparedModel, return_freed_memory
 from wire.errors import RemoteFault, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.manifest import Manifest
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger(__name__)
 
 
-class ProviderCore:
+class ServedModel:
     """A served model, and the recorder if there is one. It is safe under threads, and a
     `wire.transport.inproc.Handler`."""
 
     can_share = True
     """Several threads may compute at a time; see `provider.engine.replica.Replica`."""
 
-    def __init__(self, served: ServedModel, recorder: Recorder | None = None) -> None:
+    def __init__(self, served: PreparedModel, recorder: Recorder | None = None) -> None:
         """Args: recorder: writes down what tenants send; None, the normal case, keeps nothing."""
         self.served = served
         self._recorder = recorder

@@ -34,7 +34,7 @@ it; stacked experts are most of a model."""
 
 
 @dataclass(frozen=True, eq=False)
-class ServedModel:
+class PreparedModel:
     """Everything that a provider serves; read-only."""
 
     manifest: Manifest
@@ -55,7 +55,7 @@ def serve_model(
     limits: Limits | None = None,
     bundle_parent: Path | None = None,
     recording: bool = False,
-) -> ServedModel:
+) -> PreparedModel:
     """Takes a model apart; `loaded` is empty afterwards.
 
     Args:
@@ -94,7 +94,7 @@ def serve_model(
     )
     del model, layers
     return_freed_memory()
-    return ServedModel(manifest, groups, bundle)
+    return PreparedModel(manifest, groups, bundle)
 
 
 def other_weights_share(model: nn.Module) -> float:

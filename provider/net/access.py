@@ -21,7 +21,7 @@ class Access:
     refusal: Callable[[], WireCode | None]
 
 
-class Gate:
+class AccessCheck:
     """Identifies callers."""
 
     def __init__(self, revocations: RevocationList | None) -> None:

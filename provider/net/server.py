@@ -17,7 +17,7 @@ from provider.engine.profile import make_scheduler
 from provider.engine.replica import Here
 from provider.identity.authority import StateDir, issue_server_certificate
 from provider.identity.registry import RevocationList
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.descriptors import MOST_RPC_CONNECTIONS, file_limit, shares
 from provider.net.service import MAX_THREADS, ProviderService
@@ -122,7 +122,7 @@ class Server:
 
     def start(
         self,
-        core: ProviderCore,
+        model: ServedModel,
         shards: Sequence[Shard] | None = None,
         admission: Admission | None = None,
         usage: UsageBook | None = None,
@@ -131,7 +131,7 @@ class Server:
         """Begins to answer.
 
         Args:
-            core: the model that is served.
+            model: the model that is served.
             shards: compute; None computes in this process, with a scheduler of the default policy, without a profile.
             admission: the tenants' quotas; None limits no tenant.
             usage: the accounts; None keeps none.
@@ -141,10 +141,10 @@ class Server:
             The service that answers, for callers that want to watch it.
         """
         if shards is None:
-            shards = [whole(core, make_scheduler(core.served, Policy(), profiled=False))]
+            shards = [whole(model, make_scheduler(model.served, Policy(), profiled=False))]
         revocations = None if self._state is None else RevocationList(self._state)
         service = ProviderService(
-            core, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s
+            model, revocations, shards, admission or Admission(), usage or UsageBook(), self.tensor_port, busy_poll_s
         )
         self._service = service
         if self._tensors is not None and self._certificates is not None:
@@ -174,10 +174,10 @@ class Server:
         ending.wait()
 
 
-def whole(core: ProviderCore, scheduler: Scheduler) -> Shard:
+def whole(model: ServedModel, scheduler: Scheduler) -> Shard:
     """Makes a shard of all groups, computed in this process."""
-    here = Here(core.compute, core.compute_together, core.can_share, core.row_product)
-    return Shard(range(len(core.manifest().groups)), [here], scheduler)
+    here = Here(model.compute, model.compute_together, model.can_share, model.row_product)
+    return Shard(range(len(model.manifest().groups)), [here], scheduler)
 
 
 class _Certificates:

@@ -20,15 +20,15 @@ import grpc
 
 from provider.identity.authority import Role
 from provider.identity.registry import RegistryUnreadable, RevocationList
-from provider.model.served_model import ProviderCore
-from provider.net.access import Access, Gate
+from provider.model.served_model import ServedModel
+from provider.net.access import Access, AccessCheck
 from provider.net.admission import Admission
 from provider.net.grpc_stream import carry_rpc
 from provider.net.session import SWEEP_S, Session
 from provider.net.tensor_port import carry
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
-from provider.shards.listener import ShardDoor
+from provider.shards.listener import ShardListener
 from provider.shards.router import Shard, ShardedExecutor
 from wire.errors import (
     NotPermitted,
@@ -70,11 +70,11 @@ def _is_refused(access: Access) -> bool:
 
 
 class ProviderService:
-    """The methods of the gRPC service. They are thin, since `ProviderCore` and `Session` do the work."""
+    """The methods of the gRPC service. They are thin, since `ServedModel` and `Session` do the work."""
 
     def __init__(
         self,
-        core: ProviderCore,
+        model: ServedModel,
         revocations: RevocationList | None,
         shards: Sequence[Shard],
         admission: Admission,
@@ -92,18 +92,18 @@ class ProviderService:
             tensor_port: the port that the manifest announces; the code that listens there calls `serve`.
             busy_poll_s: see `wire.transport.busy_poll`.
         """
-        self._core, self._admission, self.usage, self._tensor_port = core, admission, usage, tensor_port
+        self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
         self.meter = Meter()
-        self._gate = Gate(revocations)
+        self._access_check = AccessCheck(revocations)
         self._executor = ShardedExecutor(
             shards,
-            core.record if core.is_recording else None,
+            model.record if model.is_recording else None,
             self.meter,
             lambda tenant, seconds: usage.of(tenant).computed(seconds),
         )
         plan = [tuple(shard.groups) for shard in shards]
-        self._door = None if revocations is None else ShardDoor(core, plan, self._executor.executors)
+        self._shard_listener = None if revocations is None else ShardListener(model, plan, self._executor.executors)
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
         self._lock = threading.Lock()
@@ -147,18 +147,18 @@ class ProviderService:
 
     def _send_manifest(self, request: bytes, context: Any) -> Iterator[bytes]:
         admission = self._admission.of(self._enter(context))
-        manifest = self._manifest_of(admission.announced(self._core.manifest().limits))
+        manifest = self._manifest_of(admission.announced(self._model.manifest().limits))
         for start in range(0, len(manifest), CHUNK_BYTES):
             yield manifest[start : start + CHUNK_BYTES]
 
     def _make_manifest(self, limits: Limits) -> bytes:
         mine = {"limits": limits, "tensor_port": self._tensor_port}
-        return self._core.manifest().model_copy(update=mine).to_bytes()
+        return self._model.manifest().model_copy(update=mine).to_bytes()
 
     def _send_file(self, request: bytes, context: Any) -> Iterator[bytes]:
         self._enter(context)
         try:
-            chunks = self._core.read_file(request.decode("ascii", "replace"))
+            chunks = self._model.read_file(request.decode("ascii", "replace"))
         except UnknownLayer:
             context.abort(grpc.StatusCode.NOT_FOUND, "no such file in the bundle")
         yield from chunks
@@ -205,10 +205,10 @@ class ProviderService:
     def _open(self, access: Access, hang_up: Callable[[], object]) -> Session:
         session = Session(
             access.tenant,
-            self._core.manifest().limits,
+            self._model.manifest().limits,
             self._admission.of(access.tenant),
             self.usage.of(access.tenant),
-            self._core.check,
+            self._model.check,
             self._executor,
             access.refusal,
             hang_up,
@@ -218,12 +218,12 @@ class ProviderService:
         return session
 
     def _serve_shard(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        if self._door is None:
+        if self._shard_listener is None:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "shards join over TLS only")
             return
         access = self._admit(context, "shard")
         self._occupy(f"shard {access.tenant}", context)  # No tenant can have such a name.
-        yield from self._door.serve(access.tenant, messages, context, lambda: _is_refused(access))
+        yield from self._shard_listener.serve(access.tenant, messages, context, lambda: _is_refused(access))
 
     def _enter(self, context: Any) -> str:
         """Returns the name of the tenant that calls; ends the RPC if the tenant may not."""
@@ -243,7 +243,7 @@ class ProviderService:
             raise  # This is not reached: `abort` raises.
 
     def _look_up(self, cert_pem: bytes, role: Role) -> Access:
-        access = self._gate.admit(cert_pem, role)
+        access = self._access_check.admit(cert_pem, role)
         if self._is_draining:
             raise Unavailable("shutting down")
         return access
@@ -273,8 +273,8 @@ class ProviderService:
         """Checks every stream from outside: a stream that only waits for messages would not notice a revocation."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
-            if self._door is not None:
-                self._door.sweep(time.monotonic())
+            if self._shard_listener is not None:
+                self._shard_listener.sweep(time.monotonic())
             with self._lock:
                 sessions = list(self._sessions)
             for session in sessions:

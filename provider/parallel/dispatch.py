@@ -14,7 +14,7 @@ import threading
 import torch
 
 from provider.engine import products
-from provider.model.weights import ServedModel
+from provider.model.weights import PreparedModel
 from provider.parallel.command import NUM_NUMBERS, Command, Operation
 from provider.parallel.ranks import RankLost, Ranks, together
 from provider.parallel.sharding import Block, Sharding
@@ -30,7 +30,7 @@ _HEARTBEATS = 4
 class Dispatcher:
     """Rank 0's `provider.engine.replica.Product`. It is safe under threads."""
 
-    def __init__(self, served: ServedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
+    def __init__(self, served: PreparedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
         """Starts the heartbeat.
 
         Args:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from provider.engine import products
 from provider.model.served_group import ServedGroup
-from provider.model.weights import ServedModel
+from provider.model.weights import PreparedModel
 from provider.parallel.ranks import Ranks, together
 from provider.parallel.sharding import Block, split, without_weights
 from wire.frame import Call
@@ -27,7 +27,7 @@ from wire.ring.seeded_rows import Rows, SeededRows
 class GatheredLayers:
     """One rank's rows of every weight; a `provider.parallel.sharding.Sharding`."""
 
-    def __init__(self, served: ServedModel, ranks: Ranks) -> None:
+    def __init__(self, served: PreparedModel, ranks: Ranks) -> None:
         """Shards every group; the caller then drops the whole weights.
 
         Args:
@@ -70,7 +70,7 @@ class GatheredLayers:
         """Computes the product of this rank's rows; shape (rows of this rank, features of the reply)."""
         layer, group = self._layers[call.group], self._served.groups[call.group]
         whole = replace(group, quantised=layer.quantised.data, native=getattr(layer, "native", None))
-        served = ServedModel(self._served.manifest, (whole,), self._served.bundle)
+        served = PreparedModel(self._served.manifest, (whole,), self._served.bundle)
         return products.compute(served, replace(call, group=0), self._own_rows(rows))
 
     def _own_rows(self, rows: Rows) -> Rows:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from provider.model.weights import ServedModel
+from provider.model.weights import PreparedModel
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows
 
@@ -68,11 +68,11 @@ def split(length: int, parts: int) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
-def without_weights(served: ServedModel) -> ServedModel:
+def without_weights(served: PreparedModel) -> PreparedModel:
     """Returns what is served, without weights: code that multiplies by what is left gets an error.
 
     The weights are not tensors on the meta device, since `torch._int_mm` takes such a one without an error.
     """
     no_int8, no_native = torch.empty(0, 0, dtype=torch.int8), torch.empty(0, 0)
     groups = tuple(replace(group, quantised=no_int8, native=no_native) for group in served.groups)
-    return ServedModel(served.manifest, groups, served.bundle)
+    return PreparedModel(served.manifest, groups, served.bundle)

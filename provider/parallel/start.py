@@ -14,8 +14,8 @@ import torch
 from provider.config import ProviderSettings
 from provider.engine.products import together
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
-from provider.model.weights import ServedModel, return_freed_memory, serve_model
+from provider.model.served_model import ServedModel
+from provider.model.weights import PreparedModel, return_freed_memory, serve_model
 from provider.operations.recording import Recorder
 from provider.parallel.dispatch import Dispatcher, follow
 from provider.parallel.ranks import RankLost, Ranks
@@ -28,12 +28,12 @@ from wire.ring.seeded_rows import Rows
 _LOGGER = logging.getLogger(__name__)
 
 
-class ParallelCore(ProviderCore):
-    """Rank 0's core: all ranks make its products, one at a time."""
+class ParallelModel(ServedModel):
+    """The model as rank 0's serves it: all ranks make its products, one at a time."""
 
     can_share = False
 
-    def __init__(self, served: ServedModel, dispatcher: Dispatcher, recorder: Recorder | None = None) -> None:
+    def __init__(self, served: PreparedModel, dispatcher: Dispatcher, recorder: Recorder | None = None) -> None:
         """Args: served: the model, without weights here."""
         super().__init__(served, recorder)
         self._dispatcher = dispatcher
@@ -83,8 +83,8 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def lead(
-    settings: ProviderSettings, ranks: Ranks, served: ServedModel, recorder: Recorder | None = None
-) -> ParallelCore:
+    settings: ProviderSettings, ranks: Ranks, served: PreparedModel, recorder: Recorder | None = None
+) -> ParallelModel:
     """Makes the core of rank 0, which keeps its share of the weights.
 
     Args:
@@ -98,7 +98,7 @@ def lead(
     """
     sharding = take_share(settings.parallel, ranks, served)
     described = without_weights(served)
-    return ParallelCore(described, Dispatcher(described, ranks, sharding, settings.parallel_timeout_s), recorder)
+    return ParallelModel(described, Dispatcher(described, ranks, sharding, settings.parallel_timeout_s), recorder)
 
 
 def help_out(settings: ProviderSettings) -> None:
@@ -128,7 +128,7 @@ def help_out(settings: ProviderSettings) -> None:
         raise Unavailable(f"rank {ranks.rank} ends: another rank is gone, or too late") from None
 
 
-def take_share(parallel: str, ranks: Ranks, served: ServedModel) -> Sharding:
+def take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
     """Compares the whole weights with the other ranks', and keeps this rank's part; the caller drops `served`.
 
     Raises:
@@ -142,7 +142,7 @@ def take_share(parallel: str, ranks: Ranks, served: ServedModel) -> Sharding:
     return ColumnSlices(served, ranks.rank, ranks.size)
 
 
-def fingerprint(parallel: str, served: ServedModel) -> bytes:
+def fingerprint(parallel: str, served: PreparedModel) -> bytes:
     """Returns 32 bytes of all that ranks must have in common: how they share, and every number of the weights."""
     sha = hashlib.sha256(f"{parallel} {served.manifest.weights} {len(served.groups)}\n".encode())
     for group in served.groups:

@@ -14,7 +14,7 @@ import torch
 
 from provider.engine import products
 from provider.model.served_group import ServedGroup
-from provider.model.weights import ServedModel
+from provider.model.weights import PreparedModel
 from provider.parallel.sharding import Block, split
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
@@ -23,7 +23,7 @@ from wire.ring.seeded_rows import Rows, SeededRows
 class ColumnSlices:
     """One rank's columns of every group; a `provider.parallel.sharding.Sharding`."""
 
-    def __init__(self, served: ServedModel, rank: int, size: int) -> None:
+    def __init__(self, served: PreparedModel, rank: int, size: int) -> None:
         """Copies this rank's slices out of whole weights, which the caller then drops.
 
         Args:
@@ -34,7 +34,7 @@ class ColumnSlices:
         self._columns = [split(info.out_features, size) for info in self._infos]
         self._rank = rank
         slices = (_slice(group, columns[rank]) for group, columns in zip(served.groups, self._columns, strict=True))
-        self._narrow = ServedModel(served.manifest, tuple(slices), served.bundle)
+        self._narrow = PreparedModel(served.manifest, tuple(slices), served.bundle)
 
     @property
     def weight_bytes(self) -> int:

@@ -9,7 +9,7 @@ import itertools
 from collections import OrderedDict
 
 from provider.schedule.arrivals import Arrivals
-from provider.schedule.pauses import Thinking
+from provider.schedule.pauses import Pauses
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Ticket
 from wire.frame import Call
@@ -29,7 +29,7 @@ class Decoders:
                 since a decode step is a hundred requests.
         """
         self._has_classes = has_classes
-        self._expected, self._thinking = Arrivals(), Thinking()
+        self._expected, self._pauses = Arrivals(), Pauses()
         self._num_queued = 0
         self._here: set[Ticket] = set()
         """Requests that came as decode and have not been answered."""
@@ -49,7 +49,7 @@ class Decoders:
         if self._has_classes:
             self._here.add(ticket)
             note(self._senders, ticket.tenant, now_s)
-            self._thinking.arrived(ticket.tenant, now_s, product_s)
+            self._pauses.arrived(ticket.tenant, now_s, product_s)
             if self.floods(ticket.tenant, now_s):
                 ticket.request_class = RequestClass.PREFILL
                 return
@@ -65,13 +65,13 @@ class Decoders:
         """Notes that a request will not be answered, whatever its class."""
         if ticket in self._here:
             self._here.discard(ticket)
-            self._thinking.left(ticket.tenant, None)
+            self._pauses.left(ticket.tenant, None)
 
     def answered(self, ticket: Ticket, now_s: float) -> None:
         """Notes that a request is over, whatever its class."""
         if ticket in self._here:
             self._here.discard(ticket)
-            self._thinking.left(ticket.tenant, now_s)
+            self._pauses.left(ticket.tenant, now_s)
         if ticket.request_class is RequestClass.DECODE:
             note(self._decoding, ticket.tenant, now_s)
             if self._has_classes:
@@ -83,8 +83,8 @@ class Decoders:
         if not self._has_classes:
             return
         note(self._senders, tenant, began_s)
-        self._thinking.arrived(tenant, began_s, now_s - began_s)
-        self._thinking.left(tenant, now_s)
+        self._pauses.arrived(tenant, began_s, now_s - began_s)
+        self._pauses.left(tenant, now_s)
         self._expected.arrived(tenant, began_s)
         self._expected.replied(tenant, call, now_s)
 
@@ -100,7 +100,7 @@ class Decoders:
 
     def floods(self, tenant: str, now_s: float) -> bool:
         """Tells whether a tenant's small requests are no decoding, while another tenant sends such, too."""
-        if not self._thinking.is_flood(tenant):
+        if not self._pauses.is_flood(tenant):
             return False
         latest = itertools.islice(reversed(self._senders.items()), 2)
         return any(other != tenant and now_s - at_s <= ACTIVE_S for other, at_s in latest)

@@ -25,7 +25,7 @@ class _Tenant:
     product_s: float = 0.0
 
 
-class Thinking:
+class Pauses:
     """Keeps the pauses by tenant."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from provider.engine.executor import Executor
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.shards.joined import JoinedShard
 from provider.shards.messages import JOINED, Assignment, Join, Ready, pack, unpack
 from wire.errors import VeilbaseError, VersionMismatch
@@ -31,12 +31,12 @@ class _Visit:
     give_up_at: float
 
 
-class ShardDoor:
+class ShardListener:
     """Lets shards in, one thread each."""
 
-    def __init__(self, core: ProviderCore, plan: Sequence[Sequence[int]], executors: Sequence[Executor]) -> None:
-        """Args: core: knows the weights' fingerprints; plan: groups of each shard; executors: of each shard."""
-        self._core, self._plan, self._executors = core, plan, executors
+    def __init__(self, model: ServedModel, plan: Sequence[Sequence[int]], executors: Sequence[Executor]) -> None:
+        """Args: model: knows the weights' fingerprints; plan: groups of each shard; executors: of each shard."""
+        self._model, self._plan, self._executors = model, plan, executors
         self._visits: set[_Visit] = set()
         self._lock = threading.Lock()
 
@@ -74,7 +74,7 @@ class ShardDoor:
             _LOGGER.error("shard %d of %s holds other weights, and is refused", shard, name)
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "other weights")
         yield JOINED
-        groups = {one: self._core.manifest().groups[one] for one in self._plan[shard]}
+        groups = {one: self._model.manifest().groups[one] for one in self._plan[shard]}
         replica = JoinedShard(f"{shard} of {name}", groups, is_refused)
         if not context.add_callback(replica.close):
             return
@@ -88,8 +88,8 @@ class ShardDoor:
             _LOGGER.warning("shard %d was left by %s", shard, name)
 
     def _assignment(self, shard: int) -> Assignment:
-        manifest = self._core.manifest()
-        digests = {one: self._core.fingerprints[one] for one in self._plan[shard]}
+        manifest = self._model.manifest()
+        digests = {one: self._model.fingerprints[one] for one in self._plan[shard]}
         return Assignment(model_id=manifest.model_id, weights=manifest.weights, digests=digests)
 
     def sweep(self, now: float) -> None:

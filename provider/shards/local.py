@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from provider.model.weights import ServedModel
+from provider.model.weights import PreparedModel
 from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
 from provider.shards.weight_file import write_weights
@@ -30,7 +30,7 @@ class LocalShards:
     @classmethod
     def start(
         cls,
-        served: ServedModel,
+        served: PreparedModel,
         num_shards: int,
         num_replicas: int,
         parent: Path | None = None,
@@ -59,7 +59,7 @@ class LocalShards:
 
     def _start(
         self,
-        served: ServedModel,
+        served: PreparedModel,
         plan: tuple[tuple[int, ...], ...],
         num_replicas: int,
         parent: Path | None,

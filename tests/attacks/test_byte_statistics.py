@@ -17,7 +17,7 @@ from attacks.seen.view import View, open_view
 from attacks.victim import quick_model
 from attacks.victim.synthetic import Exchange, write_recording
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
@@ -160,7 +160,7 @@ def test_real_training(mask: str, is_fault: bool, tmp_path: Path) -> None:
     """Two steps of the tiny model through the tenant's and the provider's own code."""
     model = quick_model.make("tiny-llama", tmp_path / "model")
     served = serve_model(load(resolve(str(model))), recording=True)
-    core = ProviderCore(served, Recorder(tmp_path / "seen", served.manifest))
+    core = ServedModel(served, Recorder(tmp_path / "seen", served.manifest))
     options = {"verify": model, "cache": tmp_path / "cache", "progress": False}
     with (
         serving(core) as server,

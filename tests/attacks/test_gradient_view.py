@@ -22,7 +22,7 @@ from attacks.adversaries.gradient_view import (
 from attacks.controls import gradient_view
 from attacks.controls.gradient_view import Traffic, make, share_right
 from attacks.programs import active
-from attacks.seen.forward_passes import Pass, passes
+from attacks.seen.forward_passes import ForwardPass, forward_passes
 from attacks.seen.public_model import describe
 from attacks.seen.view import View
 from attacks.victim.synthetic import Exchange, write_recording
@@ -41,8 +41,8 @@ def traffic(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return make(tmp_path_factory.mktemp("gradients"), request.param)
 
 
-def training(traffic: Traffic) -> Pass:
-    (step,) = [one for one in passes(traffic.view) if one.is_training]
+def training(traffic: Traffic) -> ForwardPass:
+    (step,) = [one for one in forward_passes(traffic.view) if one.is_training]
     return step
 
 
@@ -151,12 +151,12 @@ class Recording:
 def read_by_the_provider(folder: Path, monkeypatch: pytest.MonkeyPatch, mask: str, arithmetic: str) -> dict[str, str]:
     """Tokens and labels that are claimed of one step on active.DATA, as text."""
     site = active.site(folder / "site")
-    provider = Recording(site.core)
+    provider = Recording(site.served_model)
     monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
     rows = [{"prompt": question, "completion": answer} for question, answer in active.DATA[0]]
     with TenantClient("inproc:x", mask=mask, arithmetic=arithmetic, cache=folder / "cache", progress=False) as client:
         client.finetune(rows, lora(), folder / "out", max_steps=1, batch_size=2, warmup_steps=0, progress=False)
-    view = write_recording(folder / "seen", site.core.manifest(), provider.seen)
+    view = write_recording(folder / "seen", site.served_model.manifest(), provider.seen)
     public = describe(AutoModelForCausalLM.from_pretrained(site.model), view.manifest)
     tokenizer = AutoTokenizer.from_pretrained(site.model)
     return {

@@ -16,7 +16,7 @@ from attacks import extract_lora
 from attacks.victim import quick_model
 from attacks.victim.synthetic import Exchange, write_recording
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 def record(model: Path, tmp_path: Path, no_controls: None) -> Record:
     def run(name: str = "seen", prompts: list[list[int]] = PROMPTS, limit: int = 1 << 30, layers: str = "") -> Path:
         served = serve_model(load(resolve(str(model))), recording=True)
-        core = ProviderCore(served, Recorder(tmp_path / name, served.manifest, limit, layers))
+        core = ServedModel(served, Recorder(tmp_path / name, served.manifest, limit, layers))
         with serving(core) as server:
             url = f"grpc://127.0.0.1:{server.port}"
             with TenantClient(url, mask="off", arithmetic="float", cache=tmp_path / "cache") as client, torch.no_grad():

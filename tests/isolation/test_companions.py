@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.schedule.request_class import RequestClass
 from tests.provider.engine.test_executor import CALL, COLS, FLOAT, RING, Gate, ring_rows
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
@@ -13,7 +13,7 @@ from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows
 
 
-def test_companions_change_no_bit(gate: Gate, core: ProviderCore) -> None:
+def test_companions_change_no_bit(gate: Gate, core: ServedModel) -> None:
     given = [ring_rows(count, count) for count in (1, 7, 300, 2, 64)]
     kinds = [
         RequestClass.DECODE,
@@ -37,7 +37,7 @@ def test_companions_change_no_bit(gate: Gate, core: ProviderCore) -> None:
     assert sum(shared) == sum(rows.shape[0] for rows in given)
 
 
-def test_one_tenants_nan_is_its_own_fault(gate: Gate, core: ProviderCore) -> None:
+def test_one_tenants_nan_is_its_own_fault(gate: Gate, core: ServedModel) -> None:
     call = Call(0, Direction.FORWARD, FLOAT)
     good, bad = torch.ones(3, COLS), torch.full((2, COLS), float("nan"))
     answers = [gate.submit(rows, call, name) for rows, name in ((good, "a"), (bad, "b"), (good, "c"))]
@@ -49,7 +49,7 @@ def test_one_tenants_nan_is_its_own_fault(gate: Gate, core: ProviderCore) -> Non
         assert torch.allclose(outcome, core.compute(call, good), rtol=1e-5, atol=1e-6)
 
 
-def test_a_product_that_fails_is_tried_for_each_alone(core: ProviderCore) -> None:
+def test_a_product_that_fails_is_tried_for_each_alone(core: ServedModel) -> None:
     class Fragile(Gate):
         def _product(self, call: Call, rows: Rows) -> torch.Tensor:
             reply = super()._product(call, rows)
@@ -65,7 +65,7 @@ def test_a_product_that_fails_is_tried_for_each_alone(core: ProviderCore) -> Non
     assert [isinstance(outcome, RemoteFault) for outcome in outcomes] == [False, True, False]
 
 
-def test_what_is_shared_is_charged_by_rows_and_what_was_not_computed_is_not(core: ProviderCore) -> None:
+def test_what_is_shared_is_charged_by_rows_and_what_was_not_computed_is_not(core: ServedModel) -> None:
     charged: dict[str, float] = {}
     made = Gate(core, charge=lambda tenant, seconds: charged.__setitem__(tenant, charged.get(tenant, 0.0) + seconds))
     answers = [made.submit(ring_rows(rows), tenant=name) for name, rows in (("large", 300), ("small", 100))]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from provider.embedded import make_core
-from provider.model.served_model import ProviderCore
+from provider.embedded import serve_in_process
+from provider.model.served_model import ServedModel
 from tests.conftest import make_tiny
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+def core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """Of a tiny Llama."""
     folder: Path = tmp_path_factory.mktemp("model") / "llama"
     make_tiny("llama", folder)
-    return make_core(str(folder))
+    return serve_in_process(str(folder))

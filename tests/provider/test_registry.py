@@ -15,7 +15,7 @@ import pytest
 import provider.identity.registry as registry
 from provider.identity.authority import StateDir
 from provider.identity.registry import HELD_OVER_S, RegistryUnreadable, RevocationList, enroll, revoke
-from provider.net.access import Gate
+from provider.net.access import AccessCheck
 from tests.provider.net.test_descriptors import exhausted
 from wire.errors import NotPermitted, WireCode, code_of
 
@@ -89,11 +89,11 @@ def test_what_was_never_read_counts_for_nothing(site: Site, monkeypatch: pytest.
 
 
 def test_the_gate_lets_nobody_new_in_and_keeps_who_is_in(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(site.listed)
-    access = gate.admit(site.pem)
+    access_check = AccessCheck(site.listed)
+    access = access_check.admit(site.pem)
     fault = Fault(monkeypatch, errno.EMFILE)
     with pytest.raises(RegistryUnreadable):
-        gate.admit(site.pem)
+        access_check.admit(site.pem)
     assert access.refusal() is None
     site.now += HELD_OVER_S
     with pytest.raises(RegistryUnreadable):
@@ -103,7 +103,7 @@ def test_the_gate_lets_nobody_new_in_and_keeps_who_is_in(site: Site, monkeypatch
     revoke(site.state, "acme")
     assert access.refusal() is WireCode.NOT_PERMITTED
     with pytest.raises(NotPermitted):
-        gate.admit(site.pem)
+        access_check.admit(site.pem)
 
 
 @pytest.mark.parametrize("damage", ["missing", "malformed", "not readable"])

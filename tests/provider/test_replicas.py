@@ -15,7 +15,7 @@ from provider.engine.job import Job, Outcome
 from provider.engine.products import together
 from provider.engine.profile import latency_model
 from provider.engine.replica import Replica, ReplicaLost
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
@@ -29,7 +29,7 @@ from wire.ring.seeded_rows import Rows, count_rows
 class Scripted:
     """A replica that does what it is told: `script` may block, or raise ReplicaLost."""
 
-    def __init__(self, core: ProviderCore, script: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(self, core: ServedModel, script: Callable[[int], None] = lambda number: None) -> None:
         self._core, self._script = core, script
         self.num_asked = self.num_made = 0
         self.can_share, self.can_return, self.is_alive = False, False, True
@@ -63,7 +63,7 @@ def lost(number: int) -> None:
 
 
 @contextmanager
-def executor_of(core: ProviderCore, *replicas: Replica) -> Iterator[Executor]:
+def executor_of(core: ServedModel, *replicas: Replica) -> Iterator[Executor]:
     # pieces of at most 16 rows, so that one request is several
     scheduler = Scheduler(Policy(max_wait_s=0.0, max_batch_rows=16), latency_model(core.served, profiled=False))
     executor = Executor(replicas, scheduler)
@@ -84,11 +84,11 @@ def ring_rows(count: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31 - 1, (count, COLS), dtype=torch.int64).to(torch.int32)
 
 
-def is_product(core: ProviderCore, rows: torch.Tensor, outcome: Outcome) -> bool:
+def is_product(core: ServedModel, rows: torch.Tensor, outcome: Outcome) -> bool:
     return isinstance(outcome, torch.Tensor) and torch.equal(outcome, core.compute(CALL, rows))
 
 
-def test_two_replicas_compute_at_the_same_time(core: ProviderCore) -> None:
+def test_two_replicas_compute_at_the_same_time(core: ServedModel) -> None:
     both = threading.Barrier(2, timeout=WAIT_S)
     one, other = (Scripted(core, lambda number: both.wait() and None) for _ in range(2))
     with executor_of(core, one, other) as executor:
@@ -100,7 +100,7 @@ def test_two_replicas_compute_at_the_same_time(core: ProviderCore) -> None:
     assert other.is_closed
 
 
-def test_pieces_of_one_request_that_end_out_of_order(core: ProviderCore) -> None:
+def test_pieces_of_one_request_that_end_out_of_order(core: ServedModel) -> None:
     has_one, last_is_done = threading.Event(), threading.Event()
 
     def keep_one(number: int) -> None:
@@ -118,7 +118,7 @@ def test_pieces_of_one_request_that_end_out_of_order(core: ProviderCore) -> None
         assert is_product(core, rows, answer.get())
 
 
-def test_what_a_lost_replica_had_begun_another_makes(core: ProviderCore) -> None:
+def test_what_a_lost_replica_had_begun_another_makes(core: ServedModel) -> None:
     is_dying = threading.Event()
 
     def die_later(number: int) -> None:
@@ -139,14 +139,14 @@ def test_what_a_lost_replica_had_begun_another_makes(core: ProviderCore) -> None
     assert dies_later.is_closed
 
 
-def test_a_small_request_that_loses_its_replica_is_queued(core: ProviderCore) -> None:
+def test_a_small_request_that_loses_its_replica_is_queued(core: ServedModel) -> None:
     with executor_of(core, Scripted(core, lost), Scripted(core)) as executor:
         rows = ring_rows(1)
         assert executor.compute_here("acme", CALL, rows) is None
         assert is_product(core, rows, submit(executor, rows).get())
 
 
-def test_a_request_that_ends_replicas_is_given_up(core: ProviderCore) -> None:
+def test_a_request_that_ends_replicas_is_given_up(core: ServedModel) -> None:
     poison = ring_rows(7)
 
     class Poisoned(Scripted):
@@ -162,7 +162,7 @@ def test_a_request_that_ends_replicas_is_given_up(core: ProviderCore) -> None:
         assert executor.num_replicas[0] == 1
 
 
-def test_replicas_that_were_gone_before_are_not_a_request_s_fault(core: ProviderCore) -> None:
+def test_replicas_that_were_gone_before_are_not_a_request_s_fault(core: ServedModel) -> None:
     def gone(number: int) -> None:
         raise ReplicaLost(began=False)
 
@@ -173,7 +173,7 @@ def test_replicas_that_were_gone_before_are_not_a_request_s_fault(core: Provider
         assert is_product(core, rows, submit(executor, rows).get())
 
 
-def test_small_requests_take_turns_over_replicas(core: ProviderCore) -> None:
+def test_small_requests_take_turns_over_replicas(core: ServedModel) -> None:
     replicas = [Scripted(core) for _ in range(3)]
     with executor_of(core, *replicas) as executor:
         for _ in range(9):
@@ -181,7 +181,7 @@ def test_small_requests_take_turns_over_replicas(core: ProviderCore) -> None:
     assert [replica.num_made for replica in replicas] == [3, 3, 3]
 
 
-def test_a_fault_that_nobody_foresaw_is_an_answer(core: ProviderCore, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_that_nobody_foresaw_is_an_answer(core: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
     def broken(number: int) -> None:
         if number == 1:
             raise ZeroDivisionError("1.5")
@@ -194,7 +194,7 @@ def test_a_fault_that_nobody_foresaw_is_an_answer(core: ProviderCore, caplog: py
     assert "1.5" not in caplog.text
 
 
-def test_one_that_joined_is_waited_for(core: ProviderCore) -> None:
+def test_one_that_joined_is_waited_for(core: ServedModel) -> None:
     with executor_of(core) as executor:
         assert executor.num_replicas == (0, 1)
         early = submit(executor, ring_rows(3)).get()
@@ -215,7 +215,7 @@ def test_one_that_joined_is_waited_for(core: ProviderCore) -> None:
         assert is_product(core, rows, submit(executor, rows).get())
 
 
-def test_without_a_replica_requests_are_refused_at_once(core: ProviderCore) -> None:
+def test_without_a_replica_requests_are_refused_at_once(core: ServedModel) -> None:
     with executor_of(core, Scripted(core, lost)) as executor:
         first = submit(executor, ring_rows(3)).get()
         assert isinstance(first, Unavailable)
@@ -229,7 +229,7 @@ def test_without_a_replica_requests_are_refused_at_once(core: ProviderCore) -> N
         assert submit(executor, ring_rows(3)).get().retry_s == 0  # type: ignore[union-attr]  # it will not come back
 
 
-def test_a_replica_that_returns(core: ProviderCore) -> None:
+def test_a_replica_that_returns(core: ServedModel) -> None:
     replica = Scripted(core, lambda number: lost(number) if number == 1 else None)
     replica.can_return = True
     with executor_of(core, replica) as executor:
@@ -243,7 +243,7 @@ def test_a_replica_that_returns(core: ProviderCore) -> None:
         assert is_product(core, rows, submit(executor, rows).get())
 
 
-def test_one_more_replica_while_it_runs(core: ProviderCore) -> None:
+def test_one_more_replica_while_it_runs(core: ServedModel) -> None:
     with executor_of(core, Scripted(core, lost)) as executor:
         assert isinstance(submit(executor, ring_rows(2)).get(), Unavailable)
         executor.add(Scripted(core))
@@ -251,7 +251,7 @@ def test_one_more_replica_while_it_runs(core: ProviderCore) -> None:
         assert is_product(core, rows, submit(executor, rows).get())
 
 
-def test_one_that_goes_away_while_idle_is_noticed(core: ProviderCore) -> None:
+def test_one_that_goes_away_while_idle_is_noticed(core: ServedModel) -> None:
     replica = Scripted(core)
     replica.can_return = True
     with executor_of(core, replica) as executor:
@@ -267,7 +267,7 @@ def test_one_that_goes_away_while_idle_is_noticed(core: ProviderCore) -> None:
         assert is_product(core, rows, submit(executor, rows).get())
 
 
-def test_closing_while_a_replica_is_being_brought_back(core: ProviderCore) -> None:
+def test_closing_while_a_replica_is_being_brought_back(core: ServedModel) -> None:
     replica = Scripted(core, lost)
     replica.can_return = True
     with executor_of(core, replica) as executor:
@@ -275,7 +275,7 @@ def test_closing_while_a_replica_is_being_brought_back(core: ProviderCore) -> No
     assert replica.is_closed
 
 
-def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: ProviderCore) -> None:
+def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: ServedModel) -> None:
     entered, go_on = threading.Event(), threading.Event()
     asked: list[int] = []
 

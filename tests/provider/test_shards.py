@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from provider.embedded import make_core
+from provider.embedded import serve_in_process
 from provider.engine.replica import ReplicaLost
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.shards.local import LocalShards
 from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
@@ -30,14 +30,14 @@ from wire.ring.seeded_rows import SeededRows
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+def core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder: Path = tmp_path_factory.mktemp("model") / "gpt2"
     make_tiny("gpt2", folder)
-    return make_core(str(folder))
+    return serve_in_process(str(folder))
 
 
 @pytest.fixture(scope="module")
-def shards(core: ProviderCore) -> Iterator[LocalShards]:
+def shards(core: ServedModel) -> Iterator[LocalShards]:
     started = LocalShards.start(core.served, 3, 1)
     yield started
     started.close()
@@ -48,7 +48,7 @@ def replica_of(shards: LocalShards, group: int) -> ShardProcess:
 
 
 @contextmanager
-def one_process(core: ProviderCore) -> Iterator[ShardProcess]:
+def one_process(core: ServedModel) -> Iterator[ShardProcess]:
     """The only process of the only shard; ended with the block."""
     started = LocalShards.start(core.served, 1, 1)
     try:
@@ -57,7 +57,7 @@ def one_process(core: ProviderCore) -> Iterator[ShardProcess]:
         started.close()
 
 
-def rows_of(core: ProviderCore, call: Call, num_rows: int) -> torch.Tensor:
+def rows_of(core: ServedModel, call: Call, num_rows: int) -> torch.Tensor:
     info = core.manifest().groups[call.group]
     cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
     if call.arithmetic is Arithmetic.FLOAT:
@@ -66,7 +66,7 @@ def rows_of(core: ProviderCore, call: Call, num_rows: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 300])
-def test_every_product_is_the_same(core: ProviderCore, shards: LocalShards, num_rows: int) -> None:
+def test_every_product_is_the_same(core: ServedModel, shards: LocalShards, num_rows: int) -> None:
     for group in range(len(core.manifest().groups)):
         for direction in Direction:
             for arithmetic, purpose in ((Arithmetic.RING, Purpose.PRODUCT), (Arithmetic.FLOAT, Purpose.PRODUCT),
@@ -83,7 +83,7 @@ def test_every_product_is_the_same(core: ProviderCore, shards: LocalShards, num_
             assert torch.equal(replica_of(shards, group).product(hint, seeded), core.compute(hint, seeded))
 
 
-def test_a_reply_owns_its_memory(core: ProviderCore, shards: LocalShards) -> None:
+def test_a_reply_owns_its_memory(core: ServedModel, shards: LocalShards) -> None:
     call = Call(0, Direction.FORWARD, Arithmetic.RING)
     first = replica_of(shards, 0).product(call, rows_of(core, call, 4))
     kept = first.clone()
@@ -91,7 +91,7 @@ def test_a_reply_owns_its_memory(core: ProviderCore, shards: LocalShards) -> Non
     assert torch.equal(first, kept)
 
 
-def test_faults_of_a_request_are_typed(core: ProviderCore, shards: LocalShards) -> None:
+def test_faults_of_a_request_are_typed(core: ServedModel, shards: LocalShards) -> None:
     call = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
     broken = rows_of(core, call, 2)
     broken[1, 1] = float("nan")
@@ -127,7 +127,7 @@ def test_what_a_large_request_needed_is_given_back() -> None:
 
 
 @pytest.mark.slow
-def test_a_lost_process_is_started_again(core: ProviderCore) -> None:
+def test_a_lost_process_is_started_again(core: ServedModel) -> None:
     with one_process(core) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(core, call, 3)
@@ -146,7 +146,7 @@ def test_a_lost_process_is_started_again(core: ProviderCore) -> None:
     assert not replica.can_return
 
 
-def test_a_process_that_is_killed_in_a_product(core: ProviderCore) -> None:
+def test_a_process_that_is_killed_in_a_product(core: ServedModel) -> None:
     with one_process(core) as replica:
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
         rows = rows_of(core, call, 3)
@@ -173,7 +173,7 @@ def test_a_process_that_is_killed_in_a_product(core: ProviderCore) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_ends_again_and_again_is_given_up(core: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
     with one_process(core) as replica:
         replica._weights = os.open(os.devnull, os.O_RDONLY)  # from now on it finds nothing to hold
         replica._restarts.extend([time.monotonic()] * 3)  # some of the times that it may be started
@@ -190,7 +190,7 @@ def test_one_that_ends_again_and_again_is_given_up(core: ProviderCore, caplog: p
 
 @pytest.mark.slow
 def test_one_that_hangs_is_lost_in_time(
-    core: ProviderCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    core: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Stopped in the middle of a product: what it was computing, whoever asked may give to another."""
     monkeypatch.setattr("provider.shards.process.product_limit_s", lambda num_products: 0.5)
@@ -210,7 +210,7 @@ def test_one_that_hangs_is_lost_in_time(
 
 
 @pytest.mark.slow
-def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:
+def test_one_that_fails_again_and_again_is_lost(core: ServedModel) -> None:
     with one_process(core) as replica:
         assert replica.pid is not None
         call = Call(0, Direction.FORWARD, Arithmetic.RING)
@@ -227,7 +227,7 @@ def test_one_that_fails_again_and_again_is_lost(core: ProviderCore) -> None:
 
 @pytest.mark.slow
 def test_a_start_that_fails_half_way_leaves_nothing(
-    core: ProviderCore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    core: ServedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def no_process(*arguments: object, **options: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -245,7 +245,7 @@ def test_a_start_that_fails_half_way_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_processes_end_with_the_front_and_not_with_its_signals(core: ProviderCore) -> None:
+def test_processes_end_with_the_front_and_not_with_its_signals(core: ServedModel) -> None:
     shards = LocalShards.start(core.served, 2, 2)
     replicas = [*shards.replicas[0], *shards.replicas[1]]
     pids = [replica.pid for replica in replicas]
@@ -270,7 +270,7 @@ def test_processes_end_with_the_front_and_not_with_its_signals(core: ProviderCor
             os.kill(pid, 0)
 
 
-def test_weights_that_were_changed_are_refused(core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_were_changed_are_refused(core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     from provider.shards import local
 
     def tampered(groups: object, parent: Path | None) -> int:
@@ -290,12 +290,12 @@ def test_weights_that_were_changed_are_refused(core: ProviderCore, monkeypatch: 
     assert time.monotonic() - began < 60
 
 
-def test_a_disk_that_cannot_be_written(core: ProviderCore, tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_written(core: ServedModel, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot be written to disk"):
         LocalShards.start(core.served, 1, 1, parent=tmp_path / "missing")
 
 
-def test_a_plan_is_whole_and_even(core: ProviderCore) -> None:
+def test_a_plan_is_whole_and_even(core: ServedModel) -> None:
     groups = core.manifest().groups
     sizes = [group.in_features * group.out_features for group in groups]
     for num_shards in range(1, len(groups) + 1):

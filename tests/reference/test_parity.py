@@ -11,7 +11,7 @@ from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from tenant_sdk import TenantClient
 from tests.conftest import VOCAB, make_tiny
@@ -86,7 +86,7 @@ def test_layers_that_are_not_served_are_the_tenants_own(
 ) -> None:
     """`--base-layers`: the rest comes with the bundle, and an adapter is on both alike."""
     make_tiny("llama", tmp_path)
-    core = ProviderCore(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
+    core = ServedModel(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
     monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(core))
     with TenantClient("inproc:part", mask="off", arithmetic="float", cache=tmp_path / "cache") as client:
         served = {layer.name for group in client.connect().groups for layer in group.layers}

@@ -11,7 +11,7 @@ import pytest
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.net.admission import Admission
 from provider.net.server import Server
@@ -29,7 +29,7 @@ LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 <
 class Provider:
     state: StateDir
     server: Server
-    core: ProviderCore
+    core: ServedModel
     folder: Path
     service: ProviderService
     connections: list[GrpcConnection] = field(default_factory=list)
@@ -51,17 +51,17 @@ class Provider:
 
 
 @pytest.fixture(scope="session")
-def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("rpc") / "llama"
     make_tiny("llama", folder)
-    return ProviderCore(serve_model(load(resolve(str(folder))), limits=LIMITS))
+    return ServedModel(serve_model(load(resolve(str(folder))), limits=LIMITS))
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
     running: list[Provider] = []
 
-    def run(core: ProviderCore, admission: Admission | None = None, tensor_port: int | None = 0) -> Provider:
+    def run(core: ServedModel, admission: Admission | None = None, tensor_port: int | None = 0) -> Provider:
         state = StateDir(tmp_path / f"state{len(running)}")
         server = Server("127.0.0.1", 0, state, tensor_port=tensor_port)
         service = server.start(core, admission=admission)
@@ -76,5 +76,5 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
 
 
 @pytest.fixture
-def provider(start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore) -> Provider:
+def provider(start: Callable[[ServedModel], Provider], tiny_core: ServedModel) -> Provider:
     return start(tiny_core)

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from provider.identity.registry import revoke
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tests.rpc.conftest import Provider
 from tests.rpc.links import BROKEN
 from tests.rpc.test_hostile_tenant import service_of, until
@@ -31,7 +31,7 @@ from wire.transport.tls_stream import TensorStream
 
 
 @pytest.fixture(params=["tensor port", "grpc"])
-def provider(request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_core: ProviderCore) -> Provider:
+def provider(request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_core: ServedModel) -> Provider:
     """What carries a test's streams."""
     return start(tiny_core, tensor_port=None if request.param == "grpc" else 0)
 

@@ -20,7 +20,7 @@ import grpc
 import pytest
 import torch
 
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.server import server_options
 from provider.net.service import SERVICE_NAME
 from wire import frame
@@ -49,7 +49,7 @@ MORE_THAN_FITS = 65_536
 class Script:
     """A provider that answers when it is told to."""
 
-    def __init__(self, core: ProviderCore) -> None:
+    def __init__(self, core: ServedModel) -> None:
         manifest = core.manifest().model_copy(update={"limits": Limits()}).to_bytes()
         self.reads = threading.Event()
         self.reads.set()
@@ -108,7 +108,7 @@ def expected(num_rows: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def script(tiny_core: ProviderCore) -> Iterator[Script]:
+def script(tiny_core: ServedModel) -> Iterator[Script]:
     made = Script(tiny_core)
     yield made
     made.stop()

@@ -17,7 +17,7 @@ import pytest
 import provider.net.server as server_module
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.descriptors import Shares
 from tests.conftest import SLOW_TIMEOUT_S, make_tiny
 from tests.rpc.conftest import Provider
@@ -67,7 +67,7 @@ def wait_for_the_end(plain: socket.socket) -> None:
 
 
 def test_connections_that_say_nothing_are_ended(
-    monkeypatch: pytest.MonkeyPatch, start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider], tiny_core: ServedModel
 ) -> None:
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 200)
     provider = start(tiny_core)
@@ -77,8 +77,8 @@ def test_connections_that_say_nothing_are_ended(
 
 
 def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_free_place(
-    few_connections: int, monkeypatch: pytest.MonkeyPatch, start: Callable[[ProviderCore], Provider],
-    tiny_core: ProviderCore,
+    few_connections: int, monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider],
+    tiny_core: ServedModel,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 60_000)
     provider = start(tiny_core)

@@ -20,7 +20,7 @@ import torch
 import provider.net.service as service_module
 import provider.net.session as session_module
 from provider.identity.registry import revoke
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.service import MAX_CALLS_PER_TENANT, ProviderService
 from provider.net.session import Session
 from tests.rpc.conftest import Provider
@@ -117,7 +117,7 @@ class Replies:
 
 
 @pytest.fixture
-def replies(tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Replies:
+def replies(tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
     """Goes before `provider`, which takes `product` as it is when it starts."""
     made = Replies()
     product, answer = tiny_core.compute, Session._answer
@@ -167,7 +167,7 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
 
 
 def test_streams_above_the_limit_hold_no_thread(
-    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
     running = start(tiny_core)
@@ -188,7 +188,7 @@ def test_streams_above_the_limit_hold_no_thread(
 
 
 def test_many_tenants_that_take_all_they_can_leave_a_thread_for_the_next(
-    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_THREADS", 64)
     service = service_of(start(tiny_core))

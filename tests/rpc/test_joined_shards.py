@@ -17,7 +17,7 @@ from provider.engine.profile import make_scheduler
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_group import ServedGroup
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from provider.net.service import ProviderService
 from provider.schedule.policy import Policy
@@ -39,12 +39,12 @@ RING = Arithmetic.RING
 class Site:
     """A provider of two shards that has no weights, and hosts that join it."""
 
-    def __init__(self, core: ProviderCore, folder: Path) -> None:
+    def __init__(self, core: ServedModel, folder: Path) -> None:
         self.core, self.folder = core, folder
         self.state = StateDir(folder / "state")
         self.plan = make_plan(core.manifest().groups, 2)
         self.server = Server("127.0.0.1", 0, self.state)
-        front = ProviderCore(core.served)
+        front = ServedModel(core.served)
         front.let_weights_go()
         self.service: ProviderService = self.server.start(
             front, [Shard(ids, [], make_scheduler(core.served, Policy(), profiled=False)) for ids in self.plan]
@@ -94,7 +94,7 @@ class Site:
 
 
 @pytest.fixture
-def site(tiny_core: ProviderCore, tmp_path: Path) -> Iterator[Site]:
+def site(tiny_core: ServedModel, tmp_path: Path) -> Iterator[Site]:
     made = Site(tiny_core, tmp_path)
     yield made
     made.close()
@@ -199,18 +199,18 @@ def test_a_host_that_says_nothing_is_shown_out(site: Site) -> None:
     """One that is revoked at once, others when their time is over."""
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
-        door = site.service._door
-        assert door is not None
-        until(lambda: len(door._visits) == 1, "the visit")
-        door.sweep(time.monotonic())
-        assert len(door._visits) == 1
-        door.sweep(time.monotonic() + 30)
+        listener = site.service._shard_listener
+        assert listener is not None
+        until(lambda: len(listener._visits) == 1, "the visit")
+        listener.sweep(time.monotonic())
+        assert len(listener._visits) == 1
+        listener.sweep(time.monotonic() + 30)
         with pytest.raises(grpc.RpcError):
             next(silent)
-    until(lambda: not door._visits, "the end of the visit")
+    until(lambda: not listener._visits, "the end of the visit")
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
-        until(lambda: len(door._visits) == 1, "the visit")
+        until(lambda: len(listener._visits) == 1, "the visit")
         revoke(site.state, "host")
         with pytest.raises(grpc.RpcError):
             next(silent)  # the provider looks by itself
@@ -317,7 +317,7 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
     end(thread)
 
 
-def test_without_tls_nobody_joins(tiny_core: ProviderCore) -> None:
+def test_without_tls_nobody_joins(tiny_core: ServedModel) -> None:
     server = Server("127.0.0.1", 0, None)
     server.start(tiny_core)
     try:

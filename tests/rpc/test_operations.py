@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from provider import serve as serve_module
 from provider.config import load_settings
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net import server as server_module
 from provider.net import service as service_module
 from provider.net.server import Server
@@ -52,18 +52,18 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.free = threading.Event(), threading.Event()
-        compute = service_module.ProviderCore.compute
+        compute = service_module.ServedModel.compute
 
-        def held(core: ProviderCore, call: object, rows: object) -> torch.Tensor:
+        def held(core: ServedModel, call: object, rows: object) -> torch.Tensor:
             self.begun.set()
             assert self.free.wait(TIMEOUT_S)
             return compute(core, call, rows)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(ProviderCore, "compute", held)
+        monkeypatch.setattr(ServedModel, "compute", held)
 
 
 def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
-    start: Callable[..., Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
     provider = start(tiny_core)
@@ -99,7 +99,7 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 def test_what_nobody_wants_any_more_leaves_the_queue(
-    start: Callable[..., Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch, how: str
+    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     held = Held(monkeypatch)
     provider = start(tiny_core)
@@ -128,7 +128,7 @@ def test_what_nobody_wants_any_more_leaves_the_queue(
 
 
 def test_a_drain_ends_when_its_time_is_over(
-    start: Callable[..., Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     held = Held(monkeypatch)
@@ -152,7 +152,7 @@ def test_a_drain_ends_when_its_time_is_over(
 
 
 def test_what_the_operator_set_reaches_the_scheduler(
-    tiny_core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a settings file to the policy and the shares of the scheduler that runs."""
     (tmp_path / "provider.yaml").write_text(
@@ -166,7 +166,7 @@ def test_what_the_operator_set_reaches_the_scheduler(
 
     start_server = Server.start
     monkeypatch.setattr(Server, "start", started_with)
-    monkeypatch.setattr(serve_module, "_make_core", lambda settings: tiny_core)
+    monkeypatch.setattr(serve_module, "_make_model", lambda settings: tiny_core)
     monkeypatch.setattr(serve_module, "_wait_for_the_end", lambda server: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:

@@ -12,7 +12,7 @@ import torch
 from provider.engine.executor import Executor
 from provider.engine.profile import make_scheduler
 from provider.engine.replica import Here
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.admission import EVERYBODY, Admission
 from provider.net.session import Session
 from provider.operations.meter import latency_name
@@ -29,12 +29,12 @@ from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_RETRY_S
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport import retry
-from wire.transport.retry import MAX_WAIT_S, PatientRequest, with_jitter
+from wire.transport.retry import MAX_WAIT_S, RetriedRequest, with_jitter
 
 StartWith = Callable[..., Provider]
 
 
-def start_with(start: StartWith, core: ProviderCore, name: str = "acme", **limits: object) -> Provider:
+def start_with(start: StartWith, core: ServedModel, name: str = "acme", **limits: object) -> Provider:
     return start(core, Admission({name: TenantLimits.model_validate(limits)}))
 
 
@@ -49,7 +49,7 @@ def streams() -> Iterator[list[RawStream]]:
 # ---- the provider ---------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_says_when_to_come_again(start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]) -> None:
+def test_a_refusal_says_when_to_come_again(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
     provider = start_with(start, tiny_core, rows_per_s=100)
     streams.append(stream := RawStream(provider, "acme"))
     stream.send(*stream.request(1, ring_rows(400)))  # on credit: 300 rows, three seconds
@@ -60,7 +60,7 @@ def test_a_refusal_says_when_to_come_again(start: StartWith, tiny_core: Provider
 
 
 def test_a_quota_is_one_for_all_streams_and_for_the_next_visit(
-    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]
+    start: StartWith, tiny_core: ServedModel, streams: list[RawStream]
 ) -> None:
     provider = start_with(start, tiny_core, rows_per_s=100)
     for number in (1, 2):
@@ -75,7 +75,7 @@ def test_a_quota_is_one_for_all_streams_and_for_the_next_visit(
 
 @pytest.mark.parametrize("limit", [{"max_rows_in_flight": 5000}, {"max_in_flight_bytes": "2MiB"}])
 def test_what_is_in_flight_counts_over_all_streams(
-    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream], limit: dict[str, object]
+    start: StartWith, tiny_core: ServedModel, streams: list[RawStream], limit: dict[str, object]
 ) -> None:
     provider = start_with(start, tiny_core, **limit)
     streams += [RawStream(provider, "acme") for _ in range(2)]
@@ -91,7 +91,7 @@ def test_what_is_in_flight_counts_over_all_streams(
     assert streams[1].receive().request_id == 2
 
 
-def test_bytes_a_second(start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]) -> None:
+def test_bytes_a_second(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start_with(start, tiny_core, bytes_per_s=100 * row_bytes)
     streams.append(stream := RawStream(provider, "acme"))
@@ -102,7 +102,7 @@ def test_bytes_a_second(start: StartWith, tiny_core: ProviderCore, streams: list
 
 
 def test_requests_in_flight_are_bounded_however_small(
-    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream], monkeypatch: pytest.MonkeyPatch
+    start: StartWith, tiny_core: ServedModel, streams: list[RawStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 5)
     provider = start_with(start, tiny_core)
@@ -115,7 +115,7 @@ def test_requests_in_flight_are_bounded_however_small(
 
 
 def test_small_requests_of_many_streams_are_not_all_decode(
-    start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]
+    start: StartWith, tiny_core: ServedModel, streams: list[RawStream]
 ) -> None:
     """Else one tenant's eight streams would have eight times what one has beside another who decodes."""
     admission = Admission()
@@ -140,7 +140,7 @@ def test_small_requests_of_many_streams_are_not_all_decode(
     until(lambda: admission.of("acme").num_decode == 0, "the end of what was in flight")
 
 
-def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_core: ServedModel) -> None:
     """Else who splits its steps over two streams goes before who does not."""
     provider = start_with(start, tiny_core)
     one, other = provider.connect(), provider.connect()
@@ -152,7 +152,7 @@ def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, t
     assert counts == {"DECODE": 0, "PREFILL": 1, "FINETUNE": 2}
 
 
-def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, tiny_core: ServedModel) -> None:
     admission = Admission({"acme": TenantLimits(max_rows_in_flight=5000)})
     provider = start(tiny_core, admission)
     stream = RawStream(provider, "acme")
@@ -177,7 +177,7 @@ def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, ti
     ],
 )
 def test_classes_that_the_operator_does_not_allow(
-    start: StartWith, tiny_core: ProviderCore, allowed: str, num_rows: int, direction: Direction
+    start: StartWith, tiny_core: ServedModel, allowed: str, num_rows: int, direction: Direction
 ) -> None:
     provider = start_with(start, tiny_core, EVERYBODY, classes=allowed.split(","))
     connection = provider.connect()
@@ -192,7 +192,7 @@ def test_classes_that_the_operator_does_not_allow(
 
 @pytest.mark.parametrize("allowed", ["decode", "prefill"])
 def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
-    start: StartWith, tiny_core: ProviderCore, allowed: str
+    start: StartWith, tiny_core: ServedModel, allowed: str
 ) -> None:
     """The default mask needs them, and `shares` sends nothing else to its second provider."""
     provider = start_with(start, tiny_core, EVERYBODY, classes=[allowed])
@@ -205,7 +205,7 @@ def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
         connection.submit(back, SeededRows(bytes(32), 0, 1), COLS).result()
 
 
-def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(start: StartWith, tiny_core: ServedModel) -> None:
     provider = start_with(start, tiny_core, EVERYBODY, classes=["finetune"])
     connection = provider.connect()
     for num_rows in (1, 100):
@@ -214,7 +214,7 @@ def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(start: StartWit
     assert ask(connection, ring_rows(3, REPLY_COLS), back, COLS).shape == (3, COLS)
 
 
-def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_core: ServedModel) -> None:
     """Else one of the two providers of `shares` would leave its half of a decode step behind all other work."""
     provider = start_with(start, tiny_core)
     connection = provider.connect()
@@ -226,7 +226,7 @@ def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_core: ProviderCo
     assert counts == {"DECODE": 1, "PREFILL": 0, "FINETUNE": 1}
 
 
-def test_all_tenants_share_the_memory(start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]) -> None:
+def test_all_tenants_share_the_memory(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
     """One that holds all it can leaves room for the others."""
     row_bytes = (COLS + REPLY_COLS) * 4
     provider = start(tiny_core, Admission(max_in_flight_bytes=100 * row_bytes))
@@ -239,7 +239,7 @@ def test_all_tenants_share_the_memory(start: StartWith, tiny_core: ProviderCore,
     assert streams[1].receive().request_id == 1
 
 
-def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_core: ServedModel) -> None:
     provider = start_with(start, tiny_core, max_request_rows=100, max_in_flight_bytes="1MiB")
     connection = provider.connect()
     announced = connection.manifest().limits
@@ -251,7 +251,7 @@ def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_core: Provide
     assert ask(connection, ring_rows(100)).shape == (100, REPLY_COLS)
 
 
-def test_a_long_debt_is_paid_in_visits(start: StartWith, tiny_core: ProviderCore, streams: list[RawStream]) -> None:
+def test_a_long_debt_is_paid_in_visits(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
     provider = start_with(start, tiny_core, rows_per_s=10)
     streams.append(stream := RawStream(provider, "acme"))
     stream.send(*stream.request(1, ring_rows(4096)))  # seven minutes' worth
@@ -261,7 +261,7 @@ def test_a_long_debt_is_paid_in_visits(start: StartWith, tiny_core: ProviderCore
 
 
 def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
-    start: StartWith, tiny_core: ProviderCore
+    start: StartWith, tiny_core: ServedModel
 ) -> None:
     admission = Admission({"acme": TenantLimits(max_rows_in_flight=50)})
     executor = Executor([Here(tiny_core.compute)], make_scheduler(tiny_core.served, Policy(), profiled=False))
@@ -285,7 +285,7 @@ def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
 # ---- the client -----------------------------------------------------------------------------------------------------
 
 
-def test_the_client_waits_and_gets_every_answer(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_the_client_waits_and_gets_every_answer(start: StartWith, tiny_core: ServedModel) -> None:
     provider = start_with(start, tiny_core, rows_per_s=400)
     connection = provider.connect()
     rows = [ring_rows(100) for _ in range(10)]  # 400 pass at once, 600 take a second and a half
@@ -296,7 +296,7 @@ def test_the_client_waits_and_gets_every_answer(start: StartWith, tiny_core: Pro
     assert 1.4 <= time.monotonic() - began <= 15
 
 
-def test_threads_of_one_tenant_share_its_quota(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_threads_of_one_tenant_share_its_quota(start: StartWith, tiny_core: ServedModel) -> None:
     provider = start_with(start, tiny_core, rows_per_s=500)
     connection = provider.connect()
     right: list[bool] = []
@@ -355,13 +355,13 @@ class Refusing:
         return torch.ones(1)
 
 
-def patient(stream: Refusing, rows: torch.Tensor) -> PatientRequest:
-    return PatientRequest(stream, CALL, rows, COLS, REPLY_COLS)  # type: ignore[arg-type]
+def retried(stream: Refusing, rows: torch.Tensor) -> RetriedRequest:
+    return RetriedRequest(stream, CALL, rows, COLS, REPLY_COLS)  # type: ignore[arg-type]
 
 
 def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock) -> None:
     stream, rows = Refusing(QuotaExceeded("no", 0.5), QuotaExceeded("no", 2.0)), ring_rows(3)
-    assert torch.equal(patient(stream, rows).result(), torch.ones(1))
+    assert torch.equal(retried(stream, rows).result(), torch.ones(1))
     assert len(stream.given) == 3
     assert all(given[1] is rows for given in stream.given)
     assert [given for given in stream.given if given != stream.given[0]] == []
@@ -369,7 +369,7 @@ def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock)
     assert 2.0 <= clock.slept[1] <= 2.5
 
 
-def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_core: ProviderCore) -> None:
+def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_core: ServedModel) -> None:
     provider = start_with(start, tiny_core, rows_per_s=10)
     connection, rows = provider.connect(), ring_rows(1)
     message = bytearray(frame.HEADER_BYTES) + rows.numpy().tobytes()
@@ -385,7 +385,7 @@ def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_core:
 def test_a_refusal_without_a_time_or_with_a_long_one_is_final(clock: Clock, retry_s: float) -> None:
     stream = Refusing(QuotaExceeded("no", retry_s))
     with pytest.raises(QuotaExceeded):
-        patient(stream, ring_rows(3)).result()
+        retried(stream, ring_rows(3)).result()
     assert clock.slept == []
     assert len(stream.given) == 1
 
@@ -393,7 +393,7 @@ def test_a_refusal_without_a_time_or_with_a_long_one_is_final(clock: Clock, retr
 def test_other_errors_are_never_sent_again(clock: Clock) -> None:
     stream = Refusing(RemoteFault("broken"))
     with pytest.raises(RemoteFault):
-        patient(stream, ring_rows(3)).result()
+        retried(stream, ring_rows(3)).result()
     assert len(stream.given) == 1
 
 
@@ -404,7 +404,7 @@ def test_a_provider_cannot_hold_a_tenant_for_ever(clock: Clock, retry_s: float, 
     stream = Refusing(*refusals, clock=clock, takes_s=takes_s)
     began_s = clock.now_s
     with pytest.raises(QuotaExceeded):
-        patient(stream, ring_rows(3)).result()
+        retried(stream, ring_rows(3)).result()
     assert MAX_WAIT_S - 1.25 * MAX_RETRY_S <= clock.now_s - began_s <= MAX_WAIT_S + 2 * 29.9
     assert len(clock.slept) <= 350
 
@@ -413,7 +413,7 @@ def test_a_stream_that_has_ended_is_not_waited_for(clock: Clock) -> None:
     stream = Refusing(QuotaExceeded("no", 50.0))
     stream.failure = QuotaExceeded("the stream is over")
     with pytest.raises(QuotaExceeded):
-        patient(stream, ring_rows(3)).result()
+        retried(stream, ring_rows(3)).result()
     assert clock.slept == []
 
 

@@ -10,7 +10,7 @@ import torch
 from provider.engine.executor import Executor
 from provider.engine.profile import make_scheduler
 from provider.engine.replica import Here, RowProduct
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.session import Session
 from provider.operations.usage import TenantUsage
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled ker
 class Way:
     """One session and its executor; `before` is called before each product of the short way."""
 
-    def __init__(self, core: ProviderCore, told: bool = False) -> None:
-        self.core, self.before = core, lambda: None  # type: tuple[ProviderCore, Callable[[], None]]
+    def __init__(self, core: ServedModel, told: bool = False) -> None:
+        self.core, self.before = core, lambda: None  # type: tuple[ServedModel, Callable[[], None]]
         self.num_short = self.num_long = 0
         self.told: list[tuple[object, ...]] = []
         here = Here(self._product, row_product=self._row_product)
@@ -83,7 +83,7 @@ class Way:
 
 
 @pytest.fixture
-def way(tiny_core: ProviderCore) -> Iterator[Way]:
+def way(tiny_core: ServedModel) -> Iterator[Way]:
     made = Way(tiny_core)
     yield made
     made.executor.close()
@@ -197,7 +197,7 @@ def test_a_stream_that_ends_before_the_long_way_holds_nothing(way: Way, monkeypa
     assert way.holds_nothing
 
 
-def test_whoever_is_to_be_told_of_every_request_is(tiny_core: ProviderCore) -> None:
+def test_whoever_is_to_be_told_of_every_request_is(tiny_core: ServedModel) -> None:
     way = Way(tiny_core, told=True)
     way.send(ring_rows(1))
     assert way.answer()[0].kind is FrameType.REPLY

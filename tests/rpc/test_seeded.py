@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from provider.engine import products
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.operations.recording import Recorder
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ring_rows
@@ -56,14 +56,14 @@ def raw(provider: Provider) -> Iterator[HintStream]:
     stream.close()
 
 
-def product_of(core: ProviderCore, rows: SeededRows, call: Call) -> torch.Tensor:
+def product_of(core: ServedModel, rows: SeededRows, call: Call) -> torch.Tensor:
     """The expanded rows, through the ordinary product."""
     info = core.manifest().groups[call.group]
     cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
     return core.compute(replace(call, purpose=Purpose.PRODUCT), rows.expand(cols))
 
 
-def assert_goes_on(raw: HintStream, core: ProviderCore) -> None:
+def assert_goes_on(raw: HintStream, core: ServedModel) -> None:
     rows = SeededRows(SEED, 4, 3)
     raw.send(raw.hint(1000, rows))
     header, reply = raw.reply()
@@ -197,12 +197,12 @@ def test_a_refused_seed_holds_no_place(provider: Provider, raw: HintStream) -> N
     assert session._held_bytes == 0
 
 
-def limited(core: ProviderCore, limits: Limits) -> ProviderCore:
-    return ProviderCore(replace(core.served, manifest=core.manifest().model_copy(update={"limits": limits})))
+def limited(core: ServedModel, limits: Limits) -> ServedModel:
+    return ServedModel(replace(core.served, manifest=core.manifest().model_copy(update={"limits": limits})))
 
 
 def test_a_reply_above_the_limit_is_refused_by_the_header_alone(
-    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore
+    start: Callable[[ServedModel], Provider], tiny_core: ServedModel
 ) -> None:
     provider = start(limited(tiny_core, LIMITS.model_copy(update={"max_tensor_bytes": 64 * REPLY_COLS * 4})))
     raw = HintStream(provider)
@@ -233,14 +233,14 @@ def test_a_cancelled_hint_is_not_answered(provider: Provider, raw: HintStream) -
 
 
 @pytest.mark.parametrize(("call", "reply_cols"), [(HINT, REPLY_COLS), (BACKWARD, COLS)])
-def test_the_same_in_process(tiny_core: ProviderCore, call: Call, reply_cols: int) -> None:
+def test_the_same_in_process(tiny_core: ServedModel, call: Call, reply_cols: int) -> None:
     connection = InprocConnection(tiny_core)
     rows = SeededRows(SEED, 11, 6)
     assert torch.equal(connection.submit(call, rows, reply_cols).result(), product_of(tiny_core, rows, call))
     assert (connection.traffic.bytes_up, connection.traffic.bytes_down) == (PACKED_BYTES, 6 * reply_cols * 4)
 
 
-def test_bad_hints_in_process(tiny_core: ProviderCore) -> None:
+def test_bad_hints_in_process(tiny_core: ServedModel) -> None:
     connection = InprocConnection(tiny_core)
     rows = SeededRows(SEED, 0, 2)
     with pytest.raises(UnknownLayer):
@@ -253,8 +253,8 @@ def test_bad_hints_in_process(tiny_core: ProviderCore) -> None:
         connection.submit(HINT, rows, REPLY_COLS + 1)
 
 
-def test_a_recorded_hint_is_what_came(tiny_core: ProviderCore, tmp_path: Path) -> None:
-    recording = ProviderCore(tiny_core.served, Recorder(tmp_path / "seen", tiny_core.manifest()))
+def test_a_recorded_hint_is_what_came(tiny_core: ServedModel, tmp_path: Path) -> None:
+    recording = ServedModel(tiny_core.served, Recorder(tmp_path / "seen", tiny_core.manifest()))
     rows = SeededRows(SEED, 3, 6)
     reply = InprocConnection(recording).submit(BACKWARD, rows, COLS).result()
     recording.record("acme", BACKWARD, rows, reply)

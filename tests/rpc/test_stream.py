@@ -9,7 +9,7 @@ import grpc
 import pytest
 import torch
 
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.service import MAX_CALLS_PER_TENANT
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.links import TIMEOUT_S, open_link
@@ -41,7 +41,7 @@ def ask(connection: Connection, rows: torch.Tensor, call: Call = CALL, reply_col
     return connection.submit(call, rows, reply_cols).result()
 
 
-def assert_served(connection: Connection, core: ProviderCore) -> None:
+def assert_served(connection: Connection, core: ServedModel) -> None:
     rows = ring_rows(3)
     assert torch.equal(ask(connection, rows), core.compute(CALL, rows))
 
@@ -180,7 +180,7 @@ def test_small_and_large_requests_alternate(provider: Provider) -> None:
 
 
 def test_a_stream_of_small_requests_still_ends_well(
-    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore
+    start: Callable[[ServedModel], Provider], tiny_core: ServedModel
 ) -> None:
     provider = start(tiny_core)
     stream = RawStream(provider)
@@ -419,7 +419,7 @@ def test_streams_of_one_tenant_are_bounded(provider: Provider) -> None:
         stream.close()
 
 
-def test_streams_by_grpc_of_one_tenant_are_bounded(start: Callable[..., Provider], tiny_core: ProviderCore) -> None:
+def test_streams_by_grpc_of_one_tenant_are_bounded(start: Callable[..., Provider], tiny_core: ServedModel) -> None:
     provider = start(tiny_core, tensor_port=None)
     streams = [RawStream(provider, "greedy") for _ in range(MAX_CALLS_PER_TENANT)]
     one_more = RawStream(provider, "greedy", greet=False)
@@ -434,7 +434,7 @@ def test_streams_by_grpc_of_one_tenant_are_bounded(start: Callable[..., Provider
         stream.close()
 
 
-def test_a_provider_that_stops_says_so(start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore) -> None:
+def test_a_provider_that_stops_says_so(start: Callable[[ServedModel], Provider], tiny_core: ServedModel) -> None:
     provider = start(tiny_core)
     stream = RawStream(provider)
     provider.server.stop()
@@ -450,7 +450,7 @@ def test_a_request_over_the_stream_limit_never_leaves(provider: Provider) -> Non
 
 
 def test_pending_requests_fail_when_the_provider_goes(
-    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = start(tiny_core)
     connection = provider.connect()

@@ -26,7 +26,7 @@ from provider.cli import main
 from provider.config import ProviderSettings
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from provider.net.session import Session
 from provider.net.tensor_port import TensorPort
@@ -619,7 +619,7 @@ def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider
     assert kind_of(connection) is GrpcStream
 
 
-def restarted(old: Provider, state: StateDir, core: ProviderCore) -> Server:
+def restarted(old: Provider, state: StateDir, core: ServedModel) -> Server:
     """Another provider at the same URL, with another tensor port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         free = other.getsockname()[1]
@@ -698,7 +698,7 @@ def test_a_port_that_is_another_providers_by_now_gets_no_rows(
         other.stop()
 
 
-def test_without_a_tensor_port_the_manifest_names_none(start: Callable[..., Provider], tiny_core: ProviderCore) -> None:
+def test_without_a_tensor_port_the_manifest_names_none(start: Callable[..., Provider], tiny_core: ServedModel) -> None:
     connection = start(tiny_core, tensor_port=None).connect()
     assert connection.manifest().tensor_port is None
     assert_served(connection, tiny_core)

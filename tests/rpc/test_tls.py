@@ -15,7 +15,7 @@ import torch
 
 from provider.identity.authority import StateDir, current_time
 from provider.identity.registry import enroll, revoke
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tests.rpc.conftest import Provider
 from tests.rpc.test_cli import Serving, model  # noqa: F401 - model is a fixture
 from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
@@ -74,7 +74,7 @@ def test_plain_text_to_a_tls_port_is_refused(provider: Provider) -> None:
 
 
 def test_a_provider_with_another_ca_is_refused(
-    start: Callable[[ProviderCore], Provider], tiny_core: ProviderCore
+    start: Callable[[ServedModel], Provider], tiny_core: ServedModel
 ) -> None:
     first, second = start(tiny_core), start(tiny_core)
     connection = GrpcConnection(second.url, first.identity())

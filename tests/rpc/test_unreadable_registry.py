@@ -15,7 +15,7 @@ import provider.identity.registry as registry
 import provider.net.service as service_module
 import wire.transport.retry as patience
 from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enroll, revoke
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.access import Access
 from provider.shards.messages import SHARD_METHOD
 from tests.provider.test_registry import Fault
@@ -68,7 +68,7 @@ def wait_for_sweeps(provider: Provider) -> None:
 
 @pytest.fixture(params=[TensorLink, GrpcLink], ids=["tensor", "grpc"])
 def reached(
-    request: pytest.FixtureRequest, clock: Clock, start: Callable[..., Provider], tiny_core: ProviderCore
+    request: pytest.FixtureRequest, clock: Clock, start: Callable[..., Provider], tiny_core: ServedModel
 ) -> Provider:
     return start(tiny_core, tensor_port=0 if request.param is TensorLink else None)
 

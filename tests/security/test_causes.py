@@ -33,7 +33,7 @@ from provider.engine import products
 from provider.identity import registry
 from provider.identity.authority import StateDir, issue_server_certificate
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.tensor_port import TensorPort
 from provider.operations.monitor import read_metrics
 from provider.operations.usage import read_usage
@@ -188,7 +188,7 @@ def a_product_that_fails(folder: Path, rows: torch.Tensor) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(products, "compute", failing)
-        ProviderCore(ANY).compute(CALL, rows)
+        ServedModel(ANY).compute(CALL, rows)
 
 
 def a_rank_that_is_gone(folder: Path, rows: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tests.tenant_sdk import tiny
 
@@ -18,7 +18,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def chat_core(chat_folder: Path) -> ProviderCore:
+def chat_core(chat_folder: Path) -> ServedModel:
     return tiny.make_core(chat_folder)
 
 

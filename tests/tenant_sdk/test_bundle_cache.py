@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from provider.model import bundle as providers
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk.trust import bundle
 from tenant_sdk.trust.bundle import fetch_bundle
 from tests.tenant_sdk import tiny
@@ -23,14 +23,14 @@ from wire.transport.inproc import InprocConnection
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+def core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("model")
     tiny.chat_model(folder)
     return tiny.make_core(folder, "int8")
 
 
 class Counting(InprocConnection):
-    def __init__(self, core: ProviderCore) -> None:
+    def __init__(self, core: ServedModel) -> None:
         super().__init__(core)
         self.fetched: list[str] = []
 
@@ -56,7 +56,7 @@ def cut(path: Path) -> None:
         *[("config.json", how) for how in (cut, Path.unlink)],  # rewritten by us, so without a digest
     ],
 )
-def test_a_damaged_bundle_is_downloaded_again(core: ProviderCore, tmp_path: Path, name: str, damage: Any) -> None:
+def test_a_damaged_bundle_is_downloaded_again(core: ServedModel, tmp_path: Path, name: str, damage: Any) -> None:
     connection = Counting(core)
     manifest = core.manifest()
     folder = fetch_bundle(connection, manifest, tmp_path)
@@ -80,7 +80,7 @@ def add(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [loosen, add])
-def test_what_is_not_of_the_bundle_goes(core: ProviderCore, tmp_path: Path, damage: Any) -> None:
+def test_what_is_not_of_the_bundle_goes(core: ServedModel, tmp_path: Path, damage: Any) -> None:
     folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     damage(folder / "config.json")
@@ -89,7 +89,7 @@ def test_what_is_not_of_the_bundle_goes(core: ProviderCore, tmp_path: Path, dama
 
 
 def test_who_waited_for_another_to_mend_it_leaves_it_alone(
-    core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was seen before the lock was had is looked at again."""
     folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
@@ -111,7 +111,7 @@ def test_who_waited_for_another_to_mend_it_leaves_it_alone(
 
 
 def test_what_cannot_be_read_is_not_thrown_away(
-    core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_read_is_not_thrown_away(
     assert connection.fetched == []
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(core: ProviderCore, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(core: ServedModel, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="VEILBASE_CACHE") as failure:
         fetch_bundle(Counting(core), core.manifest(), tmp_path / "file")
@@ -137,7 +137,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(core: ProviderCore, tmp_path
 
 @pytest.mark.parametrize("is_tenant", [True, False])
 def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
-    core: ProviderCore, tmp_path: Path, is_tenant: bool
+    core: ServedModel, tmp_path: Path, is_tenant: bool
 ) -> None:
     """In a child, whose files may not grow beyond 2 KB."""
     script = "\n".join(

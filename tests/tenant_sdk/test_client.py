@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from provider.identity.authority import StateDir, current_time
 from provider.identity.registry import enroll
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.generate import encode_prompt
 from tests.tenant_sdk import tiny
@@ -281,7 +281,7 @@ def test_an_adapter_that_was_trained_again_is_loaded_again(
 
 
 @pytest.fixture
-def enrolled(chat_core: ProviderCore, tmp_path: Path) -> Iterator[Path]:
+def enrolled(chat_core: ServedModel, tmp_path: Path) -> Iterator[Path]:
     """A tenant's folder at a provider that runs here."""
     state = StateDir(tmp_path / "served")
     with tiny.serving(chat_core, state=state) as server:

@@ -19,7 +19,7 @@ import torch
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.server import server_options
 from provider.net.service import SERVICE_NAME
 from tenant_sdk import TenantClient
@@ -101,7 +101,7 @@ class FakeProvider:
 
 
 @pytest.fixture
-def fake(chat_core: ProviderCore) -> Iterator[FakeProvider]:
+def fake(chat_core: ServedModel) -> Iterator[FakeProvider]:
     made = FakeProvider(chat_core.manifest())
     yield made
     made.stop()
@@ -249,7 +249,7 @@ TWO_FIT = Limits(max_rows=64, max_tensor_bytes=8192, max_in_flight_bytes=8192)
 
 
 @pytest.fixture
-def narrow(chat_core: ProviderCore) -> Iterator[FakeProvider]:
+def narrow(chat_core: ServedModel) -> Iterator[FakeProvider]:
     made = FakeProvider(chat_core.manifest().model_copy(update={"limits": TWO_FIT}))
     yield made
     made.stop()
@@ -285,7 +285,7 @@ def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkey
 # ---- real providers -------------------------------------------------------------------------------------------------
 
 
-def test_the_same_client_works_after_a_restart(chat_core: ProviderCore, tmp_path: Path) -> None:
+def test_the_same_client_works_after_a_restart(chat_core: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with tiny.serving(chat_core, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
@@ -324,7 +324,7 @@ def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, conne
         fake.script = lambda request: [answer(request)]
 
 
-def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ProviderCore, tmp_path: Path) -> None:
+def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     with tiny.serving(chat_core, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
@@ -391,7 +391,7 @@ with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ProviderCore) -> None:
+def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ServedModel) -> None:
     """Behind a proxy that nobody answers at: loopback does not use one."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= dict.fromkeys(

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, TemperatureLogitsWarper
 
 from attacks.programs.overflow import Fault, Overflower
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
 from tenant_sdk.model.planned_calls import Course, NotFiniteWarning
@@ -35,12 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(folder: Path) -> ProviderCore:
+def core(folder: Path) -> ServedModel:
     return tiny.make_core(folder, "int8")
 
 
 @pytest.fixture
-def opened(core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+def opened(core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     clients: list[TenantClient] = []
 
     def make(fault: Fault = HONEST, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from noise.params import LatticeParameters
 from noise.scheme import GroupSpec
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.build import group_spec, load_alphas
 from tenant_sdk.model.planned_calls import NotFiniteWarning
@@ -66,7 +66,7 @@ TIMEOUT_S = 60.0
 class Watched:
     """A provider that keeps what it receives, as a handler of either transport."""
 
-    def __init__(self, core: ProviderCore) -> None:
+    def __init__(self, core: ServedModel) -> None:
         self._core = core
         self.seen: list[tuple[Call, Rows]] = []
         self.fail: Callable[[Call], None] = lambda call: None
@@ -100,7 +100,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def cores(folders: dict[str, Path]) -> dict[str, ProviderCore]:
+def cores(folders: dict[str, Path]) -> dict[str, ServedModel]:
     return {kind: tiny.make_core(folder, "int8") for kind, folder in folders.items()}
 
 
@@ -109,7 +109,7 @@ class Site:
     """Makes clients of providers that are watched, in process or over mTLS, and closes them."""
 
     folder: Path
-    cores: dict[str, ProviderCore]
+    cores: dict[str, ServedModel]
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
     served: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, cores: dict[str, ProviderCore], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(tmp_path: Path, cores: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     made = Site(tmp_path, cores, monkeypatch)
     with made.open:
         yield made
@@ -841,11 +841,11 @@ def test_explain_the_others(site: Site, folders: dict[str, Path]) -> None:
 def test_what_the_second_provider_announces_counts_too(site: Site) -> None:
     core = site.cores["llama"]
     manifest = core.manifest().model_copy(update={"recording": True})
-    site.cores = {**site.cores, "records": ProviderCore(replace(core.served, manifest=manifest))}
+    site.cores = {**site.cores, "records": ServedModel(replace(core.served, manifest=manifest))}
     assert "recording" in explained(site.inproc("llama", "records", mask="shares")[0])
     assert "recording" not in explained(site.inproc("llama", "llama", mask="shares")[0])
     manifest = core.manifest().model_copy(update={"arithmetic": ("float",)})
-    site.cores = {**site.cores, "float": ProviderCore(replace(core.served, manifest=manifest))}
+    site.cores = {**site.cores, "float": ServedModel(replace(core.served, manifest=manifest))}
     with pytest.raises(ConfigurationError, match="does not offer ring"):
         site.inproc("llama", "float", mask="shares")
 

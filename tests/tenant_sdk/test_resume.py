@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
@@ -175,7 +175,7 @@ def test_a_broken_run_leaves_no_progress_bar_behind(chat_client: Any, breaking: 
 class GoesAway:
     """A provider that stops in the middle of one call."""
 
-    def __init__(self, core: ProviderCore) -> None:
+    def __init__(self, core: ServedModel) -> None:
         self._core, self._count = core, 0
         self.at = 10**9
         self.stop: Callable[[], None] = lambda: None
@@ -197,7 +197,7 @@ class GoesAway:
         return self._core.compute(*arguments)
 
 
-def test_a_grpc_provider_that_stops_and_comes_back(chat_core: ProviderCore, whole: Any, tmp_path: Path) -> None:
+def test_a_grpc_provider_that_stops_and_comes_back(chat_core: ServedModel, whole: Any, tmp_path: Path) -> None:
     state, out = StateDir(tmp_path / "state"), tmp_path / "out"
     leaving = GoesAway(chat_core)
     with tiny.serving(leaving, state=state) as server:

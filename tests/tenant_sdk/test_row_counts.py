@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from attacks.programs.hostile_bundle import HostileBundle
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.text.failures import TokenizerFailed
@@ -30,7 +30,7 @@ Open = Callable[..., TenantClient]
 
 
 @pytest.fixture
-def hostile(chat_core: ProviderCore) -> HostileBundle:
+def hostile(chat_core: ServedModel) -> HostileBundle:
     return HostileBundle(chat_core)
 
 

@@ -15,7 +15,7 @@ from transformers import set_seed
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.model import build
@@ -49,12 +49,12 @@ def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tied_core(tied_folder: Path) -> ProviderCore:
+def tied_core(tied_folder: Path) -> ServedModel:
     return tiny.make_core(tied_folder, "int8")
 
 
 @pytest.fixture
-def provider(tied_core: ProviderCore, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
+def provider(tied_core: ServedModel, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
     state = StateDir(tmp_path / "state")
     server = Server("127.0.0.1", 0, state)
     server.start(tied_core)

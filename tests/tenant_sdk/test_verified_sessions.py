@@ -18,7 +18,7 @@ from noise.params import LatticeParameters
 from noise.verify import FAILED
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tests.reference.test_parity import adapted, batch, grads, relative
 from tests.tenant_sdk import tiny
@@ -39,7 +39,7 @@ Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
 class Forger:
     """An honest provider until it is told to forge; counts what it was asked."""
 
-    def __init__(self, core: ProviderCore) -> None:
+    def __init__(self, core: ServedModel) -> None:
         self._core = core
         self.forge: Forgery = lambda call, reply: None
         self.asked: list[Call] = []
@@ -85,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(folder: Path) -> ProviderCore:
+def core(folder: Path) -> ServedModel:
     return tiny.make_core(folder, "int8")
 
 
@@ -95,7 +95,7 @@ class Site:
 
     where: Path
     folder: Path
-    core: ProviderCore
+    core: ServedModel
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
 
@@ -117,14 +117,14 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, folder: Path, core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(tmp_path: Path, folder: Path, core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     made = Site(tmp_path, folder, core, monkeypatch)
     with made.open:
         yield made
 
 
 @pytest.fixture
-def forger(core: ProviderCore) -> Forger:
+def forger(core: ServedModel) -> Forger:
     return Forger(core)
 
 
@@ -183,7 +183,7 @@ def test_long_calls_are_checked_too(site: Site, forger: Forger) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Site, core: ProviderCore) -> None:
+def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Site, core: ServedModel) -> None:
     counts = []
     for verify in (None, site.folder, site.folder, None):
         handler = Forger(core)
@@ -195,7 +195,7 @@ def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Si
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-def test_a_forged_hint_that_was_stored_unchecked_is_not_trusted(site: Site, core: ProviderCore) -> None:
+def test_a_forged_hint_that_was_stored_unchecked_is_not_trusted(site: Site, core: ServedModel) -> None:
     liar = Forger(core)
     liar.forge = lie(Purpose.HINT, FORWARD)
     unchecked = site.inproc(liar, verify=None)
@@ -315,7 +315,7 @@ def test_other_masks_are_checked_as_well(site: Site, forger: Forger, mask: str) 
 
 
 @pytest.mark.parametrize("liar", [0, 1])
-def test_either_provider_of_shares_is_checked(site: Site, core: ProviderCore, liar: int) -> None:
+def test_either_provider_of_shares_is_checked(site: Site, core: ServedModel, liar: int) -> None:
     handlers = [Forger(core), Forger(core)]
     client = site.inproc(*handlers, mask="shares")
     model = adapted(client.load_model(), lora())
@@ -456,7 +456,7 @@ class Swaps:
 
 
 @pytest.fixture
-def swaps(site: Site, core: ProviderCore, tmp_path: Path) -> Swaps:
+def swaps(site: Site, core: ServedModel, tmp_path: Path) -> Swaps:
     return Swaps(site, Forger(core), Forger(tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8")))
 
 
@@ -507,18 +507,18 @@ def test_other_weights_are_refused(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_column_norm", "max_row_norm"])
-def test_other_norms_are_refused(site: Site, core: ProviderCore, name: str) -> None:
+def test_other_norms_are_refused(site: Site, core: ServedModel, name: str) -> None:
     """A norm that is too small makes results wrap."""
     manifest = core.manifest()
     first = manifest.groups[0]
     groups = (first.model_copy(update={name: getattr(first, name) * 0.5}), *manifest.groups[1:])
-    handler = Forger(ProviderCore(replace(core.served, manifest=manifest.model_copy(update={"groups": groups}))))
+    handler = Forger(ServedModel(replace(core.served, manifest=manifest.model_copy(update={"groups": groups}))))
     assert "norm" in refused(site, handler)
     assert handler.asked == []
 
 
 @pytest.mark.parametrize("file", ["scales.safetensors", "model.safetensors"])
-def test_other_scales_or_tensors_are_refused(site: Site, core: ProviderCore, file: str) -> None:
+def test_other_scales_or_tensors_are_refused(site: Site, core: ServedModel, file: str) -> None:
     """One number of α, or of an embedding, in a bundle whose digests are right."""
     liar = Liar(core)
     tensors = load(liar.files[file])
@@ -530,7 +530,7 @@ def test_other_scales_or_tensors_are_refused(site: Site, core: ProviderCore, fil
 
 
 @pytest.mark.parametrize("mask", ["lattice", "pad"])
-def test_another_template_is_refused(site: Site, core: ProviderCore, mask: str) -> None:
+def test_another_template_is_refused(site: Site, core: ServedModel, mask: str) -> None:
     liar = Liar(core)
     name = "chat_template.jinja" if "chat_template.jinja" in liar.files else "tokenizer_config.json"
     liar.files[name] = liar.files[name].replace(b"user", b"ubus")
@@ -540,7 +540,7 @@ def test_another_template_is_refused(site: Site, core: ProviderCore, mask: str) 
 
 
 def test_a_refused_client_may_connect_to_an_honest_provider_later(
-    site: Site, core: ProviderCore, tmp_path: Path
+    site: Site, core: ServedModel, tmp_path: Path
 ) -> None:
     """Nothing was masked for the liar, so nothing is lost."""
     twin = tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8")
@@ -576,7 +576,7 @@ def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Si
         site.mtls(native, mask="off")
 
 
-def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, core: ProviderCore) -> None:
+def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, core: ServedModel) -> None:
     """A provider that answers other rows than it got: right products of wrong rows."""
     client = site.inproc(forger)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj

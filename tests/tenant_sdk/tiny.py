@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.net.server import Server
 from tests.conftest import make_tiny
@@ -59,8 +59,8 @@ def lora(**changes: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
 
 
-def make_core(folder: Path, weights: Any = "native", limits: Limits | None = None) -> ProviderCore:
-    return ProviderCore(serve_model(load(resolve(str(folder))), weights, limits=limits))
+def make_core(folder: Path, weights: Any = "native", limits: Limits | None = None) -> ServedModel:
+    return ServedModel(serve_model(load(resolve(str(folder))), weights, limits=limits))
 
 
 @contextmanager

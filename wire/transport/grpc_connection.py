@@ -57,7 +57,7 @@ from wire.transport.connection import Pending, Traffic
 from wire.transport.grpc_stream import GrpcStream, MessageStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.multiplexer import Multiplexer
-from wire.transport.retry import PatientRequest, with_jitter
+from wire.transport.retry import RetriedRequest, with_jitter
 
 STREAM_METHOD = "/veilbase.v1.Provider/Stream"
 MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
@@ -275,7 +275,7 @@ class GrpcConnection:
         stream = self._compared
         if stream is None or not stream.is_usable():
             stream = self._open_stream()
-        return PatientRequest(stream, call, rows, self._request_cols(call, rows), reply_cols)
+        return RetriedRequest(stream, call, rows, self._request_cols(call, rows), reply_cols)
 
     def _request_cols(self, call: Call, rows: Rows | bytearray) -> int:
         """Returns the columns of a request. A seed does not say how many numbers its rows have, but the manifest

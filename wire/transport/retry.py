@@ -33,7 +33,7 @@ _JITTER = 0.25
 together."""
 
 
-class PatientRequest:
+class RetriedRequest:
     """A `Pending` that waits and sends again in the thread that asks for the result."""
 
     __slots__ = ("_call", "_cols", "_reply_cols", "_request", "_rows", "_stream")

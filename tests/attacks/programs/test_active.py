@@ -87,7 +87,7 @@ def test_a_reply_is_wrong_in_one_number(tmp_path: Path) -> None:
     where = active.site(tmp_path)
     replies = []
     for fault in (None, active.FORWARD_FAULTS[3]):
-        liar = active.Liar(where.core, fault, where.group, where.column)
+        liar = active.Liar(where.served_model, fault, where.group, where.column)
         call = Call(where.group, Direction.FORWARD, Arithmetic.RING)
         rows = torch.arange(96, dtype=torch.int32).view(3, 32) * 12345
         replies.append(liar.compute(call, rows))

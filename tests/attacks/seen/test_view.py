@@ -15,7 +15,7 @@ from attacks.controls.lattice_traffic import manifest as manifest_of
 from attacks.controls.lattice_traffic import no_model
 from attacks.controls.tiny import tiny_manifest, tiny_model
 from attacks.seen.adversary import StolenDifference
-from attacks.seen.forward_passes import passes, places, prompts
+from attacks.seen.forward_passes import forward_passes, places, prompts
 from attacks.seen.public_model import describe
 from attacks.seen.view import open_view
 from attacks.victim.synthetic import Exchange, write_recording
@@ -181,8 +181,8 @@ def test_prompts_and_their_answers_are_put_together(tmp_path: Path) -> None:
     training = [*one_pass(50, 4), Exchange(7, torch.zeros(4, 32), torch.zeros(4, 1), "backward")]
     exchanges = [*one_pass(0, 3), *one_pass(3, 1), *training, *one_pass(10, 2), *one_pass(12, 1), *one_pass(13, 1)]
     view = write_recording(tmp_path / "seen", manifest, exchanges)
-    assert [one.num_rows for one in passes(view)] == [3, 1, 4, 2, 1, 1]
-    assert [one.is_training for one in passes(view)] == [False, False, True, False, False, False]
+    assert [one.num_rows for one in forward_passes(view)] == [3, 1, 4, 2, 1, 1]
+    assert [one.is_training for one in forward_passes(view)] == [False, False, True, False, False, False]
     first, second = prompts(view)
     for group in range(len(widths)):
         assert first.rows[group][:, 0].tolist() == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ from provider.engine.executor import Executor
 from provider.engine.job import Job, Outcome
 from provider.engine.profile import latency_model
 from provider.engine.replica import Here, Replica
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.operations.meter import Meter
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
@@ -37,7 +37,7 @@ class Gate:
 
     def __init__(
         self,
-        core: ProviderCore,
+        core: ServedModel,
         policy: Policy | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
     ) -> None:
@@ -97,7 +97,7 @@ class Answer:
 
 
 @pytest.fixture
-def gate(core: ProviderCore) -> Iterator[Gate]:
+def gate(core: ServedModel) -> Iterator[Gate]:
     made = Gate(core)
     yield made
     made.open()
@@ -109,7 +109,7 @@ def ring_rows(num_rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (num_rows, COLS), dtype=torch.int32, generator=generator)
 
 
-def test_a_large_request_in_pieces_is_exact(core: ProviderCore) -> None:
+def test_a_large_request_in_pieces_is_exact(core: ServedModel) -> None:
     gate = Gate(core, Policy(max_wait_s=0.0, max_batch_rows=50))
     rows = ring_rows(333)
     answer = gate.submit(rows)
@@ -122,7 +122,7 @@ def test_a_large_request_in_pieces_is_exact(core: ProviderCore) -> None:
     assert [(tenant, request.shape[0]) for tenant, call, request, _ in gate.recorded if call == CALL] == [("acme", 333)]
 
 
-def test_a_hint_in_pieces_is_exact(core: ProviderCore) -> None:
+def test_a_hint_in_pieces_is_exact(core: ServedModel) -> None:
     call = Call(0, Direction.FORWARD, RING, Purpose.HINT)
     gate = Gate(core, Policy(max_wait_s=0.0, max_batch_rows=50))
     seeded = SeededRows(bytes(32), 5, 120)
@@ -175,7 +175,7 @@ def test_nothing_is_held_afterwards(gate: Gate) -> None:
     assert [one for one in held if one() is not None] == []
 
 
-def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, core: ProviderCore) -> None:
+def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, core: ServedModel) -> None:
     rows = ring_rows(1)
     assert gate.executor.compute_here("a", CALL, rows) is None  # a product is being made
     gate.open()
@@ -202,7 +202,7 @@ def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
     assert [count for call, count in gate.batches if call == CALL] == [6]
 
 
-def test_only_products_are_measured(core: ProviderCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_products_are_measured(core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a tenant that cancels, or sends what is refused, would teach the scheduler that rows cost nothing."""
     gate = Gate(core, Policy(max_wait_s=0.0))
     measured: list[int] = []
@@ -256,7 +256,7 @@ def test_rows_of_nothing(gate: Gate) -> None:
 
 
 def test_a_batch_that_breaks_the_thread_is_survived(
-    core: ProviderCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    core: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(core)
     products = gate.executor._products
@@ -275,7 +275,7 @@ def test_a_batch_that_breaks_the_thread_is_survived(
     assert "secret" not in caplog.text
 
 
-def test_profiles_are_of_this_machine(core: ProviderCore) -> None:
+def test_profiles_are_of_this_machine(core: ServedModel) -> None:
     """Within what a shared core may change from one moment to the next; a guess from multiplications is far off."""
     latency, guess = latency_model(core.served), latency_model(core.served, profiled=False)
     ratios, guesses = [], []
@@ -303,7 +303,7 @@ def test_a_request_of_no_rows_that_was_cancelled_harms_nobody(gate: Gate) -> Non
     assert isinstance(waiting.get(), torch.Tensor)
 
 
-def test_who_waits_is_woken_after_a_small_product_beside(core: ProviderCore) -> None:
+def test_who_waits_is_woken_after_a_small_product_beside(core: ServedModel) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def product(call: Call, rows: Rows) -> torch.Tensor:
@@ -329,7 +329,7 @@ def test_who_waits_is_woken_after_a_small_product_beside(core: ProviderCore) -> 
 
 @pytest.mark.parametrize(("slo_s", "is_made"), [(0.001, True), (None, False)])
 def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
-    core: ProviderCore, slo_s: float | None, is_made: bool
+    core: ServedModel, slo_s: float | None, is_made: bool
 ) -> None:
     """One at a time, so that the large one has half of the core at least; without a target all take turns."""
     inside, go_on = threading.Semaphore(0), threading.Event()
@@ -380,7 +380,7 @@ class Clock:
 
 
 def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
-    core: ProviderCore, monkeypatch: pytest.MonkeyPatch
+    core: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the latency model nor the tenant of the large one is told of it."""
     inside, go_on = threading.Semaphore(0), threading.Event()
@@ -413,7 +413,7 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
     assert measured == [charged["large"]] == [0.25]  # of the 1.75 seconds that it was in the making
 
 
-def test_a_reply_is_given_when_the_replica_is_free(core: ProviderCore) -> None:
+def test_a_reply_is_given_when_the_replica_is_free(core: ServedModel) -> None:
     """Whoever is woken by it may take the core for long, and nobody else should wait for that."""
     executor = Executor([Here(core.compute)], Scheduler(Policy(), latency_model(core.served, profiled=False)))
     answer, meanwhile = Answer(), []

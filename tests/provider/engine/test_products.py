@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from provider.embedded import make_core
-from provider.model.served_model import ProviderCore
+from provider.embedded import serve_in_process
+from provider.model.served_model import ServedModel
 from tests.conftest import make_tiny
 from wire.errors import InvalidTensor, RemoteFault, UnknownLayer
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
@@ -22,14 +22,14 @@ RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 
 
 @pytest.fixture(scope="module", params=[("llama", "int8"), ("gpt2", "int8"), ("gpt2", "native"), ("llama", "native")])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ProviderCore, Path]:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ServedModel, Path]:
     kind, weights = request.param
     folder = tmp_path_factory.mktemp("model") / kind
     make_tiny(kind, folder)
-    return make_core(str(folder), weights), folder
+    return serve_in_process(str(folder), weights), folder
 
 
-def weights_of(core: ProviderCore, folder: Path, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def weights_of(core: ServedModel, folder: Path, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The checkpoint's W, shape (in, out), and b of one group."""
     state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     layers = core.manifest().groups[group].layers
@@ -39,7 +39,7 @@ def weights_of(core: ProviderCore, folder: Path, group: int) -> tuple[torch.Tens
     return torch.cat(matrices, 1), torch.cat(biases)
 
 
-def random_rows(core: ProviderCore, call: Call, num_rows: int) -> torch.Tensor:
+def random_rows(core: ServedModel, call: Call, num_rows: int) -> torch.Tensor:
     info = core.manifest().groups[call.group]
     cols = info.in_features if call.direction is FORWARD else info.out_features
     if call.arithmetic is FLOAT:
@@ -50,7 +50,7 @@ def random_rows(core: ProviderCore, call: Call, num_rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("num_rows", [0, 1, 9])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_ring_products_equal_64_bit_integers(
-    served: tuple[ProviderCore, Path], direction: Direction, num_rows: int
+    served: tuple[ServedModel, Path], direction: Direction, num_rows: int
 ) -> None:
     core, _ = served
     for group in core.served.groups:
@@ -65,7 +65,7 @@ def test_ring_products_equal_64_bit_integers(
             assert not ((reply.to(torch.int64) - exact) % 2**32).any()
 
 
-def test_weights_are_the_normative_quantisation(served: tuple[ProviderCore, Path]) -> None:
+def test_weights_are_the_normative_quantisation(served: tuple[ServedModel, Path]) -> None:
     core, folder = served
     for group in core.served.groups:
         quantised, alpha = quantise(weights_of(core, folder, group.info.id)[0])
@@ -77,7 +77,7 @@ def test_weights_are_the_normative_quantisation(served: tuple[ProviderCore, Path
         assert [digest(*pair) for pair in zip(parts, scales, strict=True)] == [one.digest for one in group.info.layers]
 
 
-def test_float_products(served: tuple[ProviderCore, Path]) -> None:
+def test_float_products(served: tuple[ServedModel, Path]) -> None:
     core, folder = served
     for group in core.served.groups:
         weight, bias = weights_of(core, folder, group.info.id)
@@ -91,7 +91,7 @@ def test_float_products(served: tuple[ProviderCore, Path]) -> None:
         torch.testing.assert_close(reply, grads @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
-def test_product_and_effect_differ_by_exactly_the_bias(served: tuple[ProviderCore, Path]) -> None:
+def test_product_and_effect_differ_by_exactly_the_bias(served: tuple[ServedModel, Path]) -> None:
     core, folder = served
     for group in core.served.groups:
         rows = random_rows(core, Call(group.info.id, FORWARD, FLOAT), 7)
@@ -103,7 +103,7 @@ def test_product_and_effect_differ_by_exactly_the_bias(served: tuple[ProviderCor
 @pytest.mark.parametrize("num_rows", [0, 1, 9])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_a_hint_is_the_product_of_the_expanded_rows(
-    served: tuple[ProviderCore, Path], direction: Direction, num_rows: int
+    served: tuple[ServedModel, Path], direction: Direction, num_rows: int
 ) -> None:
     core, _ = served
     seeded = SeededRows(bytes(range(32)), 2**33 - 4, num_rows)
@@ -117,7 +117,7 @@ def test_a_hint_is_the_product_of_the_expanded_rows(
 @pytest.mark.parametrize("scratch_bytes", [1, 10_000, 1 << 16])
 @pytest.mark.parametrize("direction", list(Direction))
 def test_hints_are_made_in_pieces_of_bounded_size(
-    served: tuple[ProviderCore, Path], monkeypatch: pytest.MonkeyPatch, direction: Direction, scratch_bytes: int
+    served: tuple[ServedModel, Path], monkeypatch: pytest.MonkeyPatch, direction: Direction, scratch_bytes: int
 ) -> None:
     core, _ = served
     call, seeded = Call(0, direction, RING, Purpose.HINT), SeededRows(bytes(32), 3, 75)
@@ -141,7 +141,7 @@ def test_hints_are_made_in_pieces_of_bounded_size(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_native_weights_keep_the_checkpoints_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     make_tiny("llama", tmp_path).to(dtype).save_pretrained(tmp_path / "half")
-    core = make_core(str(tmp_path / "half"), "native")
+    core = serve_in_process(str(tmp_path / "half"), "native")
     group = core.served.groups[0]
     assert group.native is not None
     assert group.native.dtype == dtype
@@ -152,7 +152,7 @@ def test_native_weights_keep_the_checkpoints_dtype(tmp_path: Path, dtype: torch.
 
 
 def test_wide_weights_are_converted_in_pieces(
-    served: tuple[ProviderCore, Path], monkeypatch: pytest.MonkeyPatch
+    served: tuple[ServedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core, _ = served
     rows = random_rows(core, Call(0, FORWARD, FLOAT), 3)
@@ -183,12 +183,12 @@ def test_wide_weights_are_converted_in_pieces(
         (Call(0, FORWARD, FLOAT), torch.full((1, 32), float("-inf")), InvalidTensor),
     ],
 )
-def test_bad_requests(served: tuple[ProviderCore, Path], call: Call, rows: Rows, error: type[Exception]) -> None:
+def test_bad_requests(served: tuple[ServedModel, Path], call: Call, rows: Rows, error: type[Exception]) -> None:
     with pytest.raises(error):
         served[0].compute(call, rows)
 
 
-def test_the_header_of_a_hint_is_checked_like_any_other(served: tuple[ProviderCore, Path]) -> None:
+def test_the_header_of_a_hint_is_checked_like_any_other(served: tuple[ServedModel, Path]) -> None:
     core = served[0]
     info = core.manifest().groups[0]
     assert core.check(Call(0, FORWARD, RING, Purpose.HINT), info.in_features) == info.out_features
@@ -199,13 +199,13 @@ def test_the_header_of_a_hint_is_checked_like_any_other(served: tuple[ProviderCo
         core.check(Call(0, FORWARD, FLOAT, Purpose.HINT), info.in_features)
 
 
-def test_large_finite_rows_are_not_mistaken_for_infinite(served: tuple[ProviderCore, Path]) -> None:
+def test_large_finite_rows_are_not_mistaken_for_infinite(served: tuple[ServedModel, Path]) -> None:
     rows = torch.full((4, 32), 3e38)
     core = served[0]
     assert core.compute(Call(0, FORWARD, FLOAT), rows).shape[0] == 4
 
 
-def test_a_result_depends_on_nothing_before_it(served: tuple[ProviderCore, Path]) -> None:
+def test_a_result_depends_on_nothing_before_it(served: tuple[ServedModel, Path]) -> None:
     core = served[0]
     rows: dict[Call, Rows] = {
         call: random_rows(core, call, 4) for call in (Call(g, d, a) for g in (0, 1) for d in Direction for a in DTYPES)
@@ -217,7 +217,7 @@ def test_a_result_depends_on_nothing_before_it(served: tuple[ProviderCore, Path]
 
 
 def test_an_unforeseen_failure_names_no_value(
-    served: tuple[ProviderCore, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served: tuple[ServedModel, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("secret 123.456")

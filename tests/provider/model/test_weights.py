@@ -16,9 +16,9 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
 from provider.config import is_loopback, load_settings, load_shard_settings
-from provider.embedded import make_core
+from provider.embedded import serve_in_process
 from provider.model.load import LoadedModel, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.net.admission import Admission
 from provider.operations.recording import Recorder
@@ -30,14 +30,14 @@ from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import BUNDLE_FILE_NAMES, parse_manifest
 
 
-def read(core: ProviderCore, name: str) -> bytes:
+def read(core: ServedModel, name: str) -> bytes:
     return b"".join(core.read_file(name))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])
 def test_bundle_and_weights_together_are_the_model(tmp_path: Path, kind: str) -> None:
     model = make_tiny(kind, tmp_path / "secret" / kind)
-    core = make_core(str(tmp_path / "secret" / kind), "native")
+    core = serve_in_process(str(tmp_path / "secret" / kind), "native")
     kept = load(read(core, "model.safetensors"))
     served = {layer.name for group in core.manifest().groups for layer in group.layers}
     expected = load_file(tmp_path / "secret" / kind / "model.safetensors")
@@ -49,7 +49,7 @@ def test_bundle_and_weights_together_are_the_model(tmp_path: Path, kind: str) ->
 
 def test_manifest_survives_the_wire_and_names_no_path(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "model")
-    core = make_core(str(tmp_path / "model"))
+    core = serve_in_process(str(tmp_path / "model"))
     data = core.manifest().to_bytes()
     manifest = parse_manifest(data)
     assert manifest == core.manifest()
@@ -60,7 +60,7 @@ def test_manifest_survives_the_wire_and_names_no_path(tmp_path: Path) -> None:
 
 def test_bundle_digests(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
-    core = make_core(str(tmp_path))
+    core = serve_in_process(str(tmp_path))
     lines = []
     for file in core.manifest().bundle:
         data = read(core, file.name)
@@ -89,7 +89,7 @@ def test_the_model_itself_is_freed_and_no_file_is_left(tmp_path: Path) -> None:
 def test_bundle_gives_its_files_back(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
     before = len(os.listdir("/proc/self/fd"))
-    core = make_core(str(tmp_path))
+    core = serve_in_process(str(tmp_path))
     assert len(os.listdir("/proc/self/fd")) > before
     core.served.bundle.close()
     del core
@@ -108,7 +108,7 @@ def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no/such-model-here", "./nowhere", "/no/such/folder", "a b", "", "../x/y.gguf"])
 def test_an_unknown_model_is_one_line(name: str) -> None:
     with pytest.raises(ConfigurationError, match="cannot find the model") as caught:
-        make_core(name)
+        serve_in_process(name)
     assert "\n" not in str(caught.value)
 
 
@@ -121,7 +121,7 @@ def test_broken_model_files_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"\0" * 100)
     for path in ("bad.gguf", "cut"):
         with pytest.raises(ConfigurationError) as caught:
-            make_core(str(tmp_path / path))
+            serve_in_process(str(tmp_path / path))
         assert "\n" not in str(caught.value)
 
 
@@ -135,7 +135,7 @@ def test_the_built_in_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2")
 def test_the_real_model(tmp_path: Path) -> None:
-    core = make_core("smollm2-135m")
+    core = serve_in_process("smollm2-135m")
     manifest = core.manifest()
     assert (manifest.model_id, len(manifest.groups)) == ("smollm2-135m", 120)
     assert {"tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {file.name for file in manifest.bundle}
@@ -146,8 +146,8 @@ def test_the_real_model(tmp_path: Path) -> None:
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 
-def record(core: ProviderCore, folder: Path, limit: int = 1 << 20, patterns: str = "") -> list[dict[str, object]]:
-    recording = ProviderCore(core.served, Recorder(folder, core.manifest(), limit, patterns))
+def record(core: ServedModel, folder: Path, limit: int = 1 << 20, patterns: str = "") -> list[dict[str, object]]:
+    recording = ServedModel(core.served, Recorder(folder, core.manifest(), limit, patterns))
     for group in (0, 1):
         for direction, cols in ((Direction.FORWARD, "in_features"), (Direction.BACKWARD, "out_features")):
             rows = torch.arange(3 * getattr(core.manifest().groups[group], cols), dtype=torch.int32).view(3, -1)
@@ -158,13 +158,13 @@ def record(core: ProviderCore, folder: Path, limit: int = 1 << 20, patterns: str
 
 
 @pytest.fixture(scope="module")
-def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ProviderCore:
+def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny("llama", folder)
-    return make_core(str(folder))
+    return serve_in_process(str(folder))
 
 
-def test_a_recording_is_what_the_provider_saw(tiny_core: ProviderCore, tmp_path: Path) -> None:
+def test_a_recording_is_what_the_provider_saw(tiny_core: ServedModel, tmp_path: Path) -> None:
     index = record(tiny_core, tmp_path / "seen")
     assert [line["seq"] for line in index] == [0, 1, 2, 3]
     assert parse_manifest((tmp_path / "seen" / "manifest.json").read_bytes()) == tiny_core.manifest()
@@ -179,27 +179,27 @@ def test_a_recording_is_what_the_provider_saw(tiny_core: ProviderCore, tmp_path:
     )
 
 
-def test_a_recording_stops_at_its_limit_and_says_so(tiny_core: ProviderCore, tmp_path: Path) -> None:
+def test_a_recording_stops_at_its_limit_and_says_so(tiny_core: ServedModel, tmp_path: Path) -> None:
     index = record(tiny_core, tmp_path, limit=2000)
     assert [line["truncated"] for line in index] == [False, True, True, True]
     assert index[1]["file"] is None
     assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) <= 2000
 
 
-def test_a_recording_of_some_layers(tiny_core: ProviderCore, tmp_path: Path) -> None:
+def test_a_recording_of_some_layers(tiny_core: ServedModel, tmp_path: Path) -> None:
     assert {line["layer"] for line in record(tiny_core, tmp_path / "one", patterns="*.o_proj")} == {1}
     with pytest.raises(ConfigurationError, match="matches no layer"):
         record(tiny_core, tmp_path / "none", patterns="nothing")
 
 
-def test_a_recording_is_never_mixed_with_another(tiny_core: ProviderCore, tmp_path: Path) -> None:
+def test_a_recording_is_never_mixed_with_another(tiny_core: ServedModel, tmp_path: Path) -> None:
     record(tiny_core, tmp_path)
     with pytest.raises(ConfigurationError, match="holds a recording already"):
         record(tiny_core, tmp_path)
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_serving(
-    tiny_core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from provider.config import ProviderSettings
 from provider.model.load import load, resolve
-from provider.model.weights import ServedModel, serve_model
+from provider.model.weights import PreparedModel, serve_model
 from provider.parallel import start
 from provider.parallel.dispatch import Dispatcher
 from provider.parallel.environment import rank_here
@@ -39,8 +39,8 @@ class Team:
         whole: all weights, to compare with.
     """
 
-    core: start.ParallelCore
-    whole: ServedModel
+    core: start.ParallelModel
+    whole: PreparedModel
 
     @property
     def dispatcher(self) -> Dispatcher:

@@ -10,7 +10,7 @@ import torch
 
 from provider.engine import products
 from provider.model.load import load, resolve
-from provider.model.weights import ServedModel, serve_model
+from provider.model.weights import PreparedModel, serve_model
 from provider.parallel.command import INLINE_NUMBERS, NUM_NUMBERS, Command, Operation
 from provider.parallel.sharding import split, without_weights
 from provider.parallel.tensor_parallel import ColumnSlices
@@ -22,7 +22,7 @@ RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 
 
 @pytest.fixture(scope="module")
-def served(models: dict[str, Path]) -> ServedModel:
+def served(models: dict[str, Path]) -> PreparedModel:
     return serve_model(load(resolve(str(models["gpt2"]))), "native")
 
 
@@ -35,7 +35,9 @@ def test_split_is_tensor_split(length: int, parts: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 40])
 @pytest.mark.parametrize("arithmetic", [RING, FLOAT])
-def test_shares_of_any_number_of_ranks_make_the_product(served: ServedModel, size: int, arithmetic: Arithmetic) -> None:
+def test_shares_of_any_number_of_ranks_make_the_product(
+    served: PreparedModel, size: int, arithmetic: Arithmetic
+) -> None:
     """40 ranks are more than a group of 32 columns has."""
     slices = [ColumnSlices(served, rank, size) for rank in range(size)]
     close = {"rtol": 0.0, "atol": 0.0} if arithmetic is RING else {"rtol": 1e-5, "atol": 1e-5}
@@ -53,7 +55,7 @@ def test_shares_of_any_number_of_ranks_make_the_product(served: ServedModel, siz
 
 
 @pytest.mark.parametrize("direction", list(Direction))
-def test_hints_are_made_in_pieces(served: ServedModel, monkeypatch: pytest.MonkeyPatch, direction: Direction) -> None:
+def test_hints_are_made_in_pieces(served: PreparedModel, monkeypatch: pytest.MonkeyPatch, direction: Direction) -> None:
     call, seeded = Call(0, direction, RING, Purpose.HINT), SeededRows(bytes(32), 3, 75)
     monkeypatch.setattr("provider.engine.products._HINT_SCRATCH_BYTES", 10_000)
     slices = [ColumnSlices(served, rank, 3) for rank in range(3)]
@@ -64,7 +66,7 @@ def test_hints_are_made_in_pieces(served: ServedModel, monkeypatch: pytest.Monke
     assert torch.equal(joined, expected)
 
 
-def test_a_rank_keeps_its_part_only(served: ServedModel) -> None:
+def test_a_rank_keeps_its_part_only(served: PreparedModel) -> None:
     sizes = []
     for rank in range(3):
         one = ColumnSlices(served, rank, 3)
@@ -77,7 +79,7 @@ def test_a_rank_keeps_its_part_only(served: ServedModel) -> None:
 
 
 @pytest.mark.parametrize("arithmetic", [RING, FLOAT])
-def test_nobody_multiplies_by_weights_that_are_elsewhere(served: ServedModel, arithmetic: Arithmetic) -> None:
+def test_nobody_multiplies_by_weights_that_are_elsewhere(served: PreparedModel, arithmetic: Arithmetic) -> None:
     described = without_weights(served)
     assert described.manifest is served.manifest
     for direction in Direction:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from provider.schedule.pauses import _MOST_TENANTS, Thinking
+from provider.schedule.pauses import _MOST_TENANTS, Pauses
 
 PRODUCT_S = 1e-3
 
 
-def ask(thinking: Thinking, now_s: float, waits_s: float, pause_s: float, times: int = 50) -> float:
+def ask(pauses: Pauses, now_s: float, waits_s: float, pause_s: float, times: int = 50) -> float:
     """One request after the other; when the last one was answered."""
     for _ in range(times):
-        thinking.arrived("a", now_s, PRODUCT_S)
-        thinking.left("a", now_s + waits_s)
+        pauses.arrived("a", now_s, PRODUCT_S)
+        pauses.left("a", now_s + waits_s)
         now_s += waits_s + pause_s
     return now_s - pause_s
 
@@ -23,42 +23,42 @@ def ask(thinking: Thinking, now_s: float, waits_s: float, pause_s: float, times:
     ("pause_s", "is_flood"), [(0.0, True), (2e-4, True), (3e-4, False), (1e-3, False), (1.0, False)]
 )
 def test_pauses_count_and_waiting_does_not(waits_s: float, pause_s: float, is_flood: bool) -> None:
-    thinking = Thinking()
-    ask(thinking, 0.0, waits_s, pause_s)
-    assert thinking.is_flood("a") is is_flood
+    pauses = Pauses()
+    ask(pauses, 0.0, waits_s, pause_s)
+    assert pauses.is_flood("a") is is_flood
 
 
 def test_who_always_has_another_one_here_does_not_pause() -> None:
-    thinking = Thinking()
-    thinking.arrived("a", 0.0, PRODUCT_S)
+    pauses = Pauses()
+    pauses.arrived("a", 0.0, PRODUCT_S)
     for step in range(50):
-        thinking.arrived("a", step + 0.5, PRODUCT_S)
-        thinking.left("a", step + 1.0)
-    assert thinking.is_flood("a")
-    assert not thinking.is_flood("b")
+        pauses.arrived("a", step + 0.5, PRODUCT_S)
+        pauses.left("a", step + 1.0)
+    assert pauses.is_flood("a")
+    assert not pauses.is_flood("b")
 
 
 def test_one_long_pause_does_not_hide_a_flood_and_many_end_it() -> None:
-    thinking = Thinking()
-    now_s = ask(thinking, 0.0, 1e-3, 0.0)
-    thinking.arrived("a", now_s + 100.0, PRODUCT_S)
-    thinking.left("a", now_s + 100.0)
-    assert thinking.is_flood("a")
-    ask(thinking, now_s + 200.0, 1e-3, 1e-3)
-    assert not thinking.is_flood("a")
+    pauses = Pauses()
+    now_s = ask(pauses, 0.0, 1e-3, 0.0)
+    pauses.arrived("a", now_s + 100.0, PRODUCT_S)
+    pauses.left("a", now_s + 100.0)
+    assert pauses.is_flood("a")
+    ask(pauses, now_s + 200.0, 1e-3, 1e-3)
+    assert not pauses.is_flood("a")
 
 
 def test_a_cancelled_request_says_nothing_about_pauses() -> None:
-    thinking = Thinking()
+    pauses = Pauses()
     for step in range(50):
-        thinking.arrived("a", float(step), PRODUCT_S)
-        thinking.left("a", None)
-    assert not thinking.is_flood("a")
+        pauses.arrived("a", float(step), PRODUCT_S)
+        pauses.left("a", None)
+    assert not pauses.is_flood("a")
 
 
 def test_it_knows_a_bounded_number_of_tenants() -> None:
-    thinking = Thinking()
+    pauses = Pauses()
     for number in range(2 * _MOST_TENANTS):
-        thinking.arrived(f"t{number}", 0.0, PRODUCT_S)
-        thinking.left("nobody", 0.0)
-    assert len(thinking._tenants) == _MOST_TENANTS
+        pauses.arrived(f"t{number}", 0.0, PRODUCT_S)
+        pauses.left("nobody", 0.0)
+    assert len(pauses._tenants) == _MOST_TENANTS

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 from attacks.programs.overflow import Fault, Overflower, Seen
 from noise.params import LatticeParameters
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.planned_calls import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
 from tests.tenant_sdk import tiny
@@ -47,16 +47,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(folder: Path) -> ProviderCore:
+def core(folder: Path) -> ServedModel:
     return tiny.make_core(folder, "int8")
 
 
 @pytest.fixture
-def opened(core: ProviderCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+def opened(core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     """Clients of a provider with a fault; `mask` names one of MASKS."""
     clients: list[TenantClient] = []
 
-    def make(fault: Fault, mask: str = "off", core: ProviderCore = core, **options: Any) -> Any:
+    def make(fault: Fault, mask: str = "off", core: ServedModel = core, **options: Any) -> Any:
         provider = Overflower(core, fault)
         monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
         options = {"cache": tmp_path / "cache", "progress": False, **MASKS[mask], **options}
@@ -348,7 +348,7 @@ def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path
     assert planned_calls(client.load_model()).course.sends_zeros is False, "another model starts afresh"
 
 
-def test_arithmetic_of_the_faults(core: ProviderCore) -> None:
+def test_arithmetic_of_the_faults(core: ServedModel) -> None:
     """A reply holds what the test believes it does."""
     rows = torch.arange(64, dtype=torch.int32).view(2, 32)
     call = Call(1, FORWARD, Arithmetic.RING)

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_s
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.training.dataset import Collator, load_rows, tokenize
 from tenant_sdk.training.finetune import CompletionTrainer, mean_loss
@@ -100,7 +100,7 @@ def test_it_learns_and_reports(chat_client: Any, chat_folder: Path, tmp_path: Pa
     assert float((logits(stock) - bare).norm() / bare.norm()) > 1e-2
 
 
-def test_over_mtls(chat_core: ProviderCore, chat_client: Any, tmp_path: Path) -> None:
+def test_over_mtls(chat_core: ServedModel, chat_client: Any, tmp_path: Path) -> None:
     """The same numbers as in process, and the bytes that really crossed."""
     want = chat_client.finetune(ROWS, lora(), tmp_path / "inproc", **QUICK)
     state = StateDir(tmp_path / "state")

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from transformers import PreTrainedTokenizerFast
 
 from attacks.programs.hostile_bundle import HostileBundle
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.trust.bundle import without_unsafe
 from tests.tenant_sdk import tiny
@@ -27,7 +27,7 @@ from wire.transport.inproc import InprocConnection
 class Liar(HostileBundle):
     """A provider that serves an honest one's model with other files or another manifest, and notes what is fetched."""
 
-    def __init__(self, core: ProviderCore) -> None:
+    def __init__(self, core: ServedModel) -> None:
         super().__init__(core)
         self.fetched: list[str] = []
 
@@ -42,7 +42,7 @@ class Liar(HostileBundle):
 
 
 @pytest.fixture
-def liar(chat_core: ProviderCore) -> Liar:
+def liar(chat_core: ServedModel) -> Liar:
     return Liar(chat_core)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from noise.verify import Verifier
 from provider.model.load import load, resolve
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from tenant_sdk.trust.bundle import fetch_bundle
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
@@ -33,7 +33,7 @@ from wire.transport.inproc import InprocConnection
 class Offer:
     """What a provider offers: its core, its manifest and a bundle of its own to spoil."""
 
-    core: ProviderCore
+    core: ServedModel
     manifest: Manifest
     bundle: Path
 
@@ -63,7 +63,7 @@ class Offer:
 
 
 def offer_of(folder: Path, where: Path, **options: Any) -> Offer:
-    core = ProviderCore(serve_model(load(resolve(str(folder))), **options))
+    core = ServedModel(serve_model(load(resolve(str(folder))), **options))
     connection = InprocConnection(core)
     manifest = parse_manifest(core.manifest().to_bytes())
     return Offer(core, manifest, fetch_bundle(connection, manifest, where))

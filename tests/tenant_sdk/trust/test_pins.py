@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from provider.model.served_model import ProviderCore
+from provider.model.served_model import ServedModel
 from tenant_sdk.trust.pins import PARTS, Pins, canonical_digests
 from wire.errors import ConfigurationError, ProviderChanged
 from wire.manifest import Manifest
@@ -89,7 +89,7 @@ def test_several_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["pins.json"]
 
 
-def test_canonical_values(chat_core: ProviderCore, tmp_path: Path) -> None:
+def test_canonical_values(chat_core: ServedModel, tmp_path: Path) -> None:
     """The release that wrote a file, and the order of its keys, are no change; any other value is."""
     manifest = chat_core.manifest()
     for file in manifest.bundle:

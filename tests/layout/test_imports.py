@@ -1,0 +1,200 @@
+"""The walls between folders: each contract of import-linter is seen to break, and no folder of attacks is forgotten."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
+HOLD_NO_TRUTH = {"seen", "adversaries"}
+"""Folders of attacks that an adversary may import."""
+
+PLANTED = [
+    ("wire imports no sibling", "wire/ring/coding.py", "from noise.params import PARAMETERS"),
+    ("wire imports no sibling", "wire/transport/retry.py", "from provider.config import ProviderSettings"),
+    ("noise imports wire only", "noise/ledger/file.py", "from tenant_sdk.identity import Identity"),
+    ("noise imports wire only", "noise/pad.py", "from provider.model.weights import serve_model"),
+    (
+        "the provider can see neither masks nor the tenant's code",
+        "provider/engine/products.py",
+        "from noise.scheme import GroupSpec",
+    ),
+    (
+        "the provider can see neither masks nor the tenant's code",
+        "provider/net/session.py",
+        "from tenant_sdk.trust.bundle import Bundle",
+    ),
+    (
+        "nothing that runs in production knows the attacks",
+        "tenant_sdk/session.py",
+        "from attacks.seen.view import View",
+    ),
+    (
+        "the scheduler decides, and knows nothing of what computes, carries or counts",
+        "provider/schedule/scheduler.py",
+        "from provider.engine.products import multiply",
+    ),
+    ("ring arithmetic knows nothing of transports", "wire/ring/product.py", "from wire.transport import inproc"),
+    (
+        "an adversary sees a view, the public model and public parameters: no tenant, no provider, no mask, no truth",
+        "attacks/adversaries/averaging.py",
+        "from noise.sampling import error",
+    ),
+    (
+        "an adversary sees a view, the public model and public parameters: no tenant, no provider, no mask, no truth",
+        "attacks/seen/view.py",
+        "from noise.params import PARAMETERS",
+    ),
+    (
+        "an adversary sees a view, the public model and public parameters: no tenant, no provider, no mask, no truth",
+        "attacks/adversaries/averaging.py",
+        "from attacks.extract_lora import main",
+    ),
+    (
+        "what only the judge may know is read by the judge and the report alone",
+        "attacks/controls/averaging.py",
+        "from attacks.truth.secrets import Truth",
+    ),
+    (
+        "what only the judge may know is read by the judge and the report alone",
+        "attacks/game.py",
+        "from attacks.truth.secrets import Truth",
+    ),
+    (
+        "a tenant is driven by the victim, by programs that lie to one or weaken it, and by controls with adapters",
+        "attacks/truth/judge.py",
+        "from tenant_sdk import TenantClient",
+    ),
+    (
+        "the provider's code is used to load its checkpoint, to lie to a tenant, and by controls with real layers",
+        "attacks/report/table.py",
+        "from provider.model.load import load",
+    ),
+    (
+        "the provider's code is used to load its checkpoint, to lie to a tenant, and by controls with real layers",
+        "attacks/victim/checkpoint.py",
+        "from provider.net import server",
+    ),
+    (
+        "masks are made, or watched, by the victim, programs and controls; adversaries know parameters only",
+        "attacks/report/evaluate.py",
+        "from noise.sampling import error",
+    ),
+    (
+        "masks are made, or watched, by the victim, programs and controls; adversaries know parameters only",
+        "attacks/adversaries/averaging.py",
+        "from noise.scheme import GroupSpec",
+    ),
+    (
+        "the tenant reaches the provider's code only through embedded.py",
+        "tenant_sdk/client.py",
+        "from provider.embedded import serve_in_process",
+    ),
+]
+"""Name of a contract, a file, and a line that the contract forbids there."""
+
+
+def contracts() -> list[dict[str, Any]]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    found: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
+    return found
+
+
+def imported_by(file: Path) -> list[str]:
+    """The modules that a file imports, lazily or not."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return names
+
+
+def test_every_contract_has_a_planted_import() -> None:
+    assert {contract["name"] for contract in contracts()} == {name for name, _, _ in PLANTED}
+
+
+def test_contracts_name_folders() -> None:
+    """A module is named only where the wall is that module: the parameters, and the file with `inproc:` providers."""
+    named = [
+        name
+        for contract in contracts()
+        for key in ("source_modules", "forbidden_modules", "protected_modules", "allowed_importers")
+        for name in contract.get(key, [])
+    ]
+    for contract in contracts():
+        for line in contract.get("ignore_imports", []):
+            named += [end.replace(".**", "").replace(".*", "") for end in line.split(" -> ")]
+    files = {name for name in named if not (ROOT / name.replace(".", "/")).is_dir()}
+    assert files == {"noise.params", "tenant_sdk.embedded"}
+
+
+def test_the_contract_of_adversaries_names_every_other_folder() -> None:
+    (contract,) = [one for one in contracts() if "attacks.adversaries" in one.get("source_modules", [])]
+    named = {name.removeprefix("attacks.") for name in contract["forbidden_modules"] if name.startswith("attacks.")}
+    there = {folder.parent.name for folder in (ROOT / "attacks").glob("*/__init__.py")}
+    assert named == there - HOLD_NO_TRUTH
+    assert {"noise", "tenant_sdk", "provider"} <= set(contract["forbidden_modules"])
+
+
+def test_adversaries_import_wire_and_parameters_only() -> None:
+    """The same, read from the files themselves, lazy imports too."""
+    files = list((ROOT / "attacks" / "adversaries").glob("*.py"))
+    assert files
+    for file in files:
+        for name in imported_by(file):
+            top, _, rest = name.partition(".")
+            assert top not in ("tenant_sdk", "provider", "tests", "benchmarks"), file.name
+            assert top != "noise" or rest == "params", file.name
+            assert top != "attacks" or rest.partition(".")[0] in HOLD_NO_TRUTH, file.name
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("copied")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [Path(sys.executable).parent / "lint-imports", "--no-cache"]
+    # a line of its report is cut at the terminal's width
+    options: dict[str, Any] = {"cwd": folder, "env": {"PYTHONPATH": str(folder), "COLUMNS": "1000"}}
+    return subprocess.run(command, text=True, capture_output=True, timeout=300, check=False, **options)
+
+
+@pytest.mark.slow
+def test_the_copy_keeps_every_contract(copied: Path) -> None:
+    done = lint(copied)
+    assert done.returncode == 0, done.stdout
+    assert f"Contracts: {len(contracts())} kept, 0 broken." in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "module", "line"), PLANTED)
+def test_a_breach_is_seen(name: str, module: str, line: str, copied: Path) -> None:
+    file = copied / module
+    before = file.read_text()
+    try:
+        file.write_text(f"{before}\n{line}\n")
+        done = lint(copied)
+    finally:
+        file.write_text(before)
+    assert done.returncode == 1
+    broken = [report.split(" BROKEN")[0] for report in done.stdout.splitlines() if " BROKEN" in report]
+    assert name in broken, done.stdout
+    planted = line.split()
+    imported = {planted[1], f"{planted[1]}.{planted[3]}"}
+    importer = module.removesuffix(".py").replace("/", ".")
+    assert any(f"{importer} -> {one}" in done.stdout for one in imported), done.stdout
