@@ -27,7 +27,7 @@ from tenant_sdk.fixed_length import (
 from tenant_sdk.model.planned_calls import Course, planned_calls
 from tenant_sdk.text.failures import SafeDecoding, TokenizerFailed, surviving
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
-from tenant_sdk.training.dataset import RENDER_ERRORS
+from tenant_sdk.training.labelled_tokens import RENDER_ERRORS
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
 

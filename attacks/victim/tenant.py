@@ -178,8 +178,9 @@ def _train_on(client: Any, job: Job, adapter: Path) -> None:
     """Sends forward and backward of one batch; the optimizer's step that would follow sends nothing."""
     from peft import PeftModel
 
-    from tenant_sdk.training.dataset import Collator, load_rows, tokenize
+    from tenant_sdk.training.dataset import load_rows
     from tenant_sdk.training.finetune import completion_loss
+    from tenant_sdk.training.labelled_tokens import Collator, tokenize
 
     model = PeftModel.from_pretrained(client.load_model(), str(adapter), is_trainable=True).train()
     rows = tokenize(load_rows(job.rows[: job.continued_rows]), client.tokenizer, model.config.max_position_embeddings)

@@ -1,8 +1,8 @@
 """Fine-tuning on transformers' Trainer: the adapter, the data and the optimizer stay here.
 
-Guarantees: completion-only loss (tenant_sdk/training/dataset.py); a run that broke goes on from its last complete
-checkpoint when the same call is made again; the adapter folder appears whole or not at all and loads in stock PEFT;
-the calls of a run do not depend on whether a value was finite (tenant_sdk/model/planned_calls.py).
+Guarantees: completion-only loss (tenant_sdk/training/labelled_tokens.py); a run that broke goes on from its last
+complete checkpoint when the same call is made again; the adapter folder appears whole or not at all and loads in stock
+PEFT; the calls of a run do not depend on whether a value was finite (tenant_sdk/model/planned_calls.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, tr
 from tenant_sdk.progress import ProgressBar
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
-from tenant_sdk.training.dataset import IGNORE_INDEX, Collator, load_rows
+from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
 from tenant_sdk.training.token_rows import training_rows
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_row
 from tenant_sdk.text.source import TenantText
-from tenant_sdk.training.dataset import IGNORE_INDEX, Row, tokenize
+from tenant_sdk.training.dataset import Row
+from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, tokenize
 from tenant_sdk.warn import warn_and_go_on
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -27,7 +28,7 @@ def training_rows(
         num_virtual: positions that a prompt-learning adapter adds; they are already taken off `max_length`.
 
     Returns:
-        See `tenant_sdk.training.dataset.tokenize`.
+        See `tenant_sdk.training.labelled_tokens.tokenize`.
 
     Raises:
         DatasetError: a row is too long or cannot be used, unless the provider may have made it so.

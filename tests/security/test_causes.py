@@ -44,7 +44,8 @@ from tenant_sdk.adapters import adapted_model
 from tenant_sdk.identity import issuer_of, read_endpoint
 from tenant_sdk.text.failures import surviving
 from tenant_sdk.training.checkpoints import Checkpoints
-from tenant_sdk.training.dataset import load_rows, tokenize
+from tenant_sdk.training.dataset import load_rows
+from tenant_sdk.training.labelled_tokens import tokenize
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tenant_sdk.trust.compare import check_files, check_scale_names
 from wire.errors import VeilbaseError, os_cause

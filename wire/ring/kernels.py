@@ -23,20 +23,10 @@ import numpy as np
 import torch
 
 from wire.errors import InvalidTensor
+from wire.ring.pieces import Piece, product_pieces, row_pieces
 from wire.ring.threads import share
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
-
-_REGISTER_ROWS, _BLOCK_ROWS = 3, 48
-_SHARED_ROWS = 2 * _BLOCK_ROWS
-"""Rows from which threads share the rows; with fewer they share columns. Each thread packs what it multiplies, so a
-piece of either must be large beside what it packs of the other."""
-_SHARED_COLUMNS = 256
-_SHARED_NUMBERS = 1 << 18
-"""Numbers to code from which other threads help; one thread takes 0.2 ms for so many."""
-_SHARED_WORK = 1 << 24
-"""Multiplications from which other threads help: one takes 0.7 ms for so many, and waking one was measured to take 0.1
-ms."""
 
 _VERSION = 4
 """Version of the functions' signatures, as in kernels.c: an older library may lie beside newer sources."""
@@ -46,9 +36,6 @@ _BYTE: Any = ctypes.c_char
 _FLOAT: Any = ctypes.c_float
 
 _local = threading.local()
-
-_Piece = tuple[int, int, int, int]
-"""A piece of a product: first and last row, first and last column."""
 
 
 @functools.cache
@@ -136,7 +123,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     starts, ends = _pointers(parts), _pointers(replies)
     written = parts, weight, replies
 
-    def work(pieces: Iterator[_Piece], _held: object = written) -> None:
+    def work(pieces: Iterator[Piece], _held: object = written) -> None:
         scratch = _scratch(scratch_bytes)
         for first_row, last_row, first_column, last_column in pieces:
             library.veilbase_product(
@@ -144,7 +131,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
                 first_column, last_column, scratch, has_vnni(),
             )  # fmt: skip
 
-    share(work, _pieces(starts.shape[0], d, m))
+    share(work, product_pieces(starts.shape[0], d, m))
 
 
 class OneRow:
@@ -254,7 +241,7 @@ def encode(
                 return
             whole.append(True)
 
-    pieces = _row_pieces(num_rows, d)
+    pieces = row_pieces(num_rows, d)
     share(work, pieces)
     return betas if len(whole) == len(pieces) else None
 
@@ -301,7 +288,7 @@ def decode(
                 taken_stride, factors, scale + 4 * first, count, m, to + 4 * m * first, m,
             )  # fmt: skip
 
-    share(work, _row_pieces(num_rows, m))
+    share(work, row_pieces(num_rows, m))
     return made
 
 
@@ -423,13 +410,6 @@ def _check_alpha(alpha: torch.Tensor | None, columns: int) -> None:
         raise InvalidTensor(f"expected {columns} float32 scales on the CPU, got {alpha.dtype} of {alpha.numel()}")
 
 
-def _row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
-    """Returns the pieces, each (first row, how many), that threads take one after the other."""
-    num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
-    step = max(1, -(-num_rows // num_pieces))
-    return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
-
-
 def _check(part: torch.Tensor, reply: torch.Tensor, d: int, m: int) -> None:
     if part.dtype != torch.int32 or not part.is_cpu or part.dim() != 2 or part.shape[1] != d:
         raise InvalidTensor(f"expected int32 rows of {d} columns on the CPU, got {part.dtype} of {tuple(part.shape)}")
@@ -443,23 +423,6 @@ def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dty
         for matrix in matrices
     ]
     return found[0] if len(found) == 1 else np.concatenate(found)
-
-
-def _pieces(num_rows: int, d: int, m: int) -> list[_Piece]:
-    """Returns the pieces that threads take: two for each thread, so that a core busy elsewhere does not delay the
-    others."""
-    num_pieces = 2 * torch.get_num_threads()
-    if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK:
-        return [(0, num_rows, 0, m)]
-    if num_rows >= _SHARED_ROWS:
-        step = _step(num_rows, num_pieces, _REGISTER_ROWS)
-        return [(start, min(num_rows, start + step), 0, m) for start in range(0, num_rows, step)]
-    step = _step(m, num_pieces, _SHARED_COLUMNS)
-    return [(0, num_rows, start, min(m, start + step)) for start in range(0, m, step)]
-
-
-def _step(length: int, num_pieces: int, block: int) -> int:
-    return max(1, -(-length // (num_pieces * block))) * block
 
 
 @functools.cache

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from tenant_sdk.training.dataset import IGNORE_INDEX, Collator, Completion, Conversation, Row, Text, load_rows, tokenize
+from tenant_sdk.training.dataset import Completion, Conversation, Row, Text, load_rows
+from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator, tokenize
 from wire.errors import ConfigurationError, DatasetError
 
 SECRET = "Copper Owl"

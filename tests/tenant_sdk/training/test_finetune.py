@@ -24,8 +24,9 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tenant_sdk.training.dataset import Collator, load_rows, tokenize
+from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.finetune import CompletionTrainer, mean_loss
+from tenant_sdk.training.labelled_tokens import Collator, tokenize
 from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError

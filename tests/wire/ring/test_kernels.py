@@ -16,7 +16,7 @@ import torch
 
 from tests.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
-from wire.ring import coding, kernels
+from wire.ring import coding, kernels, pieces
 from wire.ring import product as plain
 from wire.ring.buffers import unwritten_tensor
 
@@ -87,21 +87,21 @@ def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
 @pytest.mark.parametrize("sizes", [[512], [1, 511], [200, 0, 300, 1], [40], [5, 30]])
 def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(kernels, "_SHARED_WORK", 0)
+    monkeypatch.setattr(pieces, "_SHARED_WORK", 0)
     rows, weight = draw(sum(sizes), 70, 800, is_transposed)
-    assert len(kernels._pieces(sum(sizes), 70, 800)) > 2
+    assert len(pieces.product_pieces(sum(sizes), 70, 800)) > 2
     for _ in range(20):
         assert torch.equal(product(list(rows.split(sizes)), weight), plain._plain_product(rows, weight))
 
 
 @needs_kernels
 def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_SHARED_WORK", 0)
+    monkeypatch.setattr(pieces, "_SHARED_WORK", 0)
     for num_threads in (1, 2, 3, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
         for num_rows, m in [(1, 1), (1, 3000), (95, 257), (96, 1), (97, 5), (5000, 5000), (0, 9)]:
             seen = torch.zeros(num_rows, m, dtype=torch.int8)
-            for first_row, last_row, first_column, last_column in kernels._pieces(num_rows, 8, m):
+            for first_row, last_row, first_column, last_column in pieces.product_pieces(num_rows, 8, m):
                 assert 0 <= first_row <= last_row <= num_rows
                 assert 0 <= first_column <= last_column <= m
                 seen[first_row:last_row, first_column:last_column] += 1
