@@ -19,7 +19,7 @@ from noise.pad import Pad
 from noise.polynomial import kernels as mask_kernels
 from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, RowCodecs, decode_rows, encode_rows
-from tests.noise.test_lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, weight_of, wide
+from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, weight_of, wide
 from wire.frame import Arithmetic, Direction, row_of
 from wire.ring import coding, product
 from wire.ring import kernels as wire_kernels

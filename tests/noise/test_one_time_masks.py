@@ -125,7 +125,7 @@ def test_a_value_that_is_not_finite_spends_nothing(scheme: Any, ledger: Ledger, 
 
 
 def test_messages_are_uniform_and_never_repeat(scheme: Any) -> None:
-    """χ² of 256 byte values of masked zeros: 450 has a probability below 1e-11 (see test_lattice.py)."""
+    """χ² of 256 byte values of masked zeros: 450 has a probability below 1e-11 (see test_lattice_slots.py)."""
     masked = [scheme.mask(GROUPS[0], FORWARD, torch.zeros(512, 40)) for _ in range(3)]
     rows = torch.cat([each.messages[0].rows for each in masked])
     seen = [bytes(row.numpy()) for row in rows]

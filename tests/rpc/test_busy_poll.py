@@ -15,7 +15,7 @@ from tests.rpc.conftest import Provider
 from tests.rpc.links import TIMEOUT_S, connect
 from tests.rpc.test_hostile_tenant import QUICK_S, service_of, until
 from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
-from tests.rpc.test_tensor_port import hear
+from tests.support.tensor_port import hear
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import FrameType, Header

@@ -19,8 +19,8 @@ from noise.ledger.ledger import Ledger
 from noise.off import Off
 from noise.pad import Pad
 from tenant_sdk import TenantClient
-from tests.noise.test_lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, sent, weight_of, wide
 from tests.reference.test_parity import RELATIVE, adapted, batch, grads, relative
+from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, sent, weight_of, wide
 from tests.tenant_sdk import tiny
 from wire.frame import Arithmetic, Direction
 from wire.ring import coding

@@ -20,8 +20,8 @@ from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.model import build
 from tenant_sdk.training import finetune
+from tests.support.mask_site import TOY_OPTIONS
 from tests.tenant_sdk import tiny
-from tests.tenant_sdk.test_masks import TOY_OPTIONS
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire.loading import loading
 

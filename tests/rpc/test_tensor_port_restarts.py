@@ -1,0 +1,259 @@
+"""The tensor port when a provider stops, starts again, moves, or has none; and its settings."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from provider.cli import main
+from provider.config import ProviderSettings
+from provider.identity.authority import StateDir
+from provider.model.served_model import ServedModel
+from provider.net.server import Server
+from provider.net.session import Session
+from provider.net.tensor_port import TensorPort
+from tests.rpc.conftest import Provider
+from tests.rpc.links import TIMEOUT_S
+from tests.rpc.test_hostile_tenant import service_of, until
+from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from tests.support.tensor_port import (
+    dial,
+    kind_of,
+    tensors_of,
+)
+from wire import frame
+from wire.errors import ConfigurationError, Unavailable, WireCode
+from wire.frame import FrameType
+from wire.transport.grpc_stream import GrpcStream
+from wire.transport.tls_stream import TensorStream
+
+# ---- stops and restarts ---------------------------------------------------------------------------------------------
+
+
+def test_a_stop_tells_open_streams(provider: Provider) -> None:
+    streams = [RawStream(provider, f"tenant{number}") for number in range(3)]
+    provider.server.stop()
+    for stream in streams:
+        stream.expect_error(0, WireCode.UNAVAILABLE)
+        stream.expect_end()
+        stream.close()
+    with pytest.raises(OSError):
+        dial(provider)
+
+
+def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = RawStream(provider)
+    begun, release = threading.Event(), threading.Event()
+    (lane,) = service_of(provider)._executor.executors[0]._lanes
+    product = lane.replica.product  # type: ignore[attr-defined]
+
+    def slow(*arguments: Any) -> torch.Tensor:
+        begun.set()
+        release.wait(TIMEOUT_S)
+        result: torch.Tensor = product(*arguments)
+        return result
+
+    monkeypatch.setattr(lane.replica, "product", slow)
+    stream.send(*stream.request(1, ring_rows(50)))
+    assert begun.wait(TIMEOUT_S)
+    stopping = threading.Thread(target=provider.server.stop, args=(TIMEOUT_S,))
+    stopping.start()
+    until(lambda: service_of(provider)._is_draining, "the drain")
+    until(lambda: all(one._draining for one in list(service_of(provider)._sessions)), "every stream knows")
+    stream.send(*stream.request(2, ring_rows(50)))
+    assert stream.receive().request_id == 2
+    late = RawStream(provider, "late", greet=False)
+    late.expect_error(0, WireCode.UNAVAILABLE)
+    release.set()
+    reply = stream.receive()
+    assert (reply.kind, reply.request_id) == (FrameType.REPLY, 1)
+    stream.expect_error(0, WireCode.UNAVAILABLE)
+    stopping.join(TIMEOUT_S)
+    for one in (stream, late):
+        one.close()
+
+
+def test_grpc_carries_the_stream_where_the_port_is_closed(provider: Provider) -> None:
+    tensors_of(provider).stop()
+    connection = provider.connect()
+    assert connection.manifest().tensor_port == provider.server.tensor_port
+    for _ in range(2):
+        assert_served(connection, provider.core)
+    assert kind_of(connection) is GrpcStream
+
+
+def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider) -> None:
+    connection = provider.connect()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            plain, _ = listener.accept()
+            plain.sendall(b"220 mail.example ESMTP\r\n")
+            plain.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        port = listener.getsockname()[1]
+        connection._manifest = connection.manifest().model_copy(update={"tensor_port": port})
+        assert_served(connection, provider.core)
+        thread.join(TIMEOUT_S)
+    assert kind_of(connection) is GrpcStream
+
+
+def restarted(old: Provider, state: StateDir, core: ServedModel) -> Server:
+    """Another provider at the same URL, with another tensor port."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        free = other.getsockname()[1]
+    server = Server("127.0.0.1", old.server.port, state, tensor_port=free)
+    server.start(core)
+    return server
+
+
+def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+    receive = Session.receive
+
+    def note(session: Session, message: bytes) -> bool:
+        if message[0] == FrameType.REQUEST:
+            asked.append(bytes(message[frame.HEADER_BYTES :]))
+        return receive(session, message)
+
+    monkeypatch.setattr(Session, "receive", note)
+    connection = provider.connect()
+    assert_served(connection, provider.core)
+    (lane,) = service_of(provider)._executor.executors[0]._lanes
+    begun, release = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> torch.Tensor:
+        begun.set()
+        release.wait(TIMEOUT_S)
+        return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
+
+    monkeypatch.setattr(lane.replica, "product", slow)
+    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    assert begun.wait(TIMEOUT_S)
+    stopping = threading.Thread(target=provider.server.stop)
+    stopping.start()
+    with pytest.raises(Unavailable):
+        pending.result()
+    release.set()
+    stopping.join(TIMEOUT_S)
+    server = restarted(provider, provider.state, provider.core)
+    try:
+        assert server.tensor_port != provider.server.tensor_port
+        assert_served(connection, provider.core)
+        assert kind_of(connection) is TensorStream
+        assert connection._port == server.tensor_port
+    finally:
+        connection.close()
+        server.stop()
+    assert len(asked) == len(set(asked)) == 3
+
+
+def test_a_port_that_is_another_providers_by_now_gets_no_rows(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two providers of one operator have one CA, and a port that one gave back the other may get."""
+    connection = provider.connect()
+    other = Server("127.0.0.1", 0, provider.state)
+    service = other.start(provider.core)
+    seen: list[int] = []
+    receive = Session.receive
+
+    def note(session: Session, message: bytes) -> bool:
+        if session in service._sessions:
+            seen.append(message[0])
+        return receive(session, message)
+
+    monkeypatch.setattr(Session, "receive", note)
+    try:
+        connection._manifest = connection.manifest().model_copy(update={"tensor_port": other.tensor_port})
+        with pytest.raises(Unavailable, match="nothing was sent"):
+            ask(connection, ring_rows(1))
+        assert set(seen) == {FrameType.HELLO}
+        assert_served(connection, provider.core)  # asked again, it finds its own
+        assert connection._port == provider.server.tensor_port
+    finally:
+        other.stop()
+
+
+def test_without_a_tensor_port_the_manifest_names_none(start: Callable[..., Provider], tiny_core: ServedModel) -> None:
+    connection = start(tiny_core, tensor_port=None).connect()
+    assert connection.manifest().tensor_port is None
+    assert_served(connection, tiny_core)
+    assert kind_of(connection) is GrpcStream
+
+
+def test_without_tls_there_is_no_tensor_port() -> None:
+    server = Server("127.0.0.1", 0, None, tensor_port=0)
+    assert server.tensor_port is None
+    server.stop()
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigurationError, match="for tensors"):
+        Server("127.0.0.1", 0, StateDir(tmp_path / "state"), tensor_port=taken.getsockname()[1])
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_addresses_are_all_addresses() -> None:
+    """As of the gRPC port: a tenant with IPv4 would take the slow way and nobody would know why."""
+    port = TensorPort("::", 0)
+    try:
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, port.port), TIMEOUT_S).close()
+    finally:
+        port.stop()
+
+
+def settings(**given: Any) -> ProviderSettings:
+    made = ProviderSettings(**given)
+    made.check_conflicts()
+    return made
+
+
+@pytest.mark.parametrize("port", [0, 9000, 65_535, "none"])
+def test_tensor_port_settings(port: int | str) -> None:
+    assert settings(tls=True, tensor_port=port).tensor_port == port
+
+
+@pytest.mark.parametrize("port", [-1, 65_536, "some", None, 1.5])
+def test_what_is_no_port_is_refused(port: Any) -> None:
+    with pytest.raises(ValueError, match="tensor_port"):
+        settings(tls=True, tensor_port=port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tls", "--port", "9000", "--tensor-port", "9000"], "different ports"),
+        (["--tls", "--tensor-port", "9000", "--metrics-port", "9000"], "different ports"),
+        (["--tensor-port", "9000"], "add --tls"),
+        (["--tls", "--tensor-port", "65536"], "tensor_port"),
+        (["--tls", "--tensor-port", "all"], "tensor_port"),
+    ],
+)
+def test_a_wrong_tensor_port_is_one_line(
+    tmp_path: Path, arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["provider", "serve", *arguments, "--state", str(tmp_path / "state")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code not in (0, None)
+    shown = capsys.readouterr().err.strip()
+    assert text in shown
+    assert len(shown.splitlines()) == 1

@@ -1,0 +1,32 @@
+"""What the tests of certificates and of the registry share."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from cryptography import x509
+
+import provider.identity.registry as registry
+from wire.errors import AccessError
+
+ENDPOINT = "grpcs://localhost:8443"
+TIMEOUT_S = 60
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def certificate_in(folder: Path) -> x509.Certificate:
+    return x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
+
+
+def assert_one_line(exc: BaseException) -> None:
+    assert "\n" not in str(exc)
+    assert "PRIVATE" not in str(exc)
+    assert isinstance(exc, AccessError)
+
+
+def serial_of(record: registry.TenantRecord) -> int:
+    return int(record.serial, 16)

@@ -1,0 +1,130 @@
+"""Providers and clients for tests of the masks under a model, and what the providers saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from noise.params import LatticeParameters
+from noise.scheme import GroupSpec
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ServedModel
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.model.build import group_spec, load_alphas
+from tests.tenant_sdk import tiny
+from wire.frame import Call, Direction
+from wire.ring.seeded_rows import Rows, SeededRows
+from wire.transport.inproc import InprocConnection
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+TOY = LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True)
+TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
+BF16 = 2.0**-8
+MODEL_NOISE = 1e-4
+"""Of nine groups in a row, 32 wide. One group's result is off by β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12), its own size is
+β·α·‖w‖·‖x̃‖/√32, and ‖x̃‖ is nearly 2^31/‖w‖ with ‖w‖ about 400: 1e-5 of itself. Nine of these in a row, if all added up
+and none was damped by a residual connection: 1e-4."""
+TIMEOUT_S = 60.0
+
+
+class Watched:
+    """A provider that keeps what it receives, as a handler of either transport."""
+
+    def __init__(self, core: ServedModel) -> None:
+        self._core = core
+        self.seen: list[tuple[Call, Rows]] = []
+        self.fail: Callable[[Call], None] = lambda call: None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def row_product(self, call: Call) -> None:
+        """Every product is `compute`'s."""
+
+    def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
+        self.seen.append((call, rows.clone() if isinstance(rows, torch.Tensor) else rows))
+        self.fail(call)
+        return self._core.compute(call, rows, *others)
+
+    def products(self, direction: Direction | None = None) -> list[torch.Tensor]:
+        return [
+            rows
+            for call, rows in self.seen
+            if isinstance(rows, torch.Tensor) and direction in (None, call.direction)
+        ]  # fmt: skip
+
+    def hints(self) -> list[SeededRows]:
+        return [rows for _, rows in self.seen if isinstance(rows, SeededRows)]
+
+
+@dataclass
+class Site:
+    """Makes clients of providers that are watched, in process or over mTLS, and closes them."""
+
+    folder: Path
+    cores: dict[str, ServedModel]
+    monkeypatch: pytest.MonkeyPatch
+    open: ExitStack = field(default_factory=ExitStack)
+    served: dict[str, Any] = field(default_factory=dict)
+
+    def inproc(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
+        watched = [Watched(self.cores[kind]) for kind in kinds]
+        waiting = list(watched)
+        self.monkeypatch.setattr(
+            embedded, "connect_inproc", lambda url, weights: InprocConnection(waiting.pop(0))  # type: ignore[arg-type]
+        )  # fmt: skip
+        urls: Any = [f"inproc:{kind}" for kind in kinds]
+        return self._client(urls if len(urls) > 1 else urls[0], options), watched
+
+    def mtls(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
+        urls, identities, watched = [], [], []
+        for kind in kinds:
+            watched.append(Watched(self.cores[kind]))
+            name = str(len(self.served))
+            state = StateDir(self.folder / f"state{name}")
+            server = self.open.enter_context(tiny.serving(watched[-1], state=state))
+            self.served[name] = server, state
+            urls.append(f"grpcs://127.0.0.1:{server.port}")
+            identities.append(self.folder / f"tenant{name}")
+            enroll(state, "acme", identities[-1], urls[-1])
+        one = len(kinds) == 1
+        options = {"identity": identities[0] if one else identities, **options}
+        return self._client(urls[0] if one else urls, options), watched
+
+    def _client(self, url: Any, options: dict[str, Any]) -> TenantClient:
+        client = TenantClient(url, cache=self.folder / "cache", progress=False, **options)
+        return self.open.enter_context(client)
+
+
+def unmasked(site: Site, kind: str = "llama", **options: Any) -> Any:
+    """A model over the same int8 weights without a mask."""
+    client, _ = site.inproc(kind, mask="off", arithmetic="ring", **options)
+    return client.load_model()
+
+
+def taken(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Every mask row that the pool hands out from now on."""
+    rows: list[bytes] = []
+    pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
+    take = pool.take
+
+    def spy(*arguments: Any) -> Any:
+        mask, effect = take(*arguments)
+        rows.extend(bytes(row.numpy()) for row in mask)
+        return mask, effect
+
+    monkeypatch.setattr(pool, "take", spy)
+    return rows
+
+
+def specs(client: TenantClient) -> dict[int, GroupSpec]:
+    manifest = client.connect()
+    alphas = load_alphas(client._bundle(), manifest)
+    return {info.id: group_spec(info, alphas, torch.device("cpu")) for info in manifest.groups}

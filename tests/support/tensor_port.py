@@ -1,0 +1,69 @@
+"""What the tests of the tensor port share: connections, and what must be left of them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+from provider.net.tensor_port import TensorPort
+from tests.rpc.conftest import Provider
+from tests.rpc.links import TIMEOUT_S
+from tests.rpc.test_hostile_tenant import service_of, until
+from wire import frame
+from wire.frame import Header
+from wire.transport.tls_socket import MessageSocket
+
+
+def dial(provider: Provider) -> socket.socket:
+    assert provider.server.tensor_port is not None
+    return socket.create_connection(("127.0.0.1", provider.server.tensor_port), TIMEOUT_S)
+
+
+def tensors_of(provider: Provider) -> TensorPort:
+    assert provider.server._tensors is not None
+    return provider.server._tensors
+
+
+def stream_threads() -> set[int | None]:
+    return {one.ident for one in threading.enumerate() if one.name == "veilbase-stream"}
+
+
+def assert_ends(plain: socket.socket) -> None:
+    """The other side ends it, whatever it says before."""
+    plain.settimeout(TIMEOUT_S)
+    with contextlib.suppress(ConnectionError):
+        while plain.recv(1 << 16):
+            pass
+    plain.close()
+
+
+def assert_nothing_left(provider: Provider) -> None:
+    service = service_of(provider)
+    until(lambda: not service._sessions, "the end of the sessions")
+    until(lambda: not service._calls, "their places are free")
+    until(lambda: not tensors_of(provider)._open, "the end of the connections")
+    assert not tensors_of(provider)._guests
+
+
+def kind_of(connection: Any) -> type:
+    return type(connection._stream._stream)
+
+
+def say(connection: MessageSocket, *messages: bytes) -> None:
+    """As much as the connection takes."""
+    with contextlib.suppress(OSError):
+        for message in messages:
+            connection.send(message)
+
+
+def hear(connection: MessageSocket) -> Header:
+    while (message := connection.next_message()) is None:
+        try:
+            connection.wait()
+        except EOFError:
+            if (message := connection.next_message()) is None:
+                raise
+            break
+    return frame.parse(message)[0]

@@ -1,0 +1,41 @@
+"""Tiny models, and a site that serves them with whichever mask a client asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from provider.model.served_model import ServedModel
+from tenant_sdk import TenantClient
+from tests.support.mask_site import (
+    Site,
+    Watched,
+)
+from tests.tenant_sdk import tiny
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    parent = tmp_path_factory.mktemp("masks")
+    return {kind: tiny.chat_model(parent / kind, kind) for kind in ("llama", "gpt2")}
+
+
+@pytest.fixture(scope="module")
+def cores(folders: dict[str, Path]) -> dict[str, ServedModel]:
+    return {kind: tiny.make_core(folder, "int8") for kind, folder in folders.items()}
+
+
+@pytest.fixture
+def site(tmp_path: Path, cores: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path, cores, monkeypatch)
+    with made.open:
+        yield made
+
+
+@pytest.fixture(params=["inproc", "mtls"])
+def connect(request: Any, site: Site) -> Callable[..., tuple[TenantClient, list[Watched]]]:
+    made: Callable[..., tuple[TenantClient, list[Watched]]] = getattr(site, request.param)
+    return made

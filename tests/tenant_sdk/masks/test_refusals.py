@@ -1,0 +1,245 @@
+"""What is refused before anything is sent, what the masks say of themselves, and what they keep to themselves."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from noise.params import LatticeParameters
+from provider.identity.authority import StateDir
+from provider.identity.registry import enroll
+from provider.model.served_model import ServedModel
+from tenant_sdk import TenantClient
+from tenant_sdk.session import NotVerifiedWarning
+from tenant_sdk.trust.checkpoint import TrustedCheckpoint
+from tests.reference.test_parity import adapted, batch
+from tests.support.mask_site import (
+    TOY,
+    TOY_OPTIONS,
+    Site,
+)
+from tests.tenant_sdk.tiny import lora
+from wire.errors import (
+    ConfigurationError,
+    MalformedFrame,
+    WeakParameters,
+)
+from wire.manifest import parse_manifest
+
+pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("urls", "options", "sentence"),
+    [
+        (1, {"mask": "shares"}, "exactly two provider URLs"),
+        (3, {"mask": "shares"}, "exactly two provider URLs"),
+        (2, {"mask": "lattice"}, "every other mask one"),
+        (2, {}, "every other mask one"),
+        (1, {"mask": "lattice", "arithmetic": "float"}, "ring arithmetic only"),
+        (1, {"mask": "pad", "arithmetic": "float", "verify": "x"}, "ring arithmetic only"),
+        (2, {"mask": "shares", "arithmetic": "float"}, "ring arithmetic only"),
+        (1, {"mask": "gaussian-pool", "arithmetic": "ring"}, "float arithmetic only"),
+        (1, {"mask": "gaussian-pool", "verify": "x"}, "verify= needs ring arithmetic"),
+        (1, {"mask": "off", "arithmetic": "float", "verify": "x"}, "verify= needs ring arithmetic"),
+        (1, {"arithmetic": "complex"}, "ring or float"),
+    ],
+)
+def test_pairs_that_do_not_exist_are_refused_before_the_network(
+    tmp_path: Path, urls: int, options: dict[str, Any], sentence: str
+) -> None:
+    """Nobody listens at port 1: whoever went there first would say so."""
+    enroll(StateDir(tmp_path / "state"), "acme", tmp_path / "acme", "grpcs://127.0.0.1:1")
+    given = ["grpcs://127.0.0.1:1"] * urls
+    client = TenantClient(given, identity=[tmp_path / "acme"] * urls, progress=False, **options)
+    with pytest.raises(ConfigurationError, match=sentence):
+        client.connect()
+    assert not (tmp_path / "acme" / "ledger").exists()
+
+
+@pytest.mark.parametrize(
+    ("mask_options", "error"),
+    [
+        ({"parameters": TOY}, WeakParameters),
+        ({"parameters": LatticeParameters("own", 512, 2, 3.2, 100, "me")}, WeakParameters),
+        ({"parameters": LatticeParameters("own", 512, 3, 1.0, 161, "me")}, WeakParameters),
+        ({"parameters": LatticeParameters("own", 512, 3, 3.2, 200, "me")}, WeakParameters),
+        ({"parameters": "tiny"}, ConfigurationError),
+        ({"sigma": 1.0}, ConfigurationError),
+        ({"pool_size": 8}, ConfigurationError),
+        ({"hints": "memory"}, ConfigurationError),
+        ({"hint_bits": 23}, ConfigurationError),
+        ({"hint_bits": 16}, ConfigurationError),
+        ({"hint_ram_bytes": -1}, ConfigurationError),
+    ],
+    ids=str,
+)
+def test_weak_parameters_and_unknown_options(site: Site, mask_options: dict[str, Any], error: Any) -> None:
+    with pytest.raises(error) as failure:
+        site.inproc("llama", mask_options=mask_options)
+    assert "\n" not in str(failure.value)
+
+
+def test_a_wrong_option_is_said_before_the_checkpoint_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a large checkpoint takes minutes."""
+    monkeypatch.setattr(TrustedCheckpoint, "open", lambda name: pytest.fail("the checkpoint was opened"))
+    with pytest.raises(WeakParameters):
+        site.inproc("llama", verify="some/where", mask_options={"parameters": TOY})
+
+
+@pytest.mark.parametrize("change", [{"max_column_norm": 1e9}, {"max_row_norm": 0.0}, {"max_column_norm": float("nan")}])
+def test_norms_out_of_range_are_refused(site: Site, change: dict[str, float]) -> None:
+    parsed = json.loads(site.cores["llama"].manifest().to_bytes())
+    parsed["groups"][0].update(change)
+    with pytest.raises(MalformedFrame, match="not valid"):
+        parse_manifest(json.dumps(parsed).encode())
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def explained(client: TenantClient) -> dict[str, str]:
+    return {name.strip(): text for name, _, text in (line.partition("  ") for line in client.explain().splitlines())}
+
+
+def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders: dict[str, Path]) -> None:
+    client, _ = site.inproc("llama")
+    client.fetch_hints(backward=True)
+    said = explained(client)
+    assert capsys.readouterr().out.strip(), "explain prints"
+    groups = client.connect().groups
+    up, down = 4 * sum(info.in_features for info in groups), 4 * sum(info.out_features for info in groups)
+    assert "lattice" in said["scheme"]
+    assert "Module-LWE" in said["assumption"]
+    assert "3x512" in said["parameters"]
+    assert "sigma=3.2" in said["parameters"]
+    assert "161 estimated" in said["bits"]
+    assert f"of {2**33}" in said["secrets"]
+    assert "token counts" in said["visible"]
+    assert "who you are" in said["visible"]
+    assert f"forward {up / 1e3:.1f} kB up, {down / 1e3:.1f} kB down" in said["bytes per token"]
+    assert f"backward {down / 1e3:.1f} kB up, {up / 1e3:.1f} kB down" in said["bytes per token"]
+    stored = client._open().scheme._hints.stored_bytes()  # type: ignore[attr-defined]
+    assert said["hints"].strip().startswith(f"{stored / 1e6:.0f} MB on disk, of all models and seeds, at 24 bits")
+    assert "in memory only" in said["pool"]
+    assert "not verified" in said["verification"]
+    assert "honest-but-curious" in said["verification"]
+    assert "not been audited" in said["status"]
+    assert "unbreakable" not in " ".join(said.values())
+    verified, _ = site.inproc("llama", verify=folders["llama"], kappa=50)
+    assert "2^-50" in explained(verified)["verification"]
+    assert str(folders["llama"]) in explained(verified)["verification"]
+    streamed, _ = site.inproc("llama", mask_options={"hints": "stream"})
+    assert "streamed" in explained(streamed)["hints"]
+
+
+def test_explain_the_others(site: Site, folders: dict[str, Path]) -> None:
+    groups = site.cores["llama"].manifest().groups
+    up, down = 4 * sum(info.in_features for info in groups), 4 * sum(info.out_features for info in groups)
+    pad = explained(site.inproc("llama", mask="pad", verify=folders["llama"])[0])
+    assert "pseudorandom" in pad["assumption"]
+    assert "in memory only" in pad["pool"]
+    shares = explained(site.inproc("llama", "llama", mask="shares")[0])
+    assert "do not collude" in shares["assumption"]
+    assert f"{up / 1e3:.1f} kB up, {2 * down / 1e3:.1f} kB down" in shares["bytes per token"]
+    for said in (pad, shares):
+        assert said["bits"].strip() == "256-bit keys"
+        assert {"secrets", "visible", "verification", "protected", "bytes per token"} <= said.keys()
+    off = explained(site.inproc("llama", mask="off")[0])
+    assert off["protected"].strip() == "nothing"
+    assert "trusted" in off["assumption"]
+    with pytest.warns(UserWarning, match="not private"):
+        gaussian, _ = site.inproc("llama", mask="gaussian-pool")
+    said = explained(gaussian)
+    assert said["protected"].strip() == "nothing"
+    assert "none holds" in said["assumption"]
+
+
+def test_what_the_second_provider_announces_counts_too(site: Site) -> None:
+    core = site.cores["llama"]
+    manifest = core.manifest().model_copy(update={"recording": True})
+    site.cores = {**site.cores, "records": ServedModel(replace(core.served, manifest=manifest))}
+    assert "recording" in explained(site.inproc("llama", "records", mask="shares")[0])
+    assert "recording" not in explained(site.inproc("llama", "llama", mask="shares")[0])
+    manifest = core.manifest().model_copy(update={"arithmetic": ("float",)})
+    site.cores = {**site.cores, "float": ServedModel(replace(core.served, manifest=manifest))}
+    with pytest.raises(ConfigurationError, match="does not offer ring"):
+        site.inproc("llama", "float", mask="shares")
+
+
+@pytest.mark.filterwarnings("default::tenant_sdk.session.NotVerifiedWarning")
+def test_one_warning_without_verify_and_none_with(site: Site, folders: dict[str, Path]) -> None:
+    for mask, kinds in (("lattice", ("llama",)), ("shares", ("llama", "llama"))):
+        for verify, expected in ((None, 1), (folders["llama"], 0)):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                client, _ = site.inproc(*kinds, mask=mask, verify=verify)
+                client.connect()
+                client.load_model()
+                client.explain()
+            about = [each for each in seen if issubclass(each.category, NotVerifiedWarning)]
+            assert len(about) == expected
+            if about:
+                assert "honest-but-curious" in str(about[0].message)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        site.inproc("llama", mask="off")
+    assert not [each for each in seen if issubclass(each.category, NotVerifiedWarning)]
+
+
+def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[str, Path]) -> None:
+    client, _ = site.inproc("llama", verify=folders["llama"])
+    model = client.load_model()
+    with torch.no_grad():
+        model(batch())
+    session = client._open()
+    scheme: Any = session.scheme
+    block = next(shelf.blocks[0] for shelf in scheme.pool._shelves.values() if shelf.blocks)
+    for secret in (client, session, scheme, scheme.pool, block, session.verifier, session.executor, model):
+        with pytest.raises((TypeError, pickle.PicklingError, AttributeError)):
+            pickle.dumps(secret)
+    for secret in (scheme, scheme.pool, block, session.verifier):
+        with pytest.raises(TypeError):
+            copy.deepcopy(secret)
+    assert copy.deepcopy(session.executor) is session.executor
+    numbers = [str(int(number)) for number in (*block.mask[-1], *block.effect[-1]) if abs(int(number)) > 10**5]
+    seed = scheme._epoch.seed.seed
+    for text in map(repr, (client, session, scheme, scheme.pool, block, session.verifier, session.executor)):
+        assert not any(number in text for number in numbers)
+        assert seed.hex() not in text
+        assert repr(seed) not in text
+
+
+def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = site.inproc("llama", mask_options={"background": False})
+    client.prepare(100, backward=True)
+    scheme: Any = client._open().scheme
+    assert scheme.pool.ready_bytes == 2 * 512 * 4 * sum(
+        info.in_features + info.out_features for info in client.connect().groups
+    )
+    monkeypatch.setattr(scheme.pool, "_make", lambda *arguments: pytest.fail("masks were to be ready"))
+    model = adapted(client.load_model(), lora())
+    model(batch(), labels=batch()).loss.backward()
+
+
+def test_more_tokens_than_the_budget_holds_are_shared_fairly(site: Site) -> None:
+    """No layer goes without so that another may have more than a step can use."""
+    features = sum(info.in_features + info.out_features for info in site.cores["llama"].manifest().groups)
+    client, _ = site.inproc(
+        "llama", mask_options={"background": False, "pool_bytes": 3 * 16 * 4 * features} | TOY_OPTIONS
+    )
+    client.prepare(10_000)
+    pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
+    assert {shelf.num_rows for shelf in pool._shelves.values()} == {48}
+    assert pool.ready_bytes == 3 * 16 * 4 * features
