@@ -14,7 +14,8 @@ import grpc
 from tests.rpc.conftest import Provider
 from wire.errors import MalformedFrame
 from wire.transport.grpc_connection import STREAM_METHOD, open_channel
-from wire.transport.tls_socket import MessageSocket, client_context, handshake
+from wire.transport.tls_context import client_context
+from wire.transport.tls_socket import MessageSocket, handshake
 
 TIMEOUT_S = 60.0
 """No word on how fast the machine has to be: half of what a test may take."""

@@ -46,7 +46,8 @@ from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
 from wire.transport.grpc_stream import GrpcStream
 from wire.transport.identity import TlsIdentity
-from wire.transport.tls_socket import MessageSocket, client_context, handshake
+from wire.transport.tls_context import ALPN, client_context
+from wire.transport.tls_socket import MessageSocket, handshake
 from wire.transport.tls_stream import TensorStream
 
 LARGE_ROWS = 4096
@@ -145,7 +146,7 @@ def test_a_certificate_that_is_not_valid_is_refused_by_tls(
 
 def test_no_certificate_is_refused_by_tls(provider: Provider) -> None:
     context = ssl.create_default_context(cadata=provider.state.ca.pem.decode())
-    context.set_alpn_protocols([tls_socket.ALPN])
+    context.set_alpn_protocols([ALPN])
     with pytest.raises(OSError):
         hear(handshake(dial(provider), context, "127.0.0.1"))
     assert_nothing_left(provider)

@@ -163,7 +163,7 @@ def test_an_honest_provider_passes(site: Site, forger: Forger, transport: str, t
     plain = site.inproc(Forger(site.core), mask="off", arithmetic="ring", verify=None)
     theirs = adapted(plain.load_model(), lora())
     with torch.no_grad():
-        assert relative(ours(batch()).logits, theirs(batch()).logits) < 1e-4  # MODEL_NOISE of tests/support/mask_site.py
+        assert relative(ours(batch()).logits, theirs(batch()).logits) < 1e-4  # MODEL_NOISE of mask_site.py
     step(ours)
     result = client.finetune(ROWS, lora(), tmp_path / "out", **QUICK | {"max_steps": 2})
     assert len(result.losses) == 2

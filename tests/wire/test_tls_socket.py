@@ -28,14 +28,8 @@ from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
 from wire.transport.grpc_connection import channel_options
 from wire.transport.identity import TlsIdentity
-from wire.transport.tls_socket import (
-    ALPN,
-    MessageSocket,
-    _leave_pacing,
-    client_context,
-    handshake,
-    server_context,
-)
+from wire.transport.tls_context import ALPN, client_context, server_context
+from wire.transport.tls_socket import MessageSocket, _leave_pacing, handshake
 
 TIMEOUT_S = 60.0
 HOST = "127.0.0.1"

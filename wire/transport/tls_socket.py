@@ -21,7 +21,6 @@ import select
 import socket
 import ssl
 import struct
-import tempfile
 import threading
 import time
 from collections import deque
@@ -31,8 +30,8 @@ from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS, MAX_FRAME_BYTES
 from wire.ring.buffers import unwritten
 from wire.transport.busy_poll import SMALL_BYTES, BusyPoll
+from wire.transport.tls_context import ALPN
 
-ALPN = "veilbase/1"
 HANDSHAKE_TIMEOUT_S = 10.0
 UNREAD_TIMEOUT_MS = 300_000
 """How many milliseconds the provider waits for a tenant that reads nothing: as long as its longest request may take. A
@@ -53,43 +52,6 @@ _KEEPALIVE_PROBES = 2
 _ANSWER_BYTES = 1 << 16
 """Most bytes that TLS itself may have queued as answers (to new keys, which a peer may ask for at any time) between two
 messages; they are sent with the next message. A peer that makes it queue more is trying to fill our memory."""
-
-
-def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """Makes the TLS context of the tenant's end, which also checks the host's name.
-
-    Raises:
-        ssl.SSLError: OpenSSL does not accept a certificate or the key.
-    """
-    return _context(ssl.PROTOCOL_TLS_CLIENT, ca_pem, cert_pem, key_pem)
-
-
-def server_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """Makes the TLS context of the provider's end, which refuses a peer without a certificate of its CA. It raises what
-    `client_context` raises."""
-    context = _context(ssl.PROTOCOL_TLS_SERVER, ca_pem, cert_pem, key_pem)
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.num_tickets = 0  # No session is ever resumed.
-    return context
-
-
-def _context(protocol: int, ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.set_alpn_protocols([ALPN])
-    context.load_verify_locations(cadata=ca_pem.decode("ascii"))
-    # The ssl module reads keys from files only. This file is in memory; other systems delete it soon, at mode 0600.
-    if hasattr(os, "memfd_create"):
-        with os.fdopen(os.memfd_create("veilbase", os.MFD_CLOEXEC), "wb") as file:
-            file.write(key_pem + b"\n" + cert_pem)
-            file.flush()
-            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
-    else:  # pragma: no cover - not Linux
-        with tempfile.NamedTemporaryFile() as named:
-            named.write(key_pem + b"\n" + cert_pem)
-            named.flush()
-            context.load_cert_chain(named.name)
-    return context
 
 
 def handshake(

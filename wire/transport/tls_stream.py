@@ -8,7 +8,8 @@ import ssl
 from wire.errors import MalformedFrame, Unavailable
 from wire.transport.busy_poll import tenants_most_s
 from wire.transport.identity import TlsIdentity
-from wire.transport.tls_socket import MessageSocket, client_context, handshake
+from wire.transport.tls_context import client_context
+from wire.transport.tls_socket import MessageSocket, handshake
 
 _CONNECT_TIMEOUT_S = 3.0
 """Most seconds to wait for the TCP connection. A firewall that drops what it does not know delays the first request by
