@@ -125,12 +125,12 @@ class ProviderSettings(_Settings):
 
     @property
     def certificate_names(self) -> list[str]:
-        """Those of `names`."""
+        """Returns the names in `names`."""
         return [one for one in self.names.split(",") if one]
 
     @property
     def shards_elsewhere(self) -> frozenset[int]:
-        """The numbers of `remote_shards`."""
+        """Returns the numbers in `remote_shards`."""
         return frozenset(int(one) for one in self.remote_shards.split(",") if one)
 
     def check_shards(self) -> None:

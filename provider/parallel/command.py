@@ -36,9 +36,10 @@ class Command:
     """One operation.
 
     Attributes:
+        operation: what to do.
         call: which product.
-        num_rows, cols: shape of the rows; `cols` is 0 with a seed.
-        rows: where they are few, or their seed; None where they follow by themselves.
+        num_rows, cols: the shape of the rows; `cols` is 0 with a seed.
+        rows: the rows where they are few, or their seed; None where they follow in a message of their own.
     """
 
     operation: Operation

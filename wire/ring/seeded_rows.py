@@ -104,8 +104,7 @@ class SeededRows:
         row_numbers = row_blocks * _BLOCK_NUMBERS
         # This has one block more than is needed: some versions of `update_into` ask for room beyond what they write.
         num_numbers = self.num_rows * row_numbers + _BLOCK_NUMBERS
-        # The device is named, whatever the user's default is.
-        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")
+        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")  # This ignores the user's defaults.
         if row_blocks:
             self._fill(flat.numpy().data.cast("B"), row_blocks)
         rows = flat[: self.num_rows * row_numbers].view(self.num_rows, row_numbers)
