@@ -1,7 +1,7 @@
 """What rank 0 tells the others before every product: a message of fixed size, plain numbers, never a pickle.
 
 Few rows travel in the message itself. A decode row in a message of its own took four times as long, since gloo's
-receiver has to say that it is ready for each (docs/placement.md).
+receiver has to say that it is ready for each (docs/placement.md, "Figures").
 """
 
 from __future__ import annotations

@@ -465,7 +465,7 @@ def _scratch_bytes(d: int) -> int:
 
 
 def _scratch(num_bytes: int) -> int:
-    """Returns the address of this thread's scratch, which is kept: fresh pages cost more than what is packed into them."""
+    """Returns the address of this thread's scratch, which is kept: fresh pages cost more than packing into them."""
     kept: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int] | None = getattr(_local, "scratch", None)
     if kept is None or kept[0].size < num_bytes:
         made = np.empty(num_bytes, dtype=np.uint8)

@@ -3,7 +3,7 @@
 Guarantees: the same seed and row number give the same numbers on every machine, checked by tests/vectors/expand.json;
 every row is a stream of its own, so that any range of rows can be made alone and a layer with fewer features uses the
 first columns of the same rows. It does not guarantee that a seed is fresh or kept secret: its owner must see to that.
-Source: wire/SPEC.md, section 5, "Expansion"; AES-CTR: NIST SP 800-38A, section 6.5.
+Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
 """
 
 from __future__ import annotations
