@@ -69,27 +69,30 @@ class ProviderSettings(_Settings):
     """What one provider process does.
 
     Attributes:
-        model: built-in name, GGUF file, Hugging Face folder or hub id.
-        tls: mutual TLS; without it only loopback addresses are served.
-        tensor_port: of the tenants' streams, with TLS; 0 picks one, `none` leaves them to gRPC.
+        model: a built-in name, GGUF file, Hugging Face folder or hub id.
+        tls: whether to use mutual TLS; without it only loopback addresses are served.
+        tensor_port: the port of the tenants' streams, with TLS; 0 picks one, `none` leaves the streams to gRPC.
         names: further names and addresses for the server's certificate, comma-separated.
         base_layers: which layers are served; the rest goes into the bundle.
-        threads: of the arithmetic, in each process that computes; None leaves torch's own choice, or shares the cores.
-        shards: processes that hold whole layer groups; 1, without replicas, computes in this one.
-        replicas: processes a shard, each with the same weights.
-        remote_shards: numbers of shards that no process is started for; `ready` is said once other hosts have joined.
-        batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
-        slo_ms: latency target of a decode request inside the provider.
+        threads: threads of the arithmetic, in each process that computes; None leaves torch's own choice, or shares the
+            cores.
+        shards: how many processes hold whole layer groups; 1, without replicas, computes in this process.
+        replicas: how many processes each shard has, each with the same weights.
+        remote_shards: numbers of shards that no process is started for; `ready` is printed once other hosts have
+            joined.
+        batching: how requests of several tenants are combined; `none` and `lockstep` are for comparison.
+        slo_ms: the latency target of a decode request inside the provider.
         max_wait_ms: the longest that a request is held for company.
-        busy_poll_ms: see `wire.transport.busy_poll`; 0 never looks, and leaves the core to others.
-        drain_s: at the end, so long, what is in flight is answered while new work is refused.
-        metrics_port: loopback port of Prometheus' metrics; 0 picks one, None opens none.
+        busy_poll_ms: see `wire.transport.busy_poll`; 0 never polls, and leaves the core to others.
+        drain_s: how long, at the end, requests in flight are answered while new work is refused.
+        metrics_port: the loopback port of Prometheus' metrics; 0 picks one, None opens none.
         health_port: the same for gRPC's health service.
-        log_format: `json` writes an object a line.
-        parallel: several processes make each product together; torchrun starts them.
-        parallel_timeout_s: with `parallel`, the longest that one waits for another.
-        max_in_flight_bytes: of requests and replies of all tenants; none of them holds more than is still free.
-        tenant_limits: by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
+        log_format: `json` writes one object a line.
+        parallel: how several processes make each product together, which torchrun starts; `none` is one process.
+        parallel_timeout_s: with `parallel`, the longest that one of these waits for another.
+        max_in_flight_bytes: the most bytes of requests and replies of all tenants; none of them holds more than is
+            still free.
+        tenant_limits: the limits by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -125,12 +128,12 @@ class ProviderSettings(_Settings):
 
     @property
     def certificate_names(self) -> list[str]:
-        """Those of `names`."""
+        """Returns the names in `names`."""
         return [one for one in self.names.split(",") if one]
 
     @property
     def shards_elsewhere(self) -> frozenset[int]:
-        """The numbers of `remote_shards`."""
+        """Returns the numbers in `remote_shards`."""
         return frozenset(int(one) for one in self.remote_shards.split(",") if one)
 
     def check_shards(self) -> None:
