@@ -124,7 +124,7 @@ def report(found: dict[str, Any], size: int, device: str, repeats: int) -> None:
 
 
 def main() -> None:
-    """Prints the table, or that there is no such device."""
+    """Prints the table, or says that there is no such device."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator")

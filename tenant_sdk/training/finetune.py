@@ -102,7 +102,7 @@ class _Settings:
 
 
 def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
+    """Returns LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -293,7 +293,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Mean cross-entropy over labelled tokens; the same number as the model's own loss.
+        """Returns mean cross-entropy over labelled tokens; the same number as the model's own loss.
 
         The vocabulary is by far the widest layer, and in completion-only training most positions have no label.
         """
