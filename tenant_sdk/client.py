@@ -114,7 +114,7 @@ class TenantClient:
     def connect(self) -> Manifest:
         """Connects, compares the provider with the trusted checkpoint, returns the manifest; cheap when repeated."""
         session = self._open()
-        with session.executor.in_session():  # as in all methods but `explain` and `close`
+        with session.executor.in_session():  # as all methods but `explain` and `close` do
             return session.manifest
 
     def _open(self) -> Session:

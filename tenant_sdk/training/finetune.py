@@ -307,7 +307,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         """Saves the adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was
         changed."""
         folder = Path(output_dir or self.args.output_dir)
-        make_private_folder(folder)  # before Trainer, which writes into it what tells of the data
+        make_private_folder(folder)  # before Trainer, whose files there reveal the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
 
     def _keeps_logits(self, model: Any) -> bool:
