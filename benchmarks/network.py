@@ -1,5 +1,4 @@
-"""Measures masked against unmasked over a network, with masks made in advance: decode and a fine-tuning step
-(Symbiosis, figure 21).
+"""Measures masked against unmasked over a network, masks made in advance: decode and fine-tuning (Symbiosis, fig. 21).
 
 Provider and tenant are two hosts joined by a link of 1 Gbit/s each way with a round trip of 1 and of 20 ms
 (benchmarks/link.py; a delay here is always the whole round trip, and the table shows the measured one). Both sides

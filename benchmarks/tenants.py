@@ -1,9 +1,9 @@
-"""Measures many fine-tuning tenants on one provider against as many transformers + PEFT processes: tokens a second,
-memory.
+"""Measures fine-tuning tenants of one provider against as many local processes: tokens a second, memory.
 
-Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on SmolLM2-135M; all run at
-the same time on this machine, the provider included. Both sides take turns, round after round, up to four tenants.
-Memory is PSS: pages that processes share count once. `python -m benchmarks.tenants [throughput | saving]`.
+Local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA steps of
+2 × 256 tokens on SmolLM2-135M; all run at the same time on this machine, the provider included. Both sides take turns,
+round after round, up to four tenants. Memory is PSS: pages that processes share count once.
+`python -m benchmarks.tenants [throughput | saving]`.
 
 `saving` makes the papers' other comparison: a provider that keeps each layer's input from the forward pass to the
 backward pass, as training code does (here and nowhere else), against the real one, which keeps nothing.

@@ -1,5 +1,4 @@
-"""Loads PEFT adapters from a folder onto a model whose base layers are at the provider, and refuses those that cannot
-work.
+"""Loads PEFT adapters onto a model whose base layers are at the provider, and refuses those that cannot work.
 
 Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
 in one line and never gives another answer than its own.

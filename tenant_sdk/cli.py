@@ -43,7 +43,7 @@ def _client(
     url: list[str] | None, identity: list[Path] | None, mask: str, verify: str | None, parameters: str | None,
     tokenizer: str | None, pad_rows: int | None, accept_change: list[str] | None,
 ) -> Any:  # fmt: skip
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines come in pairs, before the one that says it all
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # otherwise gRPC prints lines of its own before ours
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
     from tenant_sdk.identity import read_endpoint
     from wire.errors import ConfigurationError

@@ -1,8 +1,8 @@
 """`TenantClient`: the one object a user of a provider needs.
 
 Guarantees: base weights never reach this process, adapters, data and optimizer state never leave it; what does leave
-is what the mask makes of activations and gradients (see `explain`). One error of wire/errors.py for whatever
-goes wrong.
+is what the mask makes of activations and gradients (see `explain`). Every failure is raised as one error of
+wire/errors.py.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class TenantClient:
     def connect(self) -> Manifest:
         """Connects, compares the provider with the trusted checkpoint, returns the manifest; cheap when repeated."""
         session = self._open()
-        with session.executor.in_session():  # as in all methods but `explain` and `close`
+        with session.executor.in_session():  # as all methods but `explain` and `close` do
             return session.manifest
 
     def _open(self) -> Session:
@@ -128,7 +128,7 @@ class TenantClient:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and calls so far, to all providers."""
+        """The bytes and calls that went to all providers so far."""
         total = Traffic()
         for connection in self._session.connections if self._session is not None else ():
             seen = connection.traffic.snapshot()
@@ -154,7 +154,7 @@ class TenantClient:
 
     @property
     def bucket(self) -> int | None:
-        """Tokens to which prompts and training rows are padded; None where they are not."""
+        """The number of tokens to which prompts and training rows are padded; None where they are not."""
         return self._plan.bucket
 
     @property
@@ -217,7 +217,7 @@ class TenantClient:
         """Fetches what the lattice mask needs once per layer, with a progress bar; no work for other masks.
 
         Args:
-            backward: also for gradients, as fine-tuning needs.
+            backward: whether to fetch it for gradients, too, which fine-tuning needs.
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()

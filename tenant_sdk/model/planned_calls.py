@@ -1,4 +1,4 @@
-"""What a loaded model does when a value is not finite: it stops, or it goes on with zeros to the planned end.
+"""Decides what a loaded model does when a value is not finite: it stops, or it goes on with zeros to the planned end.
 
 Without `verify` a provider may answer so that a number overflows, and where that happens depends on the tenant's data:
 a run that stopped there would tell the provider about them (`attacks.programs.overflow`). After the first value that is
@@ -86,7 +86,7 @@ class Course:
 
 
 class PlannedCalls:
-    """The courses of one loaded model: says to which of them a call belongs."""
+    """The courses of one loaded model; it decides to which of them a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
         """Args: may_stop: what applies to runs that do not choose for themselves."""

@@ -103,7 +103,7 @@ class _Settings:
 
 
 def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
+    """Returns LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -294,7 +294,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Mean cross-entropy over labelled tokens; the same number as the model's own loss.
+        """Returns mean cross-entropy over labelled tokens; the same number as the model's own loss.
 
         The vocabulary is by far the widest layer, and in completion-only training most positions have no label.
         """
@@ -308,7 +308,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         """Saves the adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was
         changed."""
         folder = Path(output_dir or self.args.output_dir)
-        make_private_folder(folder)  # before Trainer, which writes into it what tells of the data
+        make_private_folder(folder)  # before Trainer, whose files there reveal the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
 
     def _keeps_logits(self, model: Any) -> bool:
