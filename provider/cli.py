@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from wire.errors import VeilbaseError
+from wire.transport.event_engine import prefer_waiting_in_place
 
 DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
 """Where `provider serve --tls` answers when it is given nothing else."""
@@ -93,9 +94,7 @@ def serve(
 ) -> None:
     """Serve a model; prints `ready URL` when it answers."""
     flags = {name: value for name, value in locals().items() if name != "config"}
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs
-    # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _prepare_libraries()
     from provider.config import load_settings
     from provider.operations.logs import configure
     from provider.serve import serve as run
@@ -127,8 +126,7 @@ def shard(
 ) -> None:
     """Hold one shard of another host's provider; prints `ready shard N` each time that it has joined."""
     flags = {name: value for name, value in locals().items() if name != "config"}
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    _prepare_libraries()
     from provider.config import load_shard_settings
     from provider.operations.logs import configure
     from provider.shards.join import run_shard
@@ -209,6 +207,14 @@ def usage(state: _State = None) -> None:
 
     totals = read_usage(_state_path(state) / FILE_NAME)
     typer.echo(json.dumps({name: total.model_dump() for name, total in sorted(totals.items())}, indent=1))
+
+
+def _prepare_libraries() -> None:
+    """Sets what grpc and OpenMP read when they are loaded; before anything imports grpc or torch."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs
+    # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prefer_waiting_in_place()
 
 
 def _state_path(state: Path | None) -> Path:
