@@ -85,9 +85,10 @@ def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
 
 def finetune_tenant(url: str, folder: str, name: str) -> None:
     """A worker's life: one real tenant."""
-    from tenant_sdk import TenantClient
+    import tenant_sdk
 
-    with TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
+    tenant_sdk.tune()
+    with tenant_sdk.TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
         serve_worker(step_of(client.load_model()))
 
 
