@@ -121,6 +121,22 @@ def test_tune_sets_what_the_environment_does_not_say() -> None:
     assert (done.stdout.split(), done.stderr) == (["7", "mine", "False"], "")
 
 
+def test_the_command_tunes_before_torch_is_loaded() -> None:
+    code = f"""
+import os, sys
+from tenant_sdk import cli
+sys.argv = ["tenant", "explain", "--identity", "nowhere"]
+try:
+    cli.main()
+finally:
+    {VALUES}
+    assert not {{'torch', 'grpc'}} & set(sys.modules)
+"""
+    done = run(code)
+    assert done.stdout.split() == ["10000", OLDER_WAY]
+    assert done.stderr.startswith("tenant: nowhere is not an identity")
+
+
 def test_tune_that_comes_too_late_says_so_once_and_leaves_the_variable() -> None:
     done = run(f"import os, torch, tenant_sdk; tenant_sdk.tune(); tenant_sdk.tune(); {VALUES}")
     assert done.stdout.split() == ["None", OLDER_WAY]
