@@ -60,11 +60,12 @@ def step_of(model: Any) -> Callable[[], float]:
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """Runs one tenant as a worker."""
-    from tenant_sdk import TenantClient
+    """A worker's life: one tenant."""
+    import tenant_sdk
 
+    tenant_sdk.tune()
     options = {"background": False} if mask == "lattice" else {}
-    with TenantClient(
+    with tenant_sdk.TenantClient(
         url, identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
         verify="smollm2-135m" if verified else None,
     ) as client:  # fmt: skip

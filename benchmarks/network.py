@@ -62,13 +62,15 @@ def step_of(client: Any) -> Callable[[], Any]:
 
 
 def tenant(url: str, folder: str, mask: str, work: str) -> None:
-    """Runs one tenant as a worker."""
-    from tenant_sdk import TenantClient
+    """A worker's life."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
 
     backward = work == "step"
     num_tokens = SHAPE[0] * SHAPE[1] if backward else PROMPT_TOKENS + NEW_TOKENS
     options = {"background": False} if mask == MASKED else {}
-    with TenantClient(
+    with tenant_sdk.TenantClient(
         url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
     ) as client:
         client.fetch_hints(backward)

@@ -136,13 +136,14 @@ def _line(number: int, one: Found) -> str:
 
 
 def tenant(url: str, folder: str, name: str) -> None:
-    """Runs one real tenant as a worker."""
+    """A worker's life: one real tenant."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
     import torch
 
-    from tenant_sdk import TenantClient
-
     torch.set_num_threads(1)
-    with TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
+    with tenant_sdk.TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
         serve_worker(step_of(client.load_model()))
 
 
@@ -158,8 +159,10 @@ def local() -> None:
 
 
 def serve_saving(kind: str) -> None:
-    """Runs, as a worker, a provider on loopback that keeps each forward request until its gradient, or keeps
-    nothing."""
+    """A worker's life: a provider on loopback, which keeps each forward request until its gradient, or nothing."""
+    from wire.transport.event_engine import prefer_waiting_in_place
+
+    prefer_waiting_in_place()  # before anything imports grpc
     from provider.engine.job import Job
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel

@@ -32,7 +32,7 @@ from wire.errors import NotFinite
 
 WARNING = (
     "a value is NaN or infinite: this model sends zeros from now on and gives zeros, so that its calls show nothing of "
-    "that, and whatever comes of the run is worthless: after a stock Trainer, planned_calls.check_run(model) says so. "
+    "that, and whatever comes of the run is worthless: after a stock Trainer, tenant_sdk.check_run(model) says so. "
     "A learning rate too high can do it, and so can a provider that answers wrongly, which verify= (--verify) would "
     "tell"
 )
