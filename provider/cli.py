@@ -26,9 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_State = Annotated[
-    Path | None, typer.Option(help=STATE_HELP, show_default="~/.veilbase/provider")
-]
+_State = Annotated[Path | None, typer.Option(help=STATE_HELP, show_default="~/.veilbase/provider")]
 
 
 @app.command()

@@ -92,7 +92,8 @@ class ProviderSettings(_Settings):
         default=0, description="Port of the streams; 0 picks, none: by gRPC alone."
     )
     names: str = Field(
-        default="", pattern=r"^[^,\s]*(,[^,\s]+)*$",
+        default="",
+        pattern=r"^[^,\s]*(,[^,\s]+)*$",
         description="Further names for the certificate, comma-separated, as tenants use them.",
     )
     state: _UserPath = Field(default=DEFAULT_STATE, validate_default=True, description=STATE_HELP)
@@ -111,13 +112,16 @@ class ProviderSettings(_Settings):
     record_layers: str = Field(default="", description="Patterns of layers to record.", json_schema_extra=_ALL)
     threads: int | None = Field(default=None, ge=1, le=1024, description="Threads of the arithmetic, in each process.")
     shards: int = Field(
-        default=1, ge=1, le=1024,
+        default=1,
+        ge=1,
+        le=1024,
         description="Processes that share the layer groups out.",
         json_schema_extra={SHOWN: "1: none of their own"},
     )
     replicas: int = Field(default=1, ge=1, le=64, description="Processes a shard.")
     remote_shards: str = Field(
-        default="", pattern=r"^(\d{1,4}(,\d{1,4})*)?$",
+        default="",
+        pattern=r"^(\d{1,4}(,\d{1,4})*)?$",
         description="Shards, from 0, that other hosts hold: see `provider shard`.",
     )
     batching: Literal["opportunistic", "none", "lockstep"] = Field(
@@ -130,7 +134,9 @@ class ProviderSettings(_Settings):
         default=20.0, ge=0, le=60_000, description="The longest that a request waits for company."
     )
     busy_poll_ms: float = Field(
-        default=1000 * MOST_S, ge=0, le=1000 * LONGEST_S,
+        default=1000 * MOST_S,
+        ge=0,
+        le=1000 * LONGEST_S,
         description="The longest that an idle core looks for the next decode request.",
     )
     drain_s: float = Field(default=10.0, ge=0, le=3600, description="At the end: time for what is in flight.")
@@ -149,7 +155,6 @@ class ProviderSettings(_Settings):
     )
     max_in_flight_bytes: ByteSize = Field(default=ByteSize(MAX_IN_FLIGHT_BYTES), ge=256 << 20)
     tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
-
 
     @property
     def certificate_names(self) -> list[str]:

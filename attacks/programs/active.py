@@ -412,4 +412,3 @@ def _measure_and_report(out: Path) -> int:
     print("\n".join(table))
     caught = all(one.caught for one in outcomes if one.verify and one.fault)
     return 0 if caught and row_counts.is_held_off(leaks) else 1
-

@@ -102,4 +102,3 @@ def write(folder: Path, measured: dict[float, list[Growth]]) -> Path:
     file = folder / "growth.json"
     file.write_text(json.dumps({"series": data}, indent=1) + "\n")
     return file
-

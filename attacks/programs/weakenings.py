@@ -266,4 +266,3 @@ def _measure_and_report(out: Path) -> int:
     )
     print("\n".join(table))
     return 0 if all(one.is_right for one in outcomes) and all(one.wins for one in checks) else 1
-

@@ -163,9 +163,7 @@ def test_a_client_says_once_that_the_process_is_not_tuned(untuned: None) -> None
 
 
 @pytest.mark.parametrize("url", ["inproc:x", "grpc://127.0.0.1:1"])
-def test_a_client_is_quiet_where_it_does_not_matter(
-    url: str, untuned: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_is_quiet_where_it_does_not_matter(url: str, untuned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if not url.startswith("inproc:"):
         monkeypatch.setenv(tuning.SPIN_COUNT, "0")
         monkeypatch.setenv(EVENT_ENGINE, "")
