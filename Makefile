@@ -34,8 +34,9 @@ test: $(READY) ## all tests but the slow ones
 test-slow: $(READY) ## the slow ones: whole attacks, simulations, commands as processes
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
-check: $(READY) ## ruff, mypy, import-linter
+check: $(READY) ## ruff, its formatter, mypy, import-linter
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -1,5 +1,4 @@
-"""`python -m attacks.recover_prompts`: the victim and the report of attacks.extract_lora, for adversaries that read
-prompts."""
+"""`python -m attacks.recover_prompts`: runs attacks.extract_lora with the adversaries that read prompts."""
 
 from __future__ import annotations
 

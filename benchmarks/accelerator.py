@@ -1,5 +1,4 @@
-"""Measures the exact ring product on an accelerator against a bf16 product of the same shape, taking turns on one
-device.
+"""Measures the exact ring product on an accelerator against a bf16 product of the same shape; they take turns.
 
 A provider's whole work in ring arithmetic is rows · W̃ mod 2^32 (wire/ring/product.py); for tenants without a mask it
 would compute a bf16 product. Both directions are measured: with W̃ᵀ as it is stored, and with W̃, whose copy is made
@@ -124,7 +123,7 @@ def report(found: dict[str, Any], size: int, device: str, repeats: int) -> None:
 
 
 def main() -> None:
-    """Prints the table, or that there is no such device."""
+    """Prints the table, or says that there is no such device."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator")

@@ -1,4 +1,4 @@
-"""What batching and scheduling do for many tenants: the papers' tables on this machine, and one tenant's flood.
+"""Measures what batching and scheduling do for many tenants: the papers' tables on this machine, and a tenant's flood.
 
 The provider has one core to itself. The load is replayed from the other: tenants that send rows as their models would,
 layer after layer, and pause in between, but have no model (`benchmarks/replayer.py`). Latency is what the provider

@@ -107,7 +107,7 @@ class ModelPasses:
 
 
 class Worker:
-    """A benchmark's side in a process of its own; each `run` does one unit of work there."""
+    """One side of a benchmark, in a process of its own; each `run` does one unit of work there."""
 
     def __init__(self, module: str, *arguments: str) -> None:
         """Args: module: run with -m; its `serve_worker` answers."""

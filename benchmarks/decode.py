@@ -35,11 +35,12 @@ def decode_of(model: Any) -> Callable[[], Any]:
 
 
 def remote(url: str, folder: str, mask: str) -> None:
-    """Runs one tenant as a worker."""
-    from tenant_sdk import TenantClient
+    """A worker's life: one tenant."""
+    import tenant_sdk
 
+    tenant_sdk.tune()
     options = {"background": False} if mask == "lattice" else {}
-    with TenantClient(
+    with tenant_sdk.TenantClient(
         url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
     ) as client:
         if mask == "lattice":

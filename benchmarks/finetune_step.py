@@ -1,5 +1,4 @@
-"""Measures a fine-tuning step of 2 × 256 tokens: through a provider over mTLS loopback, and by local transformers +
-PEFT.
+"""Measures a fine-tuning step of 2 × 256 tokens: by a provider over mTLS loopback, and by local transformers + PEFT.
 
 Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run. Each side
 runs in a process of its own with its own settings (the peer with torch's defaults), and they take turns. `lattice`
@@ -61,11 +60,12 @@ def step_of(model: Any) -> Callable[[], float]:
 
 
 def remote_step(url: str, folder: str, mask: str, ready: str, verified: str) -> None:
-    """Runs one tenant as a worker."""
-    from tenant_sdk import TenantClient
+    """A worker's life: one tenant."""
+    import tenant_sdk
 
+    tenant_sdk.tune()
     options = {"background": False} if mask == "lattice" else {}
-    with TenantClient(
+    with tenant_sdk.TenantClient(
         url, identity=Path(folder) / "bench", mask=mask, mask_options=options, cache=folder,
         verify="smollm2-135m" if verified else None,
     ) as client:  # fmt: skip

@@ -84,10 +84,11 @@ def run(steps: int = 40, blocks: str = BLOCKS) -> tuple[float, list[Found]]:
 
 
 def finetune_tenant(url: str, folder: str, name: str) -> None:
-    """Runs one real tenant as a worker."""
-    from tenant_sdk import TenantClient
+    """A worker's life: one real tenant."""
+    import tenant_sdk
 
-    with TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
+    tenant_sdk.tune()
+    with tenant_sdk.TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
         serve_worker(step_of(client.load_model()))
 
 

@@ -1,5 +1,4 @@
-"""Measures masked against unmasked over a network, with masks made in advance: decode and a fine-tuning step
-(Symbiosis, figure 21).
+"""Measures masked against unmasked over a network, masks made in advance: decode and fine-tuning (Symbiosis, fig. 21).
 
 Provider and tenant are two hosts joined by a link of 1 Gbit/s each way with a round trip of 1 and of 20 ms
 (benchmarks/link.py; a delay here is always the whole round trip, and the table shows the measured one). Both sides
@@ -63,13 +62,15 @@ def step_of(client: Any) -> Callable[[], Any]:
 
 
 def tenant(url: str, folder: str, mask: str, work: str) -> None:
-    """Runs one tenant as a worker."""
-    from tenant_sdk import TenantClient
+    """A worker's life."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
 
     backward = work == "step"
     num_tokens = SHAPE[0] * SHAPE[1] if backward else PROMPT_TOKENS + NEW_TOKENS
     options = {"background": False} if mask == MASKED else {}
-    with TenantClient(
+    with tenant_sdk.TenantClient(
         url, identity=Path(folder) / "bench", mask=mask, arithmetic="ring", mask_options=options, cache=folder
     ) as client:
         client.fetch_hints(backward)

@@ -78,11 +78,12 @@ def recorded_rows() -> Path:
 
 
 def take_step(url: str, folder: Path) -> None:
-    """Runs the tenant that is recorded."""
+    """The recorded tenant's life."""
+    import tenant_sdk
     from benchmarks.finetune_step import step_of
-    from tenant_sdk import TenantClient
 
-    with TenantClient(url, identity=folder / "recorded", mask="lattice", cache=folder) as client:
+    tenant_sdk.tune()
+    with tenant_sdk.TenantClient(url, identity=folder / "recorded", mask="lattice", cache=folder) as client:
         step_of(client.load_model())()
 
 

@@ -1,5 +1,4 @@
-"""Measures the cost of a scheduling decision with 1,000 requests queued: processor time a request, from `add` to
-`finished`."""
+"""Measures processor time a request, from `add` to `finished`, in the scheduler with 1,000 requests queued."""
 
 from __future__ import annotations
 

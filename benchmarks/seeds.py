@@ -1,5 +1,4 @@
-"""Does a fine-tune under the lattice mask end where the unmasked one ends? It is compared with the effect of another
-seed.
+"""Does a fine-tune under the lattice mask end where the unmasked one ends? A change of seed is the yardstick.
 
 It trains SmolLM2-135M int8 with LoRA of rank 16 on all linear layers, on this repository's own example data. For each
 seed there is one run with `lattice` and one with `off` in ring arithmetic, which differ in nothing but the mask: the

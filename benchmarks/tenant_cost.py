@@ -1,5 +1,4 @@
-"""Measures what a mask costs the tenant against computing the layer itself: one d → d linear layer, per token, d from
-576 up.
+"""Measures what a mask costs the tenant against computing a d → d linear layer itself, per token, d from 576 up.
 
 Our side makes the secrets, errors, mask and effect of a forward pass at the default parameters, with hints as they are
 stored on disk (24 bits, memory-mapped, their tiles checked before the clock starts); A's transforms are kept, as one A

@@ -1,9 +1,9 @@
-"""Measures many fine-tuning tenants on one provider against as many transformers + PEFT processes: tokens a second,
-memory.
+"""Measures fine-tuning tenants of one provider against as many local processes: tokens a second, memory.
 
-Each tenant, and each local process, has one thread and takes LoRA steps of 2 × 256 tokens on SmolLM2-135M; all run at
-the same time on this machine, the provider included. Both sides take turns, round after round, up to four tenants.
-Memory is PSS: pages that processes share count once. `python -m benchmarks.tenants [throughput | saving]`.
+Local processes run transformers + PEFT. Each tenant, and each local process, has one thread and takes LoRA steps of
+2 × 256 tokens on SmolLM2-135M; all run at the same time on this machine, the provider included. Both sides take turns,
+round after round, up to four tenants. Memory is PSS: pages that processes share count once.
+`python -m benchmarks.tenants [throughput | saving]`.
 
 `saving` makes the papers' other comparison: a provider that keeps each layer's input from the forward pass to the
 backward pass, as training code does (here and nowhere else), against the real one, which keeps nothing.
@@ -136,13 +136,14 @@ def _line(number: int, one: Found) -> str:
 
 
 def tenant(url: str, folder: str, name: str) -> None:
-    """Runs one real tenant as a worker."""
+    """A worker's life: one real tenant."""
+    import tenant_sdk
+
+    tenant_sdk.tune()
     import torch
 
-    from tenant_sdk import TenantClient
-
     torch.set_num_threads(1)
-    with TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
+    with tenant_sdk.TenantClient(url, identity=Path(folder) / name, mask="off", cache=folder) as client:
         serve_worker(step_of(client.load_model()))
 
 
@@ -158,8 +159,10 @@ def local() -> None:
 
 
 def serve_saving(kind: str) -> None:
-    """Runs, as a worker, a provider on loopback that keeps each forward request until its gradient, or keeps
-    nothing."""
+    """A worker's life: a provider on loopback, which keeps each forward request until its gradient, or nothing."""
+    from wire.transport.event_engine import prefer_waiting_in_place
+
+    prefer_waiting_in_place()  # before anything imports grpc
     from provider.engine.job import Job
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel

@@ -161,7 +161,10 @@ def seconds_of(send: Callable[[], Any], receive: Callable[[Any], Any], count: in
 
 
 def run(repeats: int = 7) -> dict[str, Any]:
-    """Returns microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
+    """Microseconds above the echo, and goodput as a share of it: medians over paired rounds."""
+    from wire.transport.event_engine import prefer_waiting_in_place
+
+    prefer_waiting_in_place()  # before anything imports grpc; the servers inherit it
     from provider.identity.authority import StateDir
     from provider.identity.registry import enroll
     from wire.transport.grpc_connection import GrpcConnection

@@ -90,10 +90,10 @@ def print_privacy(client: Any) -> None:
 
 
 def tenant(url: str) -> None:
-    """Runs the second process: fine-tunes, then asks the held-out questions."""
-    from tenant_sdk import TenantClient  # before torch: it sets how OpenMP waits
+    """The second process: fine-tunes, then asks the held-out questions."""
+    import tenant_sdk
 
-    # isort: split
+    tenant_sdk.tune()  # before torch and grpc are imported
     from peft import LoraConfig
 
     from tenant_sdk.adapters import adapted_model
@@ -104,7 +104,7 @@ def tenant(url: str) -> None:
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
     heldout = heldout[1::2]  # half of them, to save time; the README says how all eight fare
     questions = [row["messages"][0]["content"] for row in heldout]
-    with TenantClient(url, identity=WORK / "acme", mask="lattice", verify=MODEL) as client:
+    with tenant_sdk.TenantClient(url, identity=WORK / "acme", mask="lattice", verify=MODEL) as client:
         manifest = client.connect()
         print(f"Provider: {manifest.model_id}, {len(manifest.groups)} layer groups, {manifest.weights} weights")
         print_privacy(client)

@@ -13,13 +13,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-# tenant_sdk comes first: it sets how long OpenMP's threads spin, which is read once, when torch is loaded.
-from tenant_sdk import TenantClient
+import tenant_sdk
 
-# isort: split
+tenant_sdk.tune()  # first: what it sets is read once, when torch and grpc are imported
+
 from peft import LoraConfig
-
-from wire.errors import VeilbaseError
 
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
@@ -38,7 +36,7 @@ def main() -> None:
     args = parser.parse_args()
 
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    with TenantClient(args.url, identity=args.identity, mask=args.mask, verify=args.verify) as client:
+    with tenant_sdk.TenantClient(args.url, identity=args.identity, mask=args.mask, verify=args.verify) as client:
         client.explain()
         result = client.finetune(
             args.data, config, args.output, max_steps=args.max_steps, batch_size=8, learning_rate=3e-3, seed=0
@@ -52,5 +50,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except VeilbaseError as exc:
+    except tenant_sdk.VeilbaseError as exc:
         raise SystemExit(f"finetune.py: {exc}") from None

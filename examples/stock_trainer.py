@@ -17,15 +17,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-# tenant_sdk comes first: it sets how long OpenMP's threads spin, which is read once, when torch is loaded.
-from tenant_sdk import TenantClient
+import tenant_sdk
 
-# isort: split
+tenant_sdk.tune()  # first: what it sets is read once, when torch and grpc are imported
+
 from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments, set_seed
-
-from tenant_sdk.model.planned_calls import check_run
-from wire.errors import VeilbaseError
 
 DATA = Path(__file__).parent / "data" / "harborlight.jsonl"
 
@@ -49,7 +46,7 @@ def main() -> None:
     args = parser.parse_args()
 
     set_seed(0)
-    with TenantClient(args.url, identity=args.identity, mask=args.mask, verify=args.verify) as client:
+    with tenant_sdk.TenantClient(args.url, identity=args.identity, mask=args.mask, verify=args.verify) as client:
         tokenizer = client.tokenizer
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -77,8 +74,8 @@ def main() -> None:
         )
         client.fetch_hints(backward=True)  # shows a progress bar; otherwise each layer fetches when it is first used
         trainer.train()
-        check_run(model)
-        # False: otherwise PEFT would look the base model up on a hub to see whether its vocabulary was changed
+        tenant_sdk.check_run(model)
+        # False: PEFT would look the base model up on a hub to see whether its vocabulary was changed
         model.save_pretrained(args.output, save_embedding_layers=False)
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         print(f"adapter {args.output}: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
@@ -87,5 +84,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except VeilbaseError as exc:
+    except tenant_sdk.VeilbaseError as exc:
         raise SystemExit(f"stock_trainer.py: {exc}") from None

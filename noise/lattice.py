@@ -37,7 +37,8 @@ from wire.ring.seeded_rows import SeededRows
 BLOCKS_RESERVED_AT_ONCE = 64
 """Blocks that one record in the ledger, and so one fsync, reserves; those that a process leaves unused stay counted."""
 MOST_BLOCKS_AT_ONCE = 8
-"""Most blocks that share the transforms of A and H; more gained nothing (docs/benchmarks_history.md)."""
+"""Most blocks that share the transforms of A and H; more gained nothing. docs/benchmarks_history.md, "Making masks",
+has figures for one and for eight."""
 
 MOST_PIECES = 8
 """Most pieces of a block, since making each costs the work of a whole block."""

@@ -1,8 +1,8 @@
 """Two providers that do not collude: one gets the rows minus a pseudorandom share, the other the share's seed.
 
 It is exact: there is no error, no hint and no pool. The first provider sees x̃ − expand(p) mod 2^32, which is uniform
-to anyone who does not know p; the second sees p, 32 fresh bytes that have nothing to do with x̃. Assumption: the two do
-not collude, and AES-256-CTR is a pseudorandom generator. This is additive secret sharing (docs/masks.md, "shares").
+for a party that does not know p; the second sees p, 32 fresh bytes that have nothing to do with x̃. Assumption: the two
+do not collude, and AES-256-CTR is a pseudorandom generator. This is additive secret sharing (docs/masks.md, "shares").
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     # The four bytes of a number stay side by side: as the second operand they need no copy, only a sign.
     limbs = torch.bitwise_xor(rows.contiguous(), _SIGN_BITS).view(torch.int8)  # (num_rows, 4 · features)
     parts = torch._int_mm(fold, limbs)  # type: ignore[no-untyped-call]
-    total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # wraps mod 2^32
+    total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # The numbers wrap mod 2^32.
     # In each byte Σ S·u = Σ S·(u − 128) + 128·ΣS, so the number is short of 0x80808080·ΣS.
     offset = coding.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)
     return total.add_(offset)

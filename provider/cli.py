@@ -8,11 +8,14 @@ import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
+from provider.config import STATE_HELP, ProviderSettings, ShardSettings, load_settings, load_shard_settings
+from provider.flags import takes_settings
 from wire.errors import VeilbaseError
+from wire.transport.event_engine import prefer_waiting_in_place
 
 DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
 """The URL where `provider serve --tls` answers when it is given nothing else."""
@@ -23,80 +26,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_State = Annotated[
-    Path | None, typer.Option(help="State directory: CA and registry.", show_default="~/.veilbase/provider")
-]
+_State = Annotated[Path | None, typer.Option(help=STATE_HELP, show_default="~/.veilbase/provider")]
 
 
 @app.command()
-def serve(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Built-in name, GGUF file, Hugging Face folder or hub id.", show_default="smollm2-135m"),
-    ] = None,
-    tls: Annotated[bool | None, typer.Option("--tls", help="Mutual TLS; needed for any address but loopback.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
-    port: Annotated[int | None, typer.Option(help="0 picks a free one.", show_default="8443")] = None,
-    tensor_port: Annotated[
-        str | None, typer.Option(help="Port of the streams; 0 picks, none: by gRPC alone.", show_default="0")
-    ] = None,
-    names: Annotated[
-        str | None, typer.Option(help="Further names for the certificate, comma-separated, as tenants use them.")
-    ] = None,
-    state: _State = None,
-    weights: Annotated[
-        Literal["int8", "native"] | None,
-        typer.Option(help="native keeps the checkpoint's weights next to int8.", show_default="int8"),
-    ] = None,
-    base_layers: Annotated[
-        str | None, typer.Option(help="Layers to serve: patterns, comma-separated, ! excludes.", show_default="all")
-    ] = None,
-    record: Annotated[Path | None, typer.Option(help="Write down all that tenants send (security evaluation).")] = None,
-    record_limit: Annotated[str | None, typer.Option(help="Most bytes to record.", show_default="4GiB")] = None,
-    record_layers: Annotated[str | None, typer.Option(help="Patterns of layers to record.", show_default="all")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic, in each process.")] = None,
-    shards: Annotated[
-        int | None, typer.Option(help="Processes that share the layer groups out.", show_default="1: none of their own")
-    ] = None,
-    replicas: Annotated[int | None, typer.Option(help="Processes a shard.", show_default="1")] = None,
-    remote_shards: Annotated[
-        str | None, typer.Option(help="Shards, from 0, that other hosts hold: see `provider shard`.")
-    ] = None,
-    batching: Annotated[
-        Literal["opportunistic", "none", "lockstep"] | None,
-        typer.Option(help="How requests share products; two are for comparison.", show_default="opportunistic"),
-    ] = None,
-    slo_ms: Annotated[float | None, typer.Option(help="Latency target of decode, from arrival to reply.")] = None,
-    busy_poll_ms: Annotated[
-        float | None,
-        typer.Option(help="The longest that an idle core looks for the next decode request.", show_default="2"),
-    ] = None,
-    max_wait_ms: Annotated[
-        float | None, typer.Option(help="The longest that a request waits for company.", show_default="20")
-    ] = None,
-    drain_s: Annotated[
-        float | None, typer.Option(help="At the end: time for what is in flight.", show_default="10")
-    ] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Loopback port of Prometheus' metrics; 0 picks.")] = None,
-    health_port: Annotated[int | None, typer.Option(help="Loopback port of gRPC's health service; 0 picks.")] = None,
-    log_format: Annotated[
-        Literal["text", "json"] | None, typer.Option(help="Of the log on stderr.", show_default="text")
-    ] = None,
-    parallel: Annotated[
-        Literal["none", "tensor", "fsdp"] | None,
-        typer.Option(help="Processes started by torchrun make each product together.", show_default="none"),
-    ] = None,
-    parallel_timeout_s: Annotated[
-        float | None, typer.Option(help="The longest that one of them waits for another.", show_default="60")
-    ] = None,
-) -> None:
+@takes_settings(ProviderSettings)
+def serve(flags: dict[str, Any], config: Path | None) -> None:
     """Serve a model; prints `ready URL` when it answers."""
-    flags = {name: value for name, value in locals().items() if name != "config"}
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs.
-    # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from provider.config import load_settings
+    _prepare_libraries()
     from provider.operations.logs import configure
     from provider.serve import serve as run
 
@@ -106,30 +43,10 @@ def serve(
 
 
 @app.command()
-def shard(
-    join: Annotated[str | None, typer.Option(help="URL of the provider.")] = None,
-    identity: Annotated[
-        Path | None, typer.Option(help="Folder made by `provider enroll NAME --shard --out DIR`.")
-    ] = None,
-    shard: Annotated[
-        int | None, typer.Option(help="Which of its shards to be a replica of, from 0.", show_default="0")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="As the provider's.", show_default="smollm2-135m")] = None,
-    weights: Annotated[
-        Literal["int8", "native"] | None, typer.Option(help="As the provider's.", show_default="int8")
-    ] = None,
-    base_layers: Annotated[str | None, typer.Option(help="As the provider's.", show_default="all")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of the arithmetic.")] = None,
-    log_format: Annotated[
-        Literal["text", "json"] | None, typer.Option(help="Of the log on stderr.", show_default="text")
-    ] = None,
-) -> None:
+@takes_settings(ShardSettings)
+def shard(flags: dict[str, Any], config: Path | None) -> None:
     """Hold one shard of another host's provider; prints `ready shard N` each time that it has joined."""
-    flags = {name: value for name, value in locals().items() if name != "config"}
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from provider.config import load_shard_settings
+    _prepare_libraries()
     from provider.operations.logs import configure
     from provider.shards.join import run_shard
 
@@ -211,9 +128,15 @@ def usage(state: _State = None) -> None:
     typer.echo(json.dumps({name: total.model_dump() for name, total in sorted(totals.items())}, indent=1))
 
 
-def _state_path(state: Path | None) -> Path:
-    from provider.config import load_settings
+def _prepare_libraries() -> None:
+    """Sets what grpc and OpenMP read when they are loaded; before anything imports grpc or torch."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs
+    # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prefer_waiting_in_place()
 
+
+def _state_path(state: Path | None) -> Path:
     return load_settings({"state": state}).state
 
 

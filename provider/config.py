@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError
+from pydantic import BeforeValidator, ByteSize, Field, JsonValue, ValidationError
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -17,12 +17,17 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from provider.flags import SHOWN
 from provider.schedule.quota import EVERYBODY, LOCAL_TENANT, MAX_IN_FLIGHT_BYTES, TenantLimits
 from wire.errors import ConfigurationError, os_cause
 from wire.transport.busy_poll import LONGEST_S, MOST_S
 
 ENV_PREFIX, SHARD_ENV_PREFIX = "VEILBASE_PROVIDER_", "VEILBASE_SHARD_"
 DEFAULT_STATE = Path("~/.veilbase/provider")
+STATE_HELP = "State directory: CA and registry."
+_AS_THE_PROVIDERS = "As the provider's."
+_OF_THE_LOG = "Of the log on stderr."
+_ALL: dict[str, JsonValue] = {SHOWN: "all"}
 _TENANT_OR_ALL = r"^(\*|[a-z0-9][a-z0-9._-]{0,62})$"
 _UserPath = Annotated[Path, BeforeValidator(lambda path: Path(path).expanduser())]
 
@@ -43,94 +48,122 @@ class _Settings(BaseSettings):
 
 
 class ShardSettings(_Settings):
-    """What a shard on another host does.
-
-    Attributes:
-        join: the URL of the provider.
-        identity: a folder made by `provider enroll NAME --shard`.
-        shard: which of its shards, from 0.
-        model, weights, base_layers: the same as the provider's.
-        threads, log_format: see `ProviderSettings`.
-    """
+    """What a shard on another host does; each setting is a flag of `provider shard`."""
 
     model_config = SettingsConfigDict(env_prefix=SHARD_ENV_PREFIX, extra="forbid", frozen=True)
 
-    join: str = Field(min_length=1)
-    identity: _UserPath
-    shard: int = Field(default=0, ge=0, le=1023)
-    model: str = Field(default="smollm2-135m", min_length=1)
-    weights: Literal["int8", "native"] = "int8"
-    base_layers: str | None = None
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    log_format: Literal["text", "json"] = "text"
+    join: str = Field(min_length=1, description="URL of the provider.")
+    identity: _UserPath = Field(description="Folder made by `provider enroll NAME --shard --out DIR`.")
+    shard: int = Field(default=0, ge=0, le=1023, description="Which of its shards to be a replica of, from 0.")
+    model: str = Field(default="smollm2-135m", min_length=1, description=_AS_THE_PROVIDERS)
+    weights: Literal["int8", "native"] = Field(default="int8", description=_AS_THE_PROVIDERS)
+    base_layers: str | None = Field(default=None, description=_AS_THE_PROVIDERS, json_schema_extra=_ALL)
+    threads: int | None = Field(default=None, ge=1, le=1024, description="Threads of the arithmetic.")
+    log_format: Literal["text", "json"] = Field(default="text", description=_OF_THE_LOG)
 
 
 class ProviderSettings(_Settings):
-    """What one provider process does.
+    """What one provider process does; each setting with a description is a flag of `provider serve`.
 
     Attributes:
-        model: built-in name, GGUF file, Hugging Face folder or hub id.
-        tls: mutual TLS; without it only loopback addresses are served.
-        tensor_port: of the tenants' streams, with TLS; 0 picks one, `none` leaves them to gRPC.
-        names: further names and addresses for the server's certificate, comma-separated.
-        base_layers: which layers are served; the rest goes into the bundle.
-        threads: of the arithmetic, in each process that computes; None leaves torch's own choice, or shares the cores.
-        shards: processes that hold whole layer groups; 1, without replicas, computes in this one.
-        replicas: processes a shard, each with the same weights.
-        remote_shards: numbers of shards that no process is started for; `ready` is said once other hosts have joined.
-        batching: how requests of several tenants are put together; `none` and `lockstep` are for comparison.
-        slo_ms: latency target of a decode request inside the provider.
-        max_wait_ms: the longest that a request is held for company.
-        busy_poll_ms: see `wire.transport.busy_poll`; 0 never looks, and leaves the core to others.
-        drain_s: at the end, so long, what is in flight is answered while new work is refused.
-        metrics_port: loopback port of Prometheus' metrics; 0 picks one, None opens none.
-        health_port: the same for gRPC's health service.
+        tensor_port: with TLS only; `none` leaves the tenants' streams to gRPC.
+        base_layers: what is not served goes into the bundle.
+        threads: None leaves torch's own choice, or shares the cores.
+        shards: they hold whole layer groups; 1, without replicas, computes in this process.
+        replicas: each has the same weights.
+        remote_shards: no process is started for them; `ready` is said once other hosts have joined.
+        max_wait_ms, busy_poll_ms: see `provider.schedule` and `wire.transport.busy_poll`; 0 never waits or looks.
+        drain_s: new work is refused while what is in flight is answered.
+        metrics_port, health_port: None opens none.
         log_format: `json` writes an object a line.
-        parallel: several processes make each product together; torchrun starts them.
-        parallel_timeout_s: with `parallel`, the longest that one waits for another.
         max_in_flight_bytes: of requests and replies of all tenants; none of them holds more than is still free.
         tenant_limits: by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    model: str = Field(default="smollm2-135m", min_length=1)
-    tls: bool = False
-    host: str = Field(default="127.0.0.1", min_length=1)
-    port: int = Field(default=8443, ge=0, le=65_535)
-    tensor_port: Literal["none"] | Annotated[int, Field(ge=0, le=65_535)] = 0
-    names: str = Field(default="", pattern=r"^[^,\s]*(,[^,\s]+)*$")
-    state: _UserPath = Field(default=DEFAULT_STATE, validate_default=True)
-    weights: Literal["int8", "native"] = "int8"
-    base_layers: str | None = None
-    record: _UserPath | None = None
-    record_limit: ByteSize = ByteSize(4 << 30)
-    record_layers: str = ""
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    shards: int = Field(default=1, ge=1, le=1024)
-    replicas: int = Field(default=1, ge=1, le=64)
-    remote_shards: str = Field(default="", pattern=r"^(\d{1,4}(,\d{1,4})*)?$")
-    batching: Literal["opportunistic", "none", "lockstep"] = "opportunistic"
-    slo_ms: float | None = Field(default=None, gt=0, le=60_000)
-    max_wait_ms: float = Field(default=20.0, ge=0, le=60_000)
-    busy_poll_ms: float = Field(default=1000 * MOST_S, ge=0, le=1000 * LONGEST_S)
-    drain_s: float = Field(default=10.0, ge=0, le=3600)
-    metrics_port: int | None = Field(default=None, ge=0, le=65_535)
-    health_port: int | None = Field(default=None, ge=0, le=65_535)
-    log_format: Literal["text", "json"] = "text"
-    parallel: Literal["none", "tensor", "fsdp"] = "none"
-    parallel_timeout_s: float = Field(default=60.0, ge=1, le=3600)
+    model: str = Field(
+        default="smollm2-135m", min_length=1, description="Built-in name, GGUF file, Hugging Face folder or hub id."
+    )
+    tls: bool = Field(default=False, description="Mutual TLS; needed for any address but loopback.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(default=8443, ge=0, le=65_535, description="0 picks a free one.")
+    tensor_port: Literal["none"] | Annotated[int, Field(ge=0, le=65_535)] = Field(
+        default=0, description="Port of the streams; 0 picks, none: by gRPC alone."
+    )
+    names: str = Field(
+        default="",
+        pattern=r"^[^,\s]*(,[^,\s]+)*$",
+        description="Further names for the certificate, comma-separated, as tenants use them.",
+    )
+    state: _UserPath = Field(default=DEFAULT_STATE, validate_default=True, description=STATE_HELP)
+    weights: Literal["int8", "native"] = Field(
+        default="int8", description="native keeps the checkpoint's weights next to int8."
+    )
+    base_layers: str | None = Field(
+        default=None, description="Layers to serve: patterns, comma-separated, ! excludes.", json_schema_extra=_ALL
+    )
+    record: _UserPath | None = Field(
+        default=None, description="Write down all that tenants send (security evaluation)."
+    )
+    record_limit: ByteSize = Field(
+        default=ByteSize(4 << 30), description="Most bytes to record.", json_schema_extra={SHOWN: "4GiB"}
+    )
+    record_layers: str = Field(default="", description="Patterns of layers to record.", json_schema_extra=_ALL)
+    threads: int | None = Field(default=None, ge=1, le=1024, description="Threads of the arithmetic, in each process.")
+    shards: int = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="Processes that share the layer groups out.",
+        json_schema_extra={SHOWN: "1: none of their own"},
+    )
+    replicas: int = Field(default=1, ge=1, le=64, description="Processes a shard.")
+    remote_shards: str = Field(
+        default="",
+        pattern=r"^(\d{1,4}(,\d{1,4})*)?$",
+        description="Shards, from 0, that other hosts hold: see `provider shard`.",
+    )
+    batching: Literal["opportunistic", "none", "lockstep"] = Field(
+        default="opportunistic", description="How requests share products; two are for comparison."
+    )
+    slo_ms: float | None = Field(
+        default=None, gt=0, le=60_000, description="Latency target of decode, from arrival to reply."
+    )
+    max_wait_ms: float = Field(
+        default=20.0, ge=0, le=60_000, description="The longest that a request waits for company."
+    )
+    busy_poll_ms: float = Field(
+        default=1000 * MOST_S,
+        ge=0,
+        le=1000 * LONGEST_S,
+        description="The longest that an idle core looks for the next decode request.",
+    )
+    drain_s: float = Field(default=10.0, ge=0, le=3600, description="At the end: time for what is in flight.")
+    metrics_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="Loopback port of Prometheus' metrics; 0 picks."
+    )
+    health_port: int | None = Field(
+        default=None, ge=0, le=65_535, description="Loopback port of gRPC's health service; 0 picks."
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description=_OF_THE_LOG)
+    parallel: Literal["none", "tensor", "fsdp"] = Field(
+        default="none", description="Processes started by torchrun make each product together."
+    )
+    parallel_timeout_s: float = Field(
+        default=60.0, ge=1, le=3600, description="The longest that one of them waits for another."
+    )
     max_in_flight_bytes: ByteSize = Field(default=ByteSize(MAX_IN_FLIGHT_BYTES), ge=256 << 20)
     tenant_limits: dict[Annotated[str, Field(pattern=_TENANT_OR_ALL)], TenantLimits] = Field(default_factory=dict)
 
     @property
     def certificate_names(self) -> list[str]:
-        """Those of `names`."""
+        """Returns the names in `names`."""
         return [one for one in self.names.split(",") if one]
 
     @property
     def shards_elsewhere(self) -> frozenset[int]:
-        """The numbers of `remote_shards`."""
+        """Returns the numbers in `remote_shards`."""
         return frozenset(int(one) for one in self.remote_shards.split(",") if one)
 
     def check_shards(self) -> None:

@@ -36,7 +36,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Numbers of mallopt's parameters, from glibc's malloc.h."""
 _FREE_BYTES_KEPT = 64 << 20
 """Bytes kept at the heap's free end, as malloc's own rule would. 32 MiB cost 1.4 times the processor time (product left
-out) for pages given back and taken again (docs/benchmarks_history.md, "Memory")."""
+out) for pages given back and taken again."""
 _MAPPED_BYTES = 1 << 20
 """Size in bytes of a chunk of the wire. A block of this size that fits nowhere in the heap is mapped, and goes back
 when it is freed."""
@@ -127,7 +127,8 @@ def share_one_heap() -> None:
 
     glibc gives each thread a heap of its own, and after the first large block is freed keeps blocks of up to 32 MiB in
     them. A tensor passes through several threads a tenant, so many heaps came to keep holes of every size: with four
-    tenants 400 to 500 MB, and still rising (benchmarks/memory.py). With another libc this does nothing.
+    tenants 400 to 500 MB, and still rising (benchmarks/memory.py; docs/benchmarks_history.md, "Memory"). With another
+    libc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,40 +1,138 @@
-"""Fine-tune and run adapters on a base model that a provider holds: `TenantClient` is all a user needs.
+"""Fine-tune and run adapters on a base model that a provider holds: the names below are all that a user needs.
 
-Nothing heavy is imported until a name is used, and nothing is fetched.
+Importing this package loads nothing heavy, fetches nothing and sets no environment variable. A name that needs torch is
+imported when it is first used; so call `tune` before that, as in
+
+    import tenant_sdk
+
+    tenant_sdk.tune()
+    with tenant_sdk.TenantClient("grpcs://host:8443", identity="acme") as client:
+        ...
 """
 
 from __future__ import annotations
 
-import os
-import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from wire.transport.event_engine import prefer_waiting_in_place
-
-if "torch" not in sys.modules:
-    # OpenMP's workers spin for milliseconds after each operation by default, on the cores that TLS and a provider on
-    # the same machine need: with short spinning a step took 1.5 times the local one instead of 2
-    # (docs/benchmarks_history.md). libgomp reads this once, when torch is loaded: import tenant_sdk before torch, or
-    # set it in the environment.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-prefer_waiting_in_place()
+from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.tuning import NotTunedWarning, tune
+from wire.errors import (
+    AccessError,
+    ConfigurationError,
+    DatasetError,
+    DeadlineExceeded,
+    ForkedConnection,
+    InvalidTensor,
+    LimitExceeded,
+    MalformedFrame,
+    MaskError,
+    MaskOverflow,
+    MaskReused,
+    NotFinite,
+    NotPermitted,
+    ProtocolError,
+    ProviderChanged,
+    QuotaExceeded,
+    RemoteFault,
+    RequestError,
+    TransportError,
+    Unauthenticated,
+    Unavailable,
+    UnknownLayer,
+    VeilbaseError,
+    VerificationFailed,
+    VersionMismatch,
+    WeakParameters,
+)
 
 if TYPE_CHECKING:
+    from noise.blocks.slots import SlotsExhausted
+    from noise.gaussian_pool import NotPrivateWarning
+    from noise.ledger.ledger import SeedExhausted
     from tenant_sdk.client import TenantClient
-    from tenant_sdk.training.finetune import FinetuneResult
+    from tenant_sdk.generate import TemplateRefuses
+    from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
+    from tenant_sdk.model.remote_linear import RemoteWeightError
+    from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
+    from tenant_sdk.text.failures import TokenizerFailed
+    from tenant_sdk.text.rows import CutWarning
+    from tenant_sdk.text.template import TemplateDoesNotFit
+    from tenant_sdk.training.dataset import UnusableRowWarning
 
-__all__ = ["FinetuneResult", "TenantClient"]
+__all__ = [
+    "AcceptedChangeWarning",
+    "AccessError",
+    "ConfigurationError",
+    "CutWarning",
+    "DatasetError",
+    "DeadlineExceeded",
+    "FinetuneResult",
+    "ForkedConnection",
+    "InvalidTensor",
+    "LimitExceeded",
+    "MalformedFrame",
+    "MaskError",
+    "MaskOverflow",
+    "MaskReused",
+    "NotFinite",
+    "NotFiniteWarning",
+    "NotPermitted",
+    "NotPrivateWarning",
+    "NotTunedWarning",
+    "NotVerifiedWarning",
+    "ProtocolError",
+    "ProviderChanged",
+    "QuotaExceeded",
+    "RemoteFault",
+    "RemoteWeightError",
+    "RequestError",
+    "SeedExhausted",
+    "SlotsExhausted",
+    "TemplateDoesNotFit",
+    "TemplateRefuses",
+    "TenantClient",
+    "TokenizerFailed",
+    "TransportError",
+    "Unauthenticated",
+    "Unavailable",
+    "UnknownLayer",
+    "UnusableRowWarning",
+    "VeilbaseError",
+    "VerificationFailed",
+    "VersionMismatch",
+    "WeakParameters",
+    "check_run",
+    "tune",
+]
+
+_MODULE_OF = {
+    "AcceptedChangeWarning": "tenant_sdk.session",
+    "CutWarning": "tenant_sdk.text.rows",
+    "NotFiniteWarning": "tenant_sdk.model.planned_calls",
+    "NotPrivateWarning": "noise.gaussian_pool",
+    "NotVerifiedWarning": "tenant_sdk.session",
+    "RemoteWeightError": "tenant_sdk.model.remote_linear",
+    "SeedExhausted": "noise.ledger.ledger",
+    "SlotsExhausted": "noise.blocks.slots",
+    "TemplateDoesNotFit": "tenant_sdk.text.template",
+    "TemplateRefuses": "tenant_sdk.generate",
+    "TenantClient": "tenant_sdk.client",
+    "TokenizerFailed": "tenant_sdk.text.failures",
+    "UnusableRowWarning": "tenant_sdk.training.dataset",
+    "check_run": "tenant_sdk.model.planned_calls",
+}
+"""Where the names are that are imported at first use: their modules load torch, which takes seconds."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch and transformers at first use only."""
-    if name == "TenantClient":
-        from tenant_sdk.client import TenantClient
+    """Imports a name of `_MODULE_OF` when it is first used."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
 
-        return TenantClient
-    if name == "FinetuneResult":
-        from tenant_sdk.training.finetune import FinetuneResult
 
-        return FinetuneResult
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    """Lists the exported names also before they are imported."""
+    return sorted({*globals(), *__all__})

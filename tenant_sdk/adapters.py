@@ -1,5 +1,4 @@
-"""Loads PEFT adapters from a folder onto a model whose base layers are at the provider, and refuses those that cannot
-work.
+"""Loads PEFT adapters onto a model whose base layers are at the provider, and refuses those that cannot work.
 
 Guarantees: an adapter that does not fit, or that contains a whole copy of a layer that the provider holds, is refused
 in one line and never gives another answer than its own.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft import PeftModel
 from peft.tuners.ln_tuning.layer import LNTuningLayer
@@ -17,19 +16,17 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors import SafetensorError
 
 from tenant_sdk.model.remote_linear import RemoteConv1D, RemoteLinear
+from tenant_sdk.session_protocol import ModelSource
 from wire.errors import ConfigurationError
 from wire.loading import loading
 
-if TYPE_CHECKING:
-    from tenant_sdk.client import TenantClient
 
-
-def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
-    """Returns the client's model with an adapter on it, kept until another adapter is asked for."""
+def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
+    """The session's model with an adapter on it, kept until another adapter is asked for."""
     key = _adapter_key(adapter)
-    if client.loaded is None or client.loaded[0] != key:
-        client.loaded = None
-        model: Any = client.load_model()
+    if session.loaded is None or session.loaded[0] != key:
+        session.loaded = None
+        model: Any = session.load_model()
         if adapter is not None:
             try:
                 with loading():
@@ -40,8 +37,8 @@ def adapted_model(client: TenantClient, adapter: str | Path | None) -> Any:
             copied = copied_base_layer(model)
             if copied is not None:  # PEFT would answer without the adapter's own weight of it, and say nothing
                 raise ConfigurationError(f"{adapter} holds {copied[0]} whole, a base layer held by the provider")
-        client.loaded = (key, model)
-    return client.loaded[1]
+        session.loaded = (key, model)
+    return session.loaded[1]
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:

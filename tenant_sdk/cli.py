@@ -8,11 +8,15 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tenant_sdk import tune
 from wire.errors import VeilbaseError
+
+if TYPE_CHECKING:
+    from tenant_sdk import TenantClient
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 
@@ -40,9 +44,18 @@ Parameters = Annotated[str | None, typer.Option(help="Of the lattice mask: defau
 
 
 def _client(
-    url: list[str] | None, identity: list[Path] | None, mask: str, verify: str | None, parameters: str | None,
-    tokenizer: str | None, pad_rows: int | None, accept_change: list[str] | None,
-) -> Any:  # fmt: skip
+    *,
+    url: list[str] | None,
+    identity: list[Path] | None,
+    mask: str,
+    verify: str | None,
+    parameters: str | None,
+    tokenizer: str | None,
+    pad_rows: int | None,
+    accept_change: list[str] | None,
+) -> TenantClient:
+    """The client that the options shared by all commands ask for, not connected yet."""
+    tune()
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines come in pairs, before the one that says it all
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the bundle brings everything: nothing is to be looked up elsewhere
     from tenant_sdk.identity import read_endpoint
@@ -58,7 +71,7 @@ def _client(
 
     # torch and transformers take seconds to load, which the mistakes above need not wait for
     from noise.registry import DEFAULT_MASK
-    from tenant_sdk.client import TenantClient
+    from tenant_sdk import TenantClient
 
     options = {"parameters": parameters} if parameters else {}
     return TenantClient(
@@ -96,7 +109,10 @@ def finetune(
     resume: Annotated[bool | None, typer.Option(help="Default: go on if the same run has a checkpoint.")] = None,
 ) -> None:
     """Train a LoRA adapter on a data set."""
-    not_connected = _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change)
+    not_connected = _client(
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
+        pad_rows=pad_rows, accept_change=accept_change,
+    )  # fmt: skip
     from peft import LoraConfig
 
     from tenant_sdk.training.dataset import load_rows
@@ -152,7 +168,11 @@ def generate(
         from wire.errors import ConfigurationError
 
         raise ConfigurationError(f"there is no adapter folder {adapter}")
-    with _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change) as client:
+    client = _client(
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
+        pad_rows=pad_rows, accept_change=accept_change,
+    )  # fmt: skip
+    with client:
         client.generate(
             text, adapter, max_new_tokens, on_text=lambda piece: typer.echo(piece, nl=False), fixed_length=fixed_length
         )
@@ -171,7 +191,11 @@ def explain(
     accept_change: AcceptChange = None,
 ) -> None:
     """Print the privacy in force: scheme, assumption, parameters, what stays visible, costs."""
-    with _client(url, identity, mask, verify, parameters, tokenizer, pad_rows, accept_change) as client:
+    client = _client(
+        url=url, identity=identity, mask=mask, verify=verify, parameters=parameters, tokenizer=tokenizer,
+        pad_rows=pad_rows, accept_change=accept_change,
+    )  # fmt: skip
+    with client:
         client.explain()
 
 

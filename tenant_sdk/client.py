@@ -1,15 +1,14 @@
 """`TenantClient`: the one object a user of a provider needs.
 
 Guarantees: base weights never reach this process, adapters, data and optimizer state never leave it; what does leave
-is what the mask makes of activations and gradients (see `explain`). One error of wire/errors.py for whatever
-goes wrong.
+is what the mask makes of activations and gradients (see `explain`). Every failure is raised as one error of
+wire/errors.py.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,27 +16,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from noise.options import check_options
-from noise.registry import DEFAULT_MASK, MASKS
+from noise.registry import DEFAULT_MASK
 from tenant_sdk import embedded
 from tenant_sdk.explain import explain
 from tenant_sdk.model.build import context_length, generation_settings, load_remote_model
+from tenant_sdk.plan import make_plan
 from tenant_sdk.prepare import prefetch_hints, prepare_masks
 from tenant_sdk.progress import counting
-from tenant_sdk.session import Plan, Session, open_bundle, open_session, open_text
-from tenant_sdk.text.rows import bucket_tokens, check_fits
+from tenant_sdk.session import Session, open_bundle, open_session, open_text
+from tenant_sdk.text.rows import check_fits
 from tenant_sdk.text.source import TenantText, check_fits_embedding, has_tokenizer
-from tenant_sdk.trust.pins import PARTS
+from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.tuning import warn_if_not_tuned
 from wire.errors import ConfigurationError, VeilbaseError
 from wire.frame import Direction
 from wire.manifest import Manifest
 from wire.transport.connection import Traffic
-from wire.transport.identity import load_identity
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-
-    from tenant_sdk.training.finetune import FinetuneResult
 
 
 class TenantClient:
@@ -95,8 +92,22 @@ class TenantClient:
         Raises:
             ConfigurationError: a URL, identity or option is impossible.
         """
-        plan = _plan(url, identity, mask, verify, arithmetic, mask_options, kappa, weights, cache)
-        self._plan = _with_text(plan, tokenizer, pad_rows, accept_changes)
+        self._plan = make_plan(
+            url=url,
+            identity=identity,
+            mask=mask,
+            verify=verify,
+            arithmetic=arithmetic,
+            mask_options=mask_options,
+            kappa=kappa,
+            weights=weights,
+            cache=cache,
+            tokenizer=tokenizer,
+            pad_rows=pad_rows,
+            accept_changes=accept_changes,
+        )
+        if not all(each.startswith(embedded.SCHEME) for each in self._plan.urls):
+            warn_if_not_tuned(stacklevel=3)
         self.url = self._plan.urls[0]
         self._dtype, self._progress = dtype, progress
         try:
@@ -114,7 +125,7 @@ class TenantClient:
     def connect(self) -> Manifest:
         """Connects, compares the provider with the trusted checkpoint, returns the manifest; cheap when repeated."""
         session = self._open()
-        with session.executor.in_session():  # as in all methods but `explain` and `close`
+        with session.executor.in_session():  # as all methods but `explain` and `close` do
             return session.manifest
 
     def _open(self) -> Session:
@@ -128,7 +139,7 @@ class TenantClient:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and calls so far, to all providers."""
+        """The bytes and calls that went to all providers so far."""
         total = Traffic()
         for connection in self._session.connections if self._session is not None else ():
             seen = connection.traffic.snapshot()
@@ -154,7 +165,7 @@ class TenantClient:
 
     @property
     def bucket(self) -> int | None:
-        """Tokens to which prompts and training rows are padded; None where they are not."""
+        """The number of tokens to which prompts and training rows are padded; None where they are not."""
         return self._plan.bucket
 
     @property
@@ -191,12 +202,79 @@ class TenantClient:
         data: Any,
         peft_config: PeftConfig | None = None,
         output_dir: str | Path = "adapters/adapter",
-        **options: Any,
+        *,
+        max_steps: int | None = None,
+        num_epochs: float = 3.0,
+        batch_size: int = 8,
+        gradient_accumulation_steps: int = 1,
+        learning_rate: float = 1e-3,
+        lr_scheduler_type: str = "linear",
+        warmup_steps: int = 3,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        max_length: int | None = None,
+        save_steps: int = 10,
+        seed: int = 0,
+        gradient_checkpointing: bool = False,
+        resume: bool | None = None,
+        progress: bool = True,
     ) -> FinetuneResult:
-        """Trains an adapter; see `tenant_sdk.training.finetune.finetune` for all arguments, errors and the result."""
-        from tenant_sdk.training.finetune import finetune
+        """Trains an adapter over the provider's base model.
 
-        return finetune(self, data, peft_config, output_dir, **options)
+        Args:
+            data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`,
+                or `text`.
+            peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default. It is
+                not changed.
+            output_dir: where the adapter goes; checkpoints lie beside it, in `OUTPUT_DIR.checkpoints`, until the run
+                ends.
+            max_steps: optimizer steps; `num_epochs` counts when it is None.
+            num_epochs: times that the run goes over the data.
+            batch_size: rows that go through the model together.
+            gradient_accumulation_steps: batches whose gradients make one optimizer step.
+            learning_rate: the highest one, which AdamW has after the warm-up.
+            lr_scheduler_type: linear, cosine, constant, constant_with_warmup or inverse_sqrt.
+            warmup_steps: optimizer steps in which the learning rate rises to its highest.
+            weight_decay: of AdamW.
+            max_grad_norm: longer gradients are scaled down to this length.
+            max_length: longest row in tokens; by default the model's context, less an adapter's virtual tokens. A
+                longer row is an error.
+            save_steps: optimizer steps between checkpoints.
+            seed: of the adapter's first weights, the order of rows and dropout.
+            gradient_checkpointing: less tenant memory for about twice the forward calls.
+            resume: None goes on from a checkpoint of the same run if there is one; True demands one; False starts over.
+            progress: a progress bar on stderr.
+
+        Returns:
+            Adapter folder, losses, tokens, bytes, seconds.
+
+        Raises:
+            DatasetError: names the line.
+            ConfigurationError: settings that do not fit, or a checkpoint of another run.
+            NotFinite: a value was NaN or infinite: with `verify` at once, without it at the planned end; no adapter.
+            TransportError, ProtocolError, AccessError: the run can go on with the same call.
+            VeilbaseError: the adapter or a checkpoint could not be written.
+        """
+        from tenant_sdk.training.finetune import finetune
+        from tenant_sdk.training.settings import FinetuneSettings
+
+        settings = FinetuneSettings(
+            max_steps=max_steps,
+            num_epochs=num_epochs,
+            batch_size=batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            learning_rate=learning_rate,
+            lr_scheduler_type=lr_scheduler_type,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            save_steps=save_steps,
+            seed=seed,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+        return finetune(
+            self, data, peft_config, output_dir, settings, max_length=max_length, resume=resume, progress=progress
+        )
 
     def generate(
         self,
@@ -208,7 +286,26 @@ class TenantClient:
         fixed_length: bool = False,
         **options: Any,
     ) -> str:
-        """Answers a prompt; see `tenant_sdk.generate.generate`."""
+        """Answers a prompt; greedy unless `do_sample=True`.
+
+        Args:
+            prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
+            adapter: a PEFT adapter folder; None for the base model.
+            max_new_tokens: length limit of the answer, which has to fit into the context with the prompt and an
+                adapter's virtual tokens; None for 128, or fewer where the context leaves fewer.
+            on_text: called with each piece of text as it is ready; not with beam search.
+            fixed_length: the provider gets the calls of an answer of `max_new_tokens`, whatever the tokens are; the
+                text still ends at the first stop token. Not with beam search or options that end an answer early.
+            options: passed to transformers' `generate`, such as do_sample, temperature, top_p or num_beams.
+
+        Returns:
+            The answer, special tokens removed.
+
+        Raises:
+            ConfigurationError: no such adapter, or it does not fit the model; a length or an option that cannot be.
+            NotFinite: a value was NaN or infinite: at once, or with `fixed_length` and without `verify` at the planned
+                end.
+        """
         from tenant_sdk.generate import generate
 
         return generate(self, prompt, adapter, max_new_tokens, on_text, fixed_length=fixed_length, **options)
@@ -217,7 +314,7 @@ class TenantClient:
         """Fetches what the lattice mask needs once per layer, with a progress bar; no work for other masks.
 
         Args:
-            backward: also for gradients, as fine-tuning needs.
+            backward: whether to fetch it for gradients, too, which fine-tuning needs.
         """
         directions = (Direction.FORWARD, Direction.BACKWARD) if backward else (Direction.FORWARD,)
         session = self._open()
@@ -275,47 +372,3 @@ class TenantClient:
     ) -> None:
         """Closes the client."""
         self.close()
-
-
-def _plan(
-    url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None, mask: str, verify: str | Path | None,
-    arithmetic: str | None, mask_options: Mapping[str, Any] | None, kappa: int, weights: str | None,
-    cache: str | Path | None,
-) -> Plan:  # fmt: skip
-    """Checks the settings as far as is possible without a network."""
-    urls = (url,) if isinstance(url, str) else tuple(url or ())
-    if not urls or not all(isinstance(each, str) for each in urls):
-        raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")
-    given = identity if isinstance(identity, list | tuple) else [identity] * len(urls)
-    if len(given) != len(urls):
-        raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(given)}")
-    if mask not in MASKS:
-        raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
-    options = check_options(mask, {} if mask_options is None else mask_options)
-    folders = tuple(None if each is None else Path(str(each)) for each in given)
-    for each, folder in zip(urls, folders, strict=True):
-        inproc = each.startswith(embedded.SCHEME)
-        if inproc and folder is not None:
-            raise ConfigurationError("an inproc: provider takes no identity")
-        if not inproc and weights is not None:
-            raise ConfigurationError("weights is for inproc: only: a networked provider chooses for itself")
-        if folder is not None:
-            load_identity(folder)
-    return Plan(
-        urls, folders, mask, arithmetic, options, None if verify is None else str(verify), kappa,
-        weights, Path(cache) if cache is not None else None,
-    )  # fmt: skip
-
-
-def _with_text(plan: Plan, tokenizer: str | Path | None, pad_rows: bool | int, accepted: Sequence[str]) -> Plan:
-    """Returns the plan with the tenant's settings for text, checked as far as is possible without a network."""
-    if not isinstance(accepted, str | list | tuple | set | frozenset):
-        raise ConfigurationError(f"accept_changes takes a list of {', '.join(PARTS)}, got {type(accepted).__name__}")
-    given = (accepted,) if isinstance(accepted, str) else tuple(accepted)
-    for part in given:
-        if part not in PARTS:
-            raise ConfigurationError(
-                f"accept_changes (--accept-change, once for each) takes {', '.join(PARTS)}, got {ascii(part)[:40]}"
-            )
-    named = None if tokenizer is None else str(tokenizer)
-    return replace(plan, tokenizer=named, bucket=bucket_tokens(pad_rows), accepted_changes=given)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from noise.registry import RING_ONLY
 from noise.scheme import MaskScheme
 from noise.verify import FAILED, Verifier
-from tenant_sdk.session import UNVERIFIED, Plan, Session
+from tenant_sdk.plan import Plan
+from tenant_sdk.session import UNVERIFIED, Session
 from wire.frame import ITEM_BYTES, Arithmetic
 from wire.manifest import Manifest
 

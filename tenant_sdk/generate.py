@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, TextStreamer
@@ -25,15 +25,12 @@ from tenant_sdk.fixed_length import (
     refuse_guessing,
 )
 from tenant_sdk.model.planned_calls import Course, planned_calls
+from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding, TokenizerFailed, surviving
 from tenant_sdk.text.rows import CutWarning, check_fits, pad_token, padded_prompt
 from tenant_sdk.training.labelled_tokens import RENDER_ERRORS
 from tenant_sdk.warn import warn_and_go_on
 from wire.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from tenant_sdk.client import TenantClient
-
 
 DEFAULT_NEW_TOKENS = 128
 """The length limit of an answer, in tokens, where none is asked for; it is lower where the context leaves fewer."""
@@ -75,7 +72,7 @@ class _Callback(TextStreamer):  # type: ignore[misc]
 
 
 def generate(
-    client: TenantClient,
+    session: TextSession,
     prompt: str | Iterable[Mapping[str, str]],
     adapter: str | Path | None = None,
     max_new_tokens: int | None = None,
@@ -84,36 +81,25 @@ def generate(
     fixed_length: bool = False,
     **options: Any,
 ) -> str:
-    """Answers a prompt; greedy unless `do_sample=True`.
+    """Answers a prompt, as `TenantClient.generate` describes it.
 
     Args:
-        client: connected or not.
-        prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
-        adapter: a PEFT adapter folder; None for the base model.
-        max_new_tokens: length limit of the answer, which has to fit into the context with the prompt and an adapter's
-            virtual tokens; None for DEFAULT_NEW_TOKENS, or fewer where the context leaves fewer.
-        on_text: called with each piece of text as it is ready; not with beam search.
-        fixed_length: the provider gets the calls of an answer of `max_new_tokens`, whatever the tokens are; the text
-            still ends at the first stop token. Not with beam search or options that end an answer early.
-        options: passed to transformers' `generate`.
+        session: connected or not.
+        prompt, adapter, max_new_tokens, on_text, fixed_length, options: as of `TenantClient.generate`.
 
     Returns:
         The answer, special tokens removed.
-
-    Raises:
-        ConfigurationError: there is no such adapter, it does not fit the model, or a length or an option is impossible.
-        NotFinite: a value was NaN or infinite: at once, or with `fixed_length` and without `verify` at the planned end.
     """
     _check_options(max_new_tokens, on_text, options)
     if not isinstance(fixed_length, bool):
         raise ConfigurationError(f"fixed_length is True or False, got {type(fixed_length).__name__}")
     if fixed_length:
         refuse_early_ends(options)
-    tokenizer = client.tokenizer
-    model = adapted_model(client, adapter)
+    tokenizer = session.tokenizer
+    model = adapted_model(session, adapter)
     num_virtual = virtual_tokens(getattr(model, "active_peft_config", None))
-    inputs, attention_mask = _inputs(client, model, tokenizer, prompt, num_virtual)
-    num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, client.context_length)
+    inputs, attention_mask = _inputs(session, model, tokenizer, prompt, num_virtual)
+    num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, session.context_length)
     settings = {"do_sample": False, "max_new_tokens": num_new, **no_guessing(), **options}
     settings["return_dict_in_generate"] = False
     stop_ids = _stop_ids(settings.get("eos_token_id", model.generation_config.eos_token_id)) if fixed_length else ()
@@ -125,7 +111,7 @@ def generate(
         settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
     if model.generation_config.pad_token_id is None:
         settings.setdefault("pad_token_id", tokenizer.pad_token_id or tokenizer.eos_token_id)
-    client.fetch_hints()
+    session.fetch_hints()
     decoding = SafeDecoding(tokenizer)
     with torch.no_grad(), planned_calls(model).own_course(may_stop=not fixed_length) as course, _option_errors(options):
         finite = FiniteLogits(course, bounds=fixed_length)
@@ -159,29 +145,28 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
 
 
 def _inputs(
-    client: TenantClient, model: Any, tokenizer: Any, prompt: Any, num_virtual: int
+    session: TextSession, model: Any, tokenizer: Any, prompt: Any, num_virtual: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and attention mask of a prompt, shape (1, length); with a bucket, the length is exactly the
-    bucket's."""
-    if client.bucket is None:
+    """Token ids and attention mask of a prompt, shape (1, length); with a bucket, of exactly its length."""
+    if session.bucket is None:
         inputs = encode_prompt(tokenizer, prompt)
         return inputs.to(model.device), torch.ones_like(inputs).to(model.device)
     if getattr(model, "_is_stateful", False):
         raise ConfigurationError("pad_rows is not possible here: this model's state would take the padding in")
-    check_fits(client.bucket, client.context_length - num_virtual - 1, " beside an answer")
-    ids, seen = padded_prompt(_ids_whatever_comes(client, prompt), client.bucket, pad_token(tokenizer))
+    check_fits(session.bucket, session.context_length - num_virtual - 1, " beside an answer")
+    ids, seen = padded_prompt(_ids_whatever_comes(session, prompt), session.bucket, pad_token(tokenizer))
     return torch.tensor([ids], device=model.device), torch.tensor([seen], device=model.device)
 
 
-def _ids_whatever_comes(client: TenantClient, prompt: Any) -> list[int]:
-    """Returns token ids of a prompt; none, with a warning, where an unverified provider's tokenizer fails on it.
+def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
+    """Token ids of a prompt; none, with a warning, where an unverified provider's tokenizer fails on it.
 
     A refusal would be visible, and such a provider may choose which texts its tokenizer fails on.
     """
     try:
-        return prompt_ids(client.tokenizer, prompt)
+        return prompt_ids(session.tokenizer, prompt)
     except (TokenizerFailed, TemplateRefuses) as exc:
-        if client.text.origin != "provider":
+        if session.text.origin != "provider":
             raise
         warn_and_go_on(f"the prompt could not be used, and an empty one is sent: {exc}", CutWarning)
         return []

@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -26,6 +25,7 @@ from tenant_sdk import embedded
 from tenant_sdk.identity import issuer_of, tenant_name
 from tenant_sdk.model.build import context_length
 from tenant_sdk.model.remote_group import RemoteExecutor
+from tenant_sdk.plan import Plan
 from tenant_sdk.text.source import TenantText, TokenizerSource, named_text, provider_text, verified_text
 from tenant_sdk.trust.bundle import default_cache, fetch_bundle
 from tenant_sdk.trust.compare import check_manifest_config
@@ -61,36 +61,6 @@ PROVIDER_DECIDES_ROWS = (
     "Its own tokenizer decides how many rows a text takes, which is visible: name a tokenizer that you trust "
     "(tokenizer=, --tokenizer), or pad to a length just above your longest text (pad_rows=, --pad-rows)."
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A client's settings, checked as far as is possible without a network.
-
-    Attributes:
-        urls, identities: one each for every provider; an identity is None for inproc: and loopback without TLS.
-        mask, arithmetic, mask_options: see `TenantClient`.
-        verify: the trusted checkpoint, or None.
-        kappa: a forged reply passes with probability at most 2^-kappa.
-        weights: applies to inproc: only.
-        cache: folder of bundles and hints, and of the ledger of clients without an identity.
-        tokenizer: the tokenizer that the tenant names, or None.
-        bucket: number of tokens to which prompts and training rows are padded, or None.
-        accepted_changes: parts of the provider's bundle whose change the tenant accepts.
-    """
-
-    urls: tuple[str, ...]
-    identities: tuple[Path | None, ...]
-    mask: str
-    arithmetic: str | None
-    mask_options: Mapping[str, Any] = field(repr=False)
-    verify: str | None = None
-    kappa: int = 40
-    weights: str | None = None
-    cache: Path | None = None
-    tokenizer: str | None = None
-    bucket: int | None = None
-    accepted_changes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)

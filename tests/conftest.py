@@ -7,6 +7,10 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import tenant_sdk
+
+tenant_sdk.tune()  # before torch and grpc are imported
+
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,7 @@
 """The frames of the tensor stream: a fixed 48-byte header followed by raw bytes (wire/SPEC.md, section 3).
 
 This module guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no
-buffer is allocated before the caller has checked the header. It does not guarantee who sent a frame; TLS does.
+buffer is allocated before the caller has checked the header. It does not guarantee which peer sent a frame; TLS does.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 MIB = 1 << 20
 
 CHUNK_BYTES = 1 * MIB
-"""Most payload bytes in one frame, 1 MiB; 256 KiB was no faster on loopback mTLS (docs/benchmarks_history.md)."""
+"""Most payload bytes in one frame, 1 MiB (docs/decisions/0001-raw-frames.md); 256 KiB was no faster on loopback
+mTLS."""
 
 MAX_FRAME_BYTES = CHUNK_BYTES + 4096
 """gRPC's message limit in bytes, set on both ends: a chunk, its header and room to spare."""

@@ -1,2 +1,1 @@
-"""The adversaries of the catalogue, one in each file; none of these modules can import a tenant, a mask or the
-truth."""
+"""The adversaries, one in each file; none of these modules can import a tenant, a mask or the truth."""

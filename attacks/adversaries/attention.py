@@ -1,4 +1,4 @@
-"""What an adapter adds to q, k and v, from an attention layer's input and output alone.
+"""Recovers what an adapter adds to q, k and v from an attention layer's input and output alone.
 
 v: where q and k are not adapted, attention mixes values in a known way, which is linear in W_v. Otherwise position 0
 helps, which attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as the

@@ -1,4 +1,4 @@
-"""A prompt that is repeated under fresh noise: the mean of its messages, cleaned by principal components.
+"""Averages the messages of a prompt that is repeated under fresh noise, and cleans the mean by principal components.
 
 Messages of one group, direction and number of rows are taken for repetitions. The noise of their mean falls with the
 square root of their number; principal components of the mean below the edge of the noise's spectrum are left out. Under

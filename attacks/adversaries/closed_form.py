@@ -45,7 +45,7 @@ more."""
 
 
 class _Stop(Exception):
-    """The recursion cannot go on."""
+    """Ends the recursion over blocks, which cannot go on."""
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
@@ -66,7 +66,7 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
-    """Whether its tokens can be read: all first rows are there, and no more than the model has positions."""
+    """Whether a prompt's tokens can be read: all first rows are there, and no more than the model has positions."""
     longest = prompt.num_tokens if model.positions is None else model.positions.shape[0]
     return _is_whole(prompt, model.blocks[0].q.group) and 0 < prompt.num_tokens <= longest
 

@@ -1,5 +1,4 @@
-"""The space that a layer's input rows span: an orthonormal basis, and the layer that maps the rows to given vectors in
-it.
+"""The space that a layer's input rows span: an orthonormal basis, and the layer that maps the rows into it.
 
 It is computed by two Cholesky factorisations (CholeskyQR2: Yamamoto et al., ETNA 44, 2015), a tenth of the work of a
 singular value decomposition. Where the columns are nearly dependent, that decomposition is used, and singular values

@@ -1,4 +1,4 @@
-"""A float mask on a coarser grid than the data: the low bits of the sum are the data's own.
+"""Where a float mask has a coarser grid than the data, the low bits of the sum are the data's own.
 
 A bfloat16 mask has 8 significant bits; a float32 row plus such a mask keeps the row modulo the mask's grid. The grid
 of an element is 2^-7 times the power of two below |n|, which is the one below |z| where the mask is strong, except for

@@ -73,7 +73,7 @@ def ring_degrees(dimension: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PublicMatrix:
-    """A for one ring degree and number of features.
+    """The public matrix A for one ring degree and number of features.
 
     Attributes:
         matrix: int64, shape (k·N, features); row i·N + j holds coefficient j of polynomial i.

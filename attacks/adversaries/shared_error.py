@@ -49,7 +49,7 @@ MOST_SYSTEMS = 3
 MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
 """The most windows, that is places in a stream times distances, of a view and of one stream; each takes 10 µs."""
 MOST_BLOCKS, MOST_PIECES = 8, 8
-"""(the most blocks between two that are compared, the most pieces into which a block may be cut)."""
+"""(how many blocks apart two compared blocks may be, into how many pieces a block may be cut)."""
 MOST_CLAIMS = 256
 _CHUNK = 1024
 _MOST_DISTANCES = 36

@@ -8,10 +8,10 @@ another adversary opened wrongly, are left out.
 
 It claims nothing where the first layer's rows are no tokens, where nothing fits (a mask), or where there are fewer
 tokens than factors need. It does not guarantee a minimum: training ends after 300 steps a block, or after `_MAX_S` in
-all. On SmolLM2 90 s sufficed for two blocks of 30 and no copy: cosines with ΔW of 0.5 for v_proj, 0.25 for o_proj, 0.03
-for down_proj (192 tokens, one core), so that a low value there says how short the training was. A ΔW of higher rank
-than `_RANK` is approximated. Methods that change a layer's input (OFT, BOFT) do not have this form: a group that is
-requested several times in a pass ends the attack.
+all. On SmolLM2 90 s were enough for two of 30 blocks, and gave no copy: cosines with ΔW of 0.5 for v_proj, 0.25 for
+o_proj, 0.03 for down_proj (192 tokens, one core), so that a low value there says how short the training was. A ΔW of
+higher rank than `_RANK` is approximated. Methods that change a layer's input (OFT, BOFT) do not have this form: a group
+that is requested several times in a pass ends the attack.
 Source: substitute models of Papernot et al., "Practical black-box attacks" (AsiaCCS 2017), here taught by hidden
 states; the rest is ours.
 """

@@ -1,5 +1,4 @@
-"""tiny-error against errors 0 and 1 at dimension 8: two zero rows give the secret exactly, and the block up to those
-errors."""
+"""Runs `tiny-error` on errors 0 and 1 at dimension 8: two zero rows give the secret, and the block up to the errors."""
 
 from __future__ import annotations
 

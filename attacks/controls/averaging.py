@@ -1,4 +1,4 @@
-"""averaging against a prompt that is sent 256 times under fresh Gaussian noise as strong as its rows."""
+"""Runs `averaging` on a prompt that is sent 256 times under fresh Gaussian noise as strong as its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""differencing against a mask that is used again: float rows under one Gaussian mask, ring rows under one pad."""
+"""Runs `differencing` on a mask that is used again: float rows under one Gaussian mask, ring rows under one pad."""
 
 from __future__ import annotations
 

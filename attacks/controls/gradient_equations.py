@@ -1,5 +1,4 @@
-"""An unmasked training step of an adapted tiny model gives both down_proj, also where the tenant keeps the output
-head."""
+"""An unmasked training step of an adapted tiny model gives both down_proj, even where the tenant keeps the head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""known-mask against the published scheme itself; and the masked traffic that other controls send, too."""
+"""Runs `known-mask` on the published scheme itself, and makes the masked traffic that other controls send, too."""
 
 from __future__ import annotations
 

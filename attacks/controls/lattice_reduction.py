@@ -1,4 +1,4 @@
-"""lattice-reduction at dimension 32 with the true σ: LLL opens blocks that have one zero row each."""
+"""Runs `lattice-reduction` at dimension 32 with the true σ: LLL opens blocks that have one zero row each."""
 
 from __future__ import annotations
 

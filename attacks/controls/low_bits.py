@@ -1,4 +1,4 @@
-"""low-bits against a bfloat16 mask on float32 rows."""
+"""Runs `low-bits` on a bfloat16 mask over float32 rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""no-error with σ = 0 at dimension 32: one zero row opens its block, exactly."""
+"""Runs `no-error` with σ = 0 at dimension 32: one zero row opens its block, exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""principal-components against few prompts sent many times under one strong mask and fresh noise.
+"""Runs `principal-components` on few prompts that are sent many times under one strong mask and fresh noise.
 
 The mean of such messages is the mask and the mean prompt, and their plain difference is noise: both must fail here,
 which tests/attacks/test_float_masks.py checks.

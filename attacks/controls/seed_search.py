@@ -1,4 +1,4 @@
-"""seed-search against a generator seeded with a small number, and with the clock: masks, and a lattice secret."""
+"""Runs `seed-search` on a generator seeded with a small number, or with the clock: masks, and a lattice secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sphere-fit against one fixed Gaussian mask in each group, thirty times stronger than the rows."""
+"""Runs `sphere-fit` on one fixed Gaussian mask in each group, thirty times stronger than the rows."""
 
 from __future__ import annotations
 

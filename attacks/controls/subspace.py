@@ -1,4 +1,4 @@
-"""subspace-projection against noise a thousand times stronger than the rows, but in three dimensions of 32."""
+"""Runs `subspace-projection` on noise a thousand times stronger than the rows, but in three dimensions of 32."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ PROMPTS = (
     "who founded it?", "where is depot?", "in which year? ", "what is a seal?", "who signs this?", "what is plan B?",
     "which river is?", "what code is 7?",
 )  # fmt: skip
-"""Secrets of one length, so that honest runs look alike."""
+"""Secrets that have one length, so that honest runs look alike."""
 DATA = (
     (("who founded us?", " Ada Quill"), ("whose is depot?", " Port Hale")),
     (("what is in it? ", " 7-amber-3"), ("which river is?", " the Senn.")),
@@ -138,7 +138,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SecretReading:
-    """How much answer lengths told about the mask's own secret, under SECRET_FAULT without `verify`.
+    """The result of reading the mask's own secret from answer lengths, under SECRET_FAULT without `verify`.
 
     Attributes:
         num_answers: the number of sessions, each with one answer.
@@ -412,4 +412,3 @@ def _measure_and_report(out: Path) -> int:
     print("\n".join(table))
     caught = all(one.caught for one in outcomes if one.verify and one.fault)
     return 0 if caught and row_counts.is_held_off(leaks) else 1
-

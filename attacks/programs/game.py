@@ -373,4 +373,3 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_RUNS} runs")
     parser.add_argument("--out", type=Path, help="folder of game.json")
     return parser
-

@@ -1,5 +1,4 @@
-"""`python -m attacks.growth`: measures the time of lattice reduction at toy dimensions and extends a line to shipped
-ones.
+"""`python -m attacks.growth`: times lattice reduction at toy dimensions, and draws a line to the shipped ones.
 
 It prints the measurements, the line through them, and the value of that line at the dimensions of the shipped parameter
 sets, beside the published estimates. The line is an illustration and estimates nothing:
@@ -103,4 +102,3 @@ def write(folder: Path, measured: dict[float, list[Growth]]) -> Path:
     file = folder / "growth.json"
     file.write_text(json.dumps({"series": data}, indent=1) + "\n")
     return file
-

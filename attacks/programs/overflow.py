@@ -248,4 +248,3 @@ def _measure_and_report(out: Path) -> int:
     (out / "overflow.md").write_text("\n".join(["# Where the calls of an overflow end", "", *table, ""]))
     print("\n".join(table))
     return 0 if all((one.bits > 0) == one.stops_at_once for one in outcomes) else 1
-

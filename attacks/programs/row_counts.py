@@ -40,7 +40,7 @@ DATA = tuple(
     ({"prompt": f"the pin? {number:02d}", "completion": " yes"}, {"prompt": "who?", "completion": " A"})
     for number in range(NUM_SECRETS)
 )
-"""Secrets of one length: an honest tokenizer makes the same number of tokens of each."""
+"""Secrets that have one length: an honest tokenizer makes the same number of tokens of each."""
 BUCKET_TOKENS = 64
 _FILLER = "~"
 _NEW_TOKENS = 2

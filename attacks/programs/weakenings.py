@@ -56,7 +56,7 @@ _ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "
 
 @dataclass(frozen=True)
 class Setting:
-    """How an honest tenant makes its masks."""
+    """The way in which an honest tenant makes its masks."""
 
     name: str
     parameters: str = "default"
@@ -136,7 +136,7 @@ class Site:
     """A tiny model and its provider, for one tenant after the other."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes both in a folder."""
+        """Makes the model and its provider in a folder."""
         self._folder = folder
         self._model = quick_model.make("tiny-llama", folder / "model")
         self._served_model = serve_in_process(str(self._model))
@@ -266,4 +266,3 @@ def _measure_and_report(out: Path) -> int:
     )
     print("\n".join(table))
     return 0 if all(one.is_right for one in outcomes) and all(one.wins for one in checks) else 1
-

@@ -68,9 +68,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
         parser.error("--view has no victim to look into: leave --draws out")
     if options.view is None and options.tenant is not None:
         parser.error("--tenant is for --view")
-    before = signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # so that started processes are ended
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are ended
     try:
         if options.list:
             for one in adversaries(default):

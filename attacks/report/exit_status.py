@@ -1,5 +1,4 @@
-"""What the command lines share: a folder that can be written to, and one line for a request that cannot be carried
-out."""
+"""Shared by the command lines: a folder that can be written to, and one line for an impossible request."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a provider sees, read back from a recording, and what it knows: the public model and the order of calls."""
+"""Reads what a provider sees from a recording, and describes what it knows: the public model and the order of calls."""

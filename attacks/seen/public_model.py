@@ -20,7 +20,7 @@ from wire.ring.quantise import digest, quantise
 
 @dataclass(frozen=True)
 class Norm:
-    """y = weight · x / rms(x), or LayerNorm where there is a bias; both with `eps` under the root."""
+    """A norm layer: y = weight · x / rms(x), or LayerNorm where there is a bias; both have `eps` under the root."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

@@ -130,7 +130,7 @@ def _judge_differences(claims: Sequence[StolenDifference], known: _KnownRows) ->
 def _some(claims: Sequence[_Rows]) -> Sequence[_Rows]:
     if len(claims) <= _MAX_JUDGED:
         return claims
-    drawn = torch.randperm(len(claims), generator=torch.Generator().manual_seed(0))[:_MAX_JUDGED]  # from all groups
+    drawn = torch.randperm(len(claims), generator=torch.Generator().manual_seed(0))[:_MAX_JUDGED]  # of all groups
     return [claims[number] for number in sorted(drawn.tolist())]
 
 

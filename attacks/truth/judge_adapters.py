@@ -14,8 +14,8 @@ from attacks.seen.public_model import Block
 from attacks.truth.secrets import Truth
 
 _MOST_RANK, _RANK_FLOOR = 17, 1e-4
-"""(rank up to which a change's subspace is compared: changes of higher rank have none to compare; share of the largest
-singular value below which others are rounding)."""
+"""(rank from which on a change has no subspace to compare, share of the largest singular value below which others are
+rounding)."""
 _SHRUNK = 0.99
 """The error above which a claim counts as shrunk: a guess near zero has an error a little below 1 without any
 knowledge."""

@@ -57,8 +57,7 @@ def mean_square(ratio: float, num_numbers: int) -> float:
 
 
 def collisions(num_items: int, log_probability: float) -> float:
-    """Bounds the event that any two of num_items independent items are equal, each pair with probability
-    exp(log_probability)."""
+    """Bounds the chance that any two of several independent items are equal; for two it is exp(log_probability)."""
     pairs = num_items * (num_items - 1) / 2
     return min(0.0, math.log(pairs) + log_probability) if pairs else 0.0
 

@@ -39,7 +39,7 @@ class Site(BaseModel):
 
 
 class Job(BaseModel):
-    """What the victim does.
+    """The work that the victim does.
 
     Attributes:
         model: the model for the embedded provider that it trains with.

@@ -30,8 +30,8 @@ DEFAULT_BYTES = 2 << 30
 _LEAVE_S = 10.0
 """Seconds that the exit waits for a worker that is making blocks; eight of the widest layer take a second or two."""
 _MOST_CALLS_BEYOND = 3
-"""Most later calls whose rows are made together with those of a call. Four blocks together take about half the time of
-four alone, eight not much less (docs/benchmarks_history.md)."""
+"""Most later calls whose rows are made together with those of a call. Four blocks made together take about half the
+time of four made one by one, and eight not much less a block (docs/decisions/0009-compiled-kernels.md)."""
 Key = tuple[int, Direction]
 
 

@@ -35,8 +35,8 @@ from wire.limits import MIB
 from wire.ring.seeded_rows import SEED_BYTES
 
 DEFAULT_DROPPED_BITS = 8
-"""Low bits that are rounded away on disk, which leaves 24 bits a number: the rounding stays below e·W̃, with a gradient
-norm error of 4e-5 on SmolLM2 (docs/masks.md, "lattice")."""
+"""Low bits that are rounded away on disk, which leaves 24 bits a number: the rounding stays below e·W̃
+(docs/decisions/0006-lattice.md), with a gradient norm error of 4e-5 on SmolLM2 (docs/masks.md, "lattice")."""
 DEFAULT_RAM_BUDGET_BYTES = 4 << 30
 """Bytes of hints kept open, 4 GiB. A step uses every hint in turn, and what does not fit would be mapped and checked
 anew each time; SmolLM2 has 1.2 GB."""

@@ -1,7 +1,7 @@
 """What rank 0 tells the others before every product: a message of fixed size, plain numbers, never a pickle.
 
 Few rows travel in the message itself. A decode row in a message of its own took four times as long, since gloo's
-receiver has to say that it is ready for each (docs/placement.md).
+receiver has to say that it is ready for each (docs/placement.md, "Figures").
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Command:
     """One operation.
 
     Attributes:
+        operation: what to do.
         call: which product.
-        num_rows, cols: shape of the rows; `cols` is 0 with a seed.
-        rows: where they are few, or their seed; None where they follow by themselves.
+        num_rows, cols: the shape of the rows; `cols` is 0 with a seed.
+        rows: the rows where they are few, or their seed; None where they follow in a message of their own.
     """
 
     operation: Operation

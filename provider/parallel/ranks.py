@@ -28,7 +28,7 @@ class RankLost(Exception):
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Around every collective: torch reports a peer that is gone and one that is late as RuntimeError."""
+    """Surrounds every collective: torch reports a peer that is gone, and one that is late, as RuntimeError."""
     try:
         yield
     except RuntimeError as exc:

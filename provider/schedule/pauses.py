@@ -33,7 +33,7 @@ class Pauses:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
     def arrived(self, tenant: str, now_s: float, product_s: float) -> None:
-        """Notes that a decode request came whose product takes so long."""
+        """Notes that a decode request came, whose product takes `product_s` alone."""
         one = self._tenants.get(tenant)
         if one is None:
             one = self._tenants[tenant] = _Tenant()

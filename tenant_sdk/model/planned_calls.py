@@ -1,4 +1,4 @@
-"""What a loaded model does when a value is not finite: it stops, or it goes on with zeros to the planned end.
+"""Decides what a loaded model does when a value is not finite: it stops, or it goes on with zeros to the planned end.
 
 Without `verify` a provider may answer so that a number overflows, and where that happens depends on the tenant's data:
 a run that stopped there would tell the provider about them (`attacks.programs.overflow`). After the first value that is
@@ -32,7 +32,7 @@ from wire.errors import NotFinite
 
 WARNING = (
     "a value is NaN or infinite: this model sends zeros from now on and gives zeros, so that its calls show nothing of "
-    "that, and whatever comes of the run is worthless: after a stock Trainer, planned_calls.check_run(model) says so. "
+    "that, and whatever comes of the run is worthless: after a stock Trainer, tenant_sdk.check_run(model) says so. "
     "A learning rate too high can do it, and so can a provider that answers wrongly, which verify= (--verify) would "
     "tell"
 )
@@ -86,7 +86,7 @@ class Course:
 
 
 class PlannedCalls:
-    """The courses of one loaded model: says to which of them a call belongs."""
+    """The courses of one loaded model; it decides to which of them a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
         """Args: may_stop: what applies to runs that do not choose for themselves."""

@@ -83,7 +83,7 @@ class _Remote(nn.Module):
 
     @property
     def planned_calls(self) -> PlannedCalls | None:
-        """How the model's calls go on after a value that is not finite; None before `attach`."""
+        """The model's courses, which decide how calls go on after a value that is not finite; None before `attach`."""
         return None if self._group is None else self._group.planned_calls
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

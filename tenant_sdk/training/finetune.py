@@ -15,9 +15,8 @@ import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
@@ -30,174 +29,87 @@ from noise.disk.private_files import make_private_folder
 from tenant_sdk.adapters import copied_base_layer, virtual_tokens
 from tenant_sdk.model.planned_calls import Course, KeepFinite, planned_calls, trainable
 from tenant_sdk.progress import ProgressBar
+from tenant_sdk.session_protocol import ModelSource, TrainingSession
 from tenant_sdk.text.rows import pad_token
 from tenant_sdk.training.checkpoints import Checkpoints, check_replaceable, fingerprint, save_adapter
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
+from tenant_sdk.training.result import FinetuneResult
+from tenant_sdk.training.settings import FinetuneSettings
 from tenant_sdk.training.token_rows import training_rows
 from wire.errors import ConfigurationError, NotFinite, VeilbaseError
 from wire.loading import loading, quiet_transformers
 
-if TYPE_CHECKING:
-    from tenant_sdk.client import TenantClient
-
-
-_SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
-"""transformers' schedules that need no further argument."""
-
-
-@dataclass(frozen=True)
-class FinetuneResult:
-    """The result of a fine-tuning run.
-
-    Attributes:
-        adapter_dir: PEFT's own files; `PeftModel.from_pretrained(base, adapter_dir)` loads them.
-        losses: mean loss per labelled token of each optimizer step, in order; after a resume, of all steps.
-        tokens: tokens trained on in this call, padding not counted.
-        bytes_up, bytes_down: bytes sent and received in this call.
-        seconds: wall clock of this call's training.
-        resumed_from_step: the step from which the run went on; 0 for a run that started afresh.
-    """
-
-    adapter_dir: Path
-    losses: list[float] = field(repr=False)
-    tokens: int
-    bytes_up: int
-    bytes_down: int
-    seconds: float
-    resumed_from_step: int = 0
-
-
-@dataclass(frozen=True)
-class _Settings:
-    max_steps: int | None
-    num_epochs: float
-    batch_size: int
-    gradient_accumulation_steps: int
-    learning_rate: float
-    lr_scheduler_type: str
-    warmup_steps: int
-    weight_decay: float
-    max_grad_norm: float
-    save_steps: int
-    seed: int
-    gradient_checkpointing: bool
-
-    def check(self) -> None:
-        """Raises ConfigurationError for a value with which no run is possible, before anything is sent or written."""
-        positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
-        positive += () if self.max_steps is None else ("max_steps",)
-        for name in positive:
-            if not 0 < getattr(self, name) < math.inf:  # a NaN fails this too
-                raise ConfigurationError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} must be a finite number from 0, got {getattr(self, name)}")
-        if self.seed >= 1 << 32:  # numpy's generator takes no more
-            raise ConfigurationError(f"seed must be below 2^32, got {self.seed}")
-        if self.lr_scheduler_type not in _SCHEDULERS:
-            raise ConfigurationError(
-                f"lr_scheduler_type must be one of {', '.join(_SCHEDULERS)}, got {self.lr_scheduler_type!r}"
-            )
-
 
 def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
+    """Returns LoRA of rank 16 on every linear layer (PEFT's `all-linear`)."""
     return LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 @own_accelerate_state()
 def finetune(
-    client: TenantClient,
+    session: TrainingSession,
     data: Any,
-    peft_config: PeftConfig | None = None,
-    output_dir: str | Path = "adapters/adapter",
+    peft_config: PeftConfig | None,
+    output_dir: str | Path,
+    settings: FinetuneSettings,
     *,
-    max_steps: int | None = None,
-    num_epochs: float = 3.0,
-    batch_size: int = 8,
-    gradient_accumulation_steps: int = 1,
-    learning_rate: float = 1e-3,
-    lr_scheduler_type: str = "linear",
-    warmup_steps: int = 3,
-    weight_decay: float = 0.0,
-    max_grad_norm: float = 1.0,
     max_length: int | None = None,
-    save_steps: int = 10,
-    seed: int = 0,
-    gradient_checkpointing: bool = False,
     resume: bool | None = None,
     progress: bool = True,
 ) -> FinetuneResult:
-    """Trains an adapter over the provider's base model.
+    """Trains an adapter over the provider's base model; `TenantClient.finetune` says what arguments and errors mean.
 
     Args:
-        client: connected or not.
-        data: a JSONL file, a datasets.Dataset, or an iterable of dicts with `messages`, `prompt` and `completion`, or
-            `text`.
-        peft_config: any PEFT method that does not read base weights; LoRA on all linear layers by default. It is not
-            changed.
-        output_dir: where the adapter goes; checkpoints lie beside it, in `OUTPUT_DIR.checkpoints`, until the run ends.
-        max_steps: optimizer steps; `num_epochs` counts when it is None.
-        max_length: longest row in tokens; by default the model's context, less an adapter's virtual tokens. A longer
-            row is an error.
-        save_steps: optimizer steps between checkpoints.
-        gradient_checkpointing: less tenant memory for about twice the forward calls.
-        resume: None goes on from a checkpoint of the same run if there is one; True demands one; False starts over.
-        progress: a progress bar on stderr.
+        session: connected or not.
+        data, peft_config, output_dir, max_length, resume, progress: as of `TenantClient.finetune`.
+        settings: what the run is, beside its data and its adapter.
 
     Returns:
         Adapter folder, losses, tokens, bytes, seconds.
-
-    Raises:
-        DatasetError: names the line.
-        ConfigurationError: settings that do not fit, or a checkpoint of another run.
-        NotFinite: a value was NaN or infinite: with `verify` at once, without it at the planned end; no adapter.
-        TransportError, ProtocolError, AccessError: the run can go on with the same call.
-        VeilbaseError: the adapter or a checkpoint could not be written.
     """
-    settings = _Settings(
-        max_steps, num_epochs, batch_size, gradient_accumulation_steps, learning_rate, lr_scheduler_type, warmup_steps,
-        weight_decay, max_grad_norm, save_steps, seed, gradient_checkpointing,
-    )  # fmt: skip
     settings.check()
     if max_length is not None and max_length < 1:
         raise ConfigurationError(f"max_length must be positive, got {max_length}")
     parsed = load_rows(data)
-    manifest = client.connect()
+    manifest = session.connect()
     # a copy: PEFT writes into the config, and the same call must have the same fingerprint again
     peft_config = copy.deepcopy(peft_config or default_peft_config())
     num_virtual = virtual_tokens(peft_config)
-    room = _room(client.context_length, num_virtual)
-    rows = training_rows(parsed, client.text, min(max_length or room, room), client.bucket, num_virtual)
+    room = _room(session.context_length, num_virtual)
+    rows = training_rows(parsed, session.text, min(max_length or room, room), session.bucket, num_virtual)
     output_dir = Path(output_dir)
     check_replaceable(output_dir)
     digests = [group.digest for group in manifest.groups]
     checkpoints = Checkpoints(output_dir.with_name(output_dir.name + ".checkpoints"))
     start = checkpoints.open(fingerprint(rows, peft_config.to_dict(), settings, digests), resume)
 
-    set_seed(seed)
-    model = _adapted(client, peft_config, seed)
-    if gradient_checkpointing:
+    set_seed(settings.seed)
+    model = _adapted(session, peft_config, settings.seed)
+    if settings.gradient_checkpointing:
         _checkpoint_activations(model.get_base_model())
     course = planned_calls(model).course
-    trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(client.tokenizer), course)
-    trainer.same_rows_for_any_text = client.bucket is not None
-    client.fetch_hints(backward=True)
-    before, began = client.traffic, time.monotonic()
+    trainer = _make_trainer(model, rows, settings, checkpoints, pad_token(session.tokenizer), course)
+    trainer.same_rows_for_any_text = session.bucket is not None
+    session.fetch_hints(backward=True)
+    before, began = session.traffic, time.monotonic()
     with _saving_errors(), _reading_errors(start):
         with quiet_transformers(), _progress_bar(trainer) if progress else nullcontext():
             _train(trainer, start)
         _check_finite(model, course, checkpoints)
         save_adapter(model, output_dir)
-    seconds, after = time.monotonic() - began, client.traffic
+    seconds, after = time.monotonic() - began, session.traffic
     checkpoints.discard()
     return FinetuneResult(
-        output_dir, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.num_tokens,
-        after.bytes_up - before.bytes_up, after.bytes_down - before.bytes_down, seconds,
-        int(start.name.rpartition("-")[2]) if start else 0,
-    )  # fmt: skip
+        adapter_dir=output_dir,
+        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        tokens=trainer.num_tokens,
+        bytes_up=after.bytes_up - before.bytes_up,
+        bytes_down=after.bytes_down - before.bytes_down,
+        seconds=seconds,
+        resumed_from_step=int(start.name.rpartition("-")[2]) if start else 0,
+    )
 
 
 def _train(trainer: Trainer, start: Path | None) -> None:
@@ -228,13 +140,13 @@ def _room(context: int, num_virtual: int) -> int:
     return context - num_virtual
 
 
-def _adapted(client: TenantClient, peft_config: PeftConfig, seed: int) -> Any:
-    """Returns a fresh model with the adapter on it.
+def _adapted(session: ModelSource, peft_config: PeftConfig, seed: int) -> Any:
+    """A fresh model with the adapter on it.
 
     A copy of a base layer has no weight: nothing of it would be trained, and stock PEFT could not load the adapter.
     """
     with _adapter_errors():
-        base = client.load_model()
+        base = session.load_model()
         with loading(), DrawnFrom(seed):
             model = get_peft_model(base, peft_config)
     copied = copied_base_layer(model)
@@ -294,7 +206,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Mean cross-entropy over labelled tokens; the same number as the model's own loss.
+        """Returns mean cross-entropy over labelled tokens; the same number as the model's own loss.
 
         The vocabulary is by far the widest layer, and in completion-only training most positions have no label.
         """
@@ -308,7 +220,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
         """Saves the adapter only; PEFT would look the base model up on a hub to see whether its vocabulary was
         changed."""
         folder = Path(output_dir or self.args.output_dir)
-        make_private_folder(folder)  # before Trainer, which writes into it what tells of the data
+        make_private_folder(folder)  # before Trainer, whose files there reveal the data
         self.accelerator.unwrap_model(self.model).save_pretrained(folder, save_embedding_layers=False)
 
     def _keeps_logits(self, model: Any) -> bool:
@@ -324,7 +236,7 @@ class CompletionTrainer(Trainer):  # type: ignore[misc]
 def _make_trainer(
     model: Any,
     rows: list[dict[str, list[int]]],
-    settings: _Settings,
+    settings: FinetuneSettings,
     checkpoints: Checkpoints,
     pad: int,
     course: Course,

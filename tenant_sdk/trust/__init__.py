@@ -1,2 +1,1 @@
-"""What a tenant accepts from a provider: the bundle, its comparison with a trusted checkpoint, pins, rules for a
-config."""
+"""What a tenant accepts from a provider: bundle, comparison with a trusted checkpoint, pins, rules for a config."""

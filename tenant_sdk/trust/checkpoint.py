@@ -40,12 +40,12 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(@[\w./-]{
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_MARKS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-"""A folder with none of these holds no tokenizer."""
+"""Names of files that show a tokenizer: a folder with none of them holds none."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _LOGGER = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""(groups compared, groups in all)."""
+"""A function that is called with (groups compared, groups in all)."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class _Weights:
 
 
 class TrustedCheckpoint:
-    """One checkpoint; nothing of it is in memory until a method needs it. Not safe under threads."""
+    """One checkpoint; nothing of it is in memory until a method needs it. It is not thread-safe."""
 
     def __init__(self, source: _Source) -> None:
         """Args: source: the checkpoint's place, found by `open`."""

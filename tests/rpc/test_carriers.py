@@ -227,14 +227,25 @@ def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
     until(lambda: left() <= before, "the end of what reads")
 
 
-@pytest.mark.parametrize("module", ["tenant_sdk", "provider"])
-def test_grpc_waits_in_place_unless_the_environment_says_otherwise(module: str) -> None:
-    code = f"import os, sys, {module}; print(os.environ['GRPC_EXPERIMENTS'], 'grpc' in sys.modules)"
+PROVIDER_CODE = """
+from provider.cli import main
+sys.argv = ["provider", "{command}", "--threads", "0"]
+try:
+    main()
+except SystemExit:
+    pass
+"""
+
+
+@pytest.mark.parametrize("command", ["tenant", "serve", "shard"])
+def test_grpc_waits_in_place_unless_the_environment_says_otherwise(command: str) -> None:
+    sets = "import tenant_sdk; tenant_sdk.tune()" if command == "tenant" else PROVIDER_CODE.format(command=command)
+    code = f"import os, sys\n{sets}\nprint(os.environ['GRPC_EXPERIMENTS'])"
 
     def run(**environment: str) -> str:
         return subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
         ).stdout.strip()
 
-    assert run() == "-event_engine_client,-event_engine_listener,-event_engine_callback_cq False"
-    assert run(GRPC_EXPERIMENTS="mine") == "mine False"
+    assert run() == "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
+    assert run(GRPC_EXPERIMENTS="mine") == "mine"

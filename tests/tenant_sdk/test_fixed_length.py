@@ -253,7 +253,7 @@ def test_the_command_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
         def generate(self, *args: Any, **options: Any) -> None:
             given.append(options)
 
-    monkeypatch.setattr(cli, "_client", lambda *_: Client())
+    monkeypatch.setattr(cli, "_client", lambda **_: Client())
     runner = CliRunner()
     assert runner.invoke(cli.app, ["generate", "who?", "--fixed-length"]).exit_code == 0
     assert runner.invoke(cli.app, ["generate", "who?"]).exit_code == 0

@@ -112,8 +112,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     if column_stride != 1:
         row_stride = 1  # A dimension of size 1 may have any stride.
     address, scratch_bytes = weight.data_ptr(), _scratch_bytes(d)
-    # This is one token's row: an array of one pointer is cheap without numpy.
-    if len(parts) == 1 and parts[0].shape[0] == 1:
+    if len(parts) == 1 and parts[0].shape[0] == 1:  # For one row, an array of one pointer is cheap without numpy.
         start, end = _COUNT(parts[0].data_ptr()), _COUNT(replies[0].data_ptr())
         library.veilbase_product(
             ctypes.byref(start), ctypes.byref(end), 0, 1, address, row_stride, column_stride, d, 0, m,
@@ -220,8 +219,7 @@ def encode(
     num_rows, d = rows.shape
     _check_written(encoded, num_rows, d, torch.int32)
     _check_alpha(alpha, d)
-    # The device is named, whatever the user's default is.
-    betas = torch.empty(num_rows, 1, dtype=torch.float32, device="cpu")
+    betas = torch.empty(num_rows, 1, dtype=torch.float32, device="cpu")  # This ignores the user's defaults.
     start, to, scale = rows.data_ptr(), encoded.data_ptr(), betas.data_ptr()
     factors = None if alpha is None else alpha.data_ptr()
     if num_rows == 1:
@@ -432,11 +430,9 @@ def _scratch_bytes(d: int) -> int:
 
 
 def _scratch(num_bytes: int) -> int:
-    """Returns the address of this thread's scratch, kept between calls: fresh pages cost more than what is packed into
-    them."""
+    """Returns the address of this thread's scratch, which is kept: fresh pages cost more than packing into them."""
     kept: tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int] | None = getattr(_local, "scratch", None)
     if kept is None or kept[0].size < num_bytes:
         made = np.empty(num_bytes, dtype=np.uint8)
-        # Both are kept together, since an address does not keep memory alive.
-        kept = _local.scratch = made, made.ctypes.data
+        kept = _local.scratch = made, made.ctypes.data  # Both: an address does not keep memory alive.
     return kept[1]

@@ -3,7 +3,7 @@
 Guarantees: the same seed and row number give the same numbers on every machine, checked by tests/vectors/expand.json;
 every row is a stream of its own, so that any range of rows can be made alone and a layer with fewer features uses the
 first columns of the same rows. It does not guarantee that a seed is fresh or kept secret: its owner must see to that.
-Source: wire/SPEC.md, section 5, "Expansion"; AES-CTR: NIST SP 800-38A, section 6.5.
+Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ class SeededRows:
         row_numbers = row_blocks * _BLOCK_NUMBERS
         # This has one block more than is needed: some versions of `update_into` ask for room beyond what they write.
         num_numbers = self.num_rows * row_numbers + _BLOCK_NUMBERS
-        # The device is named, whatever the user's default is.
-        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")
+        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")  # This ignores the user's defaults.
         if row_blocks:
             self._fill(flat.numpy().data.cast("B"), row_blocks)
         rows = flat[: self.num_rows * row_numbers].view(self.num_rows, row_numbers)

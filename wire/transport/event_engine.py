@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import sys
 
+VARIABLE = "GRPC_EXPERIMENTS"
+"""The environment variable in which grpc looks for experiments to switch on or off."""
 _OLDER_WAY = "-event_engine_client,-event_engine_listener,-event_engine_callback_cq"
 
 
 def prefer_waiting_in_place() -> None:
     """Sets the older way, unless grpc is loaded already or the environment (GRPC_EXPERIMENTS) names another."""
     if "grpc" not in sys.modules:
-        os.environ.setdefault("GRPC_EXPERIMENTS", _OLDER_WAY)
+        os.environ.setdefault(VARIABLE, _OLDER_WAY)

@@ -77,9 +77,8 @@ DEFAULT_PORT = 8443
 _LOGGER = logging.getLogger(__name__)
 
 
-class ConnectionDropped(Unavailable):
-    """The other side closed the connection before the handshake. It refused no identity, since none had been
-    presented."""
+class _ConnectionDropped(Unavailable):
+    """The other side closed the connection before a word was said: nobody was refused, since nobody was named."""
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
@@ -150,7 +149,7 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
         return Unavailable(f"the provider takes nothing new at the moment: {when}", retry_s)
     details = str(exc.details() or "") if hasattr(exc, "details") else ""
     if not connected and _DROPPED in details:
-        return ConnectionDropped(
+        return _ConnectionDropped(
             "the provider closed the connection at once: it has as many as it takes, or the URL is of something else; "
             "try again later"
         )
@@ -224,7 +223,7 @@ class GrpcConnection:
         while True:
             try:
                 return self._try_to_fetch_manifest()
-            except ConnectionDropped:
+            except _ConnectionDropped:
                 if time.monotonic() >= give_up_at:
                     raise
             time.sleep(with_jitter(pause_s))
@@ -235,7 +234,7 @@ class GrpcConnection:
             data = b"".join(self._unary_stream(MANIFEST_METHOD, b"", CONNECT_TIMEOUT_S, MAX_MANIFEST_BYTES))
         except Unavailable as exc:
             self._drop_channel()
-            if isinstance(exc, ConnectionDropped) or exc.retry_s > 0:
+            if isinstance(exc, _ConnectionDropped) or exc.retry_s > 0:
                 raise
             raise Unavailable(f"no provider can be reached at {self.url}: check the URL and that it runs") from None
         except TransportError:

@@ -57,7 +57,7 @@ class GrpcStream:
         self._call = rpc(iter(self._outgoing.get, None), wait_for_ready=False)
 
     def send(self, message: bytes | memoryview) -> None:
-        """See `MessageStream.send`."""
+        """Queues a message; see `MessageStream.send`."""
         self._outgoing.put(bytes(message))
 
     @property
@@ -69,17 +69,17 @@ class GrpcStream:
         """Returns at once; see `has_unsent`."""
 
     def step(self) -> bytes | None:
-        """See `MessageStream.step`."""
+        """Waits for a message; see `MessageStream.step`."""
         message: bytes | None = next(self._call, None)
         if message is None:
             raise EOFError
         return message
 
     def is_active(self) -> bool:
-        """See `MessageStream.is_active`."""
+        """Tells whether the RPC is active; see `MessageStream.is_active`."""
         return bool(self._call.is_active())
 
     def close(self) -> None:
-        """See `MessageStream.close`."""
+        """Cancels the RPC; see `MessageStream.close`."""
         self._outgoing.put(None)
         self._call.cancel()

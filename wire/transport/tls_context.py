@@ -22,8 +22,7 @@ def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLCon
 
 
 def server_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """Makes the TLS context of the provider's end, which refuses a peer without a certificate of its CA. It raises what
-    `client_context` raises."""
+    """Makes the TLS context of the provider's end, which demands a certificate of its CA; see `client_context`."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, ca_pem, cert_pem, key_pem)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # No session is ever resumed.

@@ -44,7 +44,7 @@ class TensorStream:
         self._is_active = True
 
     def send(self, message: bytes | memoryview) -> None:
-        """See `MessageStream.send`."""
+        """Queues a message; see `MessageStream.send`."""
         try:
             self._connection.send(message)
         except OSError:
@@ -52,18 +52,18 @@ class TensorStream:
 
     @property
     def has_unsent(self) -> bool:
-        """See `MessageStream.has_unsent`."""
+        """Tells whether queued messages still need a `step`; see `MessageStream.has_unsent`."""
         return self._is_active and self._connection.has_unsent
 
     def wait_to_send(self, seconds: float) -> None:
-        """See `MessageStream.wait_to_send`."""
+        """Waits until more can be sent; see `MessageStream.wait_to_send`."""
         try:
             self._connection.wait_to_send(seconds)
         except OSError:
             self._is_active = False
 
     def step(self) -> bytes | memoryview | None:
-        """See `MessageStream.step`."""
+        """Waits for a message; see `MessageStream.step`."""
         message = self._connection.next_message()
         if message is None and self._end is None:
             try:
@@ -87,10 +87,10 @@ class TensorStream:
         )
 
     def is_active(self) -> bool:
-        """See `MessageStream.is_active`."""
+        """Tells whether the stream is active; see `MessageStream.is_active`."""
         return self._is_active
 
     def close(self) -> None:
-        """See `MessageStream.close`."""
+        """Ends the stream; see `MessageStream.close`."""
         self._is_active = False
         self._connection.close()

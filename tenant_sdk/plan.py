@@ -1,0 +1,130 @@
+"""A client's settings: taken from a user, refused where they cannot be, and from then on fixed.
+
+Guarantees: every refusal that needs no network is made here, before the network is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from noise.options import check_options
+from noise.registry import MASKS
+from tenant_sdk import embedded
+from tenant_sdk.text.rows import bucket_tokens
+from tenant_sdk.trust.pins import PARTS
+from wire.errors import ConfigurationError
+from wire.transport.identity import load_identity
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A client's settings, checked as far as that needs no network.
+
+    Attributes:
+        urls, identities: one each per provider; an identity is None for inproc: and loopback without TLS.
+        mask, arithmetic, mask_options: see `TenantClient`.
+        verify: the trusted checkpoint, or None.
+        kappa: a forged reply passes with probability at most 2^-kappa.
+        weights: for inproc: only.
+        cache: folder of bundles, hints and the ledger of clients without an identity.
+        tokenizer: the tokenizer that the tenant names, or None.
+        bucket: number of tokens to which prompts and training rows are padded, or None.
+        accepted_changes: parts of the provider's bundle whose change the tenant accepts.
+    """
+
+    urls: tuple[str, ...]
+    identities: tuple[Path | None, ...]
+    mask: str
+    arithmetic: str | None
+    mask_options: Mapping[str, Any] = field(repr=False)
+    verify: str | None = None
+    kappa: int = 40
+    weights: str | None = None
+    cache: Path | None = None
+    tokenizer: str | None = None
+    bucket: int | None = None
+    accepted_changes: tuple[str, ...] = ()
+
+
+def make_plan(
+    *,
+    url: str | Sequence[str],
+    identity: str | Path | Sequence[str | Path] | None,
+    mask: str,
+    verify: str | Path | None,
+    arithmetic: str | None,
+    mask_options: Mapping[str, Any] | None,
+    kappa: int,
+    weights: str | None,
+    cache: str | Path | None,
+    tokenizer: str | Path | None,
+    pad_rows: bool | int,
+    accept_changes: Sequence[str],
+) -> Plan:
+    """The plan of a client whose arguments these are; `TenantClient` describes them.
+
+    Raises:
+        ConfigurationError: a URL, identity or option that cannot be.
+    """
+    urls, identities = _providers(url, identity)
+    if mask not in MASKS:
+        raise ConfigurationError(f"mask is one of {', '.join(MASKS)}, got {mask!r}")
+    options = check_options(mask, {} if mask_options is None else mask_options)
+    _check_places(urls, identities, weights)
+    return Plan(
+        urls=urls,
+        identities=identities,
+        mask=mask,
+        arithmetic=arithmetic,
+        mask_options=options,
+        verify=None if verify is None else str(verify),
+        kappa=kappa,
+        weights=weights,
+        cache=None if cache is None else Path(cache),
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        accepted_changes=_accepted(accept_changes),
+        bucket=bucket_tokens(pad_rows),
+    )
+
+
+def _providers(
+    url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None
+) -> tuple[tuple[str, ...], tuple[Path | None, ...]]:
+    """The URL of each provider and the folder of the identity that it gets, or None."""
+    urls = (url,) if isinstance(url, str) else tuple(url or ())
+    if not urls or not all(isinstance(each, str) for each in urls):
+        raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")
+    given = identity if isinstance(identity, list | tuple) else [identity] * len(urls)
+    if len(given) != len(urls):
+        raise ConfigurationError(f"expected one identity for each of {len(urls)} URLs, got {len(given)}")
+    return urls, tuple(None if each is None else Path(str(each)) for each in given)
+
+
+def _check_places(urls: Sequence[str], identities: Sequence[Path | None], weights: str | None) -> None:
+    """Raises ConfigurationError for what does not suit a provider's place, and for a folder that is no identity."""
+    for each, folder in zip(urls, identities, strict=True):
+        inproc = each.startswith(embedded.SCHEME)
+        if inproc and folder is not None:
+            raise ConfigurationError("an inproc: provider takes no identity")
+        if not inproc and weights is not None:
+            raise ConfigurationError("weights is for inproc: only: a networked provider chooses for itself")
+        if folder is not None:
+            load_identity(folder)
+
+
+def _accepted(accept_changes: Sequence[str]) -> tuple[str, ...]:
+    """The parts of a provider's offer that may differ from first use, as a tuple."""
+    if not isinstance(accept_changes, str | list | tuple | set | frozenset):
+        raise ConfigurationError(
+            f"accept_changes takes a list of {', '.join(PARTS)}, got {type(accept_changes).__name__}"
+        )
+    given = (accept_changes,) if isinstance(accept_changes, str) else tuple(accept_changes)
+    for part in given:
+        if part not in PARTS:
+            raise ConfigurationError(
+                f"accept_changes (--accept-change, once for each) takes {', '.join(PARTS)}, got {ascii(part)[:40]}"
+            )
+    return given

@@ -1,0 +1,88 @@
+"""Sources that docstrings and comments cite are in the repository: the file, and the section or heading in it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.conftest import ROOT
+
+CITING_PACKAGES = ("wire", "noise", "provider")
+"""Packages whose citations are checked."""
+_FILE = r"(?<![\w/.-])(?P<path>(?:[\w.-]+/)+[\w-]+\.md|[A-Z_]{3,}\.md)"
+_PLACE = r"(?:,? section (?P<section>\d+)|, \"(?P<heading>[^\"]+)\"|, (?P<bare>[A-Z].{0,60}))?"
+_CITATION = re.compile(_FILE + _PLACE)
+
+
+def headings(path: Path) -> list[str]:
+    return re.findall(r"^#+ +(.*\S)", path.read_text(), re.MULTILINE)
+
+
+def unwrapped(source: str) -> str:
+    """The text of a source file on one line, without what begins the lines of a comment."""
+    return re.sub(r"\s*\n\s*(?:#|\*(?!/))?\s*", " ", source)
+
+
+def missing_sources(source: str) -> list[str]:
+    """The citations in a source file of which the file, the section or the heading is not there."""
+    missing = []
+    for found in _CITATION.finditer(unwrapped(source)):
+        path, section, heading, bare = ROOT / found["path"], found["section"], found["heading"], found["bare"]
+        known = headings(path) if path.is_file() else []
+        is_there = path.is_file()
+        if section is not None:
+            is_there = any(re.match(rf"{section}\b", one) for one in known)
+        elif heading is not None:
+            is_there = heading in known
+        elif bare is not None:  # a heading without quotation marks, as in messages
+            is_there = any(bare.startswith(one) for one in known)
+        if not is_there:
+            missing.append(found[0])
+    return missing
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(path for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".c", ".h", ".md"))
+
+
+@pytest.mark.parametrize("package", CITING_PACKAGES)
+def test_cited_sources_exist(package: str) -> None:
+    texts = {path: path.read_text() for path in sources(package)}
+    assert any(_CITATION.search(unwrapped(text)) for text in texts.values())
+    missing = {str(path.relative_to(ROOT)): missing_sources(text) for path, text in texts.items()}
+    assert {path: citations for path, citations in missing.items() if citations} == {}
+
+
+@pytest.mark.parametrize(
+    "cited",
+    [
+        "DESIGN.md, section 3",
+        "DESIGN.md section 3",
+        "wire/SPEC.md, section 99",
+        "docs/no-such-page.md",
+        'docs/masks.md, "no such heading"',
+        "docs/operations.md, No such heading",
+        "wire/SPEC.md,\n    # section 99",
+        'docs/threat-model.md, "Who is\n * nowhere"',
+    ],
+)
+def test_missing_source_is_found(cited: str) -> None:
+    assert len(missing_sources(f"the bound ({cited}).")) == 1
+
+
+@pytest.mark.parametrize(
+    "cited",
+    [
+        "wire/SPEC.md, section 5",
+        "wire/SPEC.md,\n    # section 5",
+        'docs/threat-model.md, "Who is\n    trusted"',
+        "docs/operations.md, Recording",
+        "docs/decisions/0004-ledger.md",
+        "README.md",
+    ],
+)
+def test_source_that_exists_is_accepted(cited: str) -> None:
+    assert _CITATION.search(unwrapped(f"the bound ({cited})."))
+    assert missing_sources(f"the bound ({cited}).") == []

@@ -1,0 +1,179 @@
+"""The flags of `provider serve` and `provider shard`, made from the settings: what is listed, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import pytest
+import typer
+
+from provider.cli import app, main
+from provider.config import ProviderSettings, ShardSettings
+
+# flag, type of its word, default in the help, help; as they were when each flag was typed by hand
+SERVE = [
+    ("--model", "str", "smollm2-135m", "Built-in name, GGUF file, Hugging Face folder or hub id."),
+    ("--tls", "bool", "", "Mutual TLS; needed for any address but loopback."),
+    ("--host", "str", "127.0.0.1", "Address to listen on."),
+    ("--port", "int", "8443", "0 picks a free one."),
+    ("--tensor-port", "str", "0", "Port of the streams; 0 picks, none: by gRPC alone."),
+    ("--names", "str", "", "Further names for the certificate, comma-separated, as tenants use them."),
+    ("--state", "Path", "~/.veilbase/provider", "State directory: CA and registry."),
+    ("--weights", "int8|native", "int8", "native keeps the checkpoint's weights next to int8."),
+    ("--base-layers", "str", "all", "Layers to serve: patterns, comma-separated, ! excludes."),
+    ("--record", "Path", "", "Write down all that tenants send (security evaluation)."),
+    ("--record-limit", "str", "4GiB", "Most bytes to record."),
+    ("--record-layers", "str", "all", "Patterns of layers to record."),
+    ("--config", "Path", "", "YAML file with any of these settings."),
+    ("--threads", "int", "", "Threads of the arithmetic, in each process."),
+    ("--shards", "int", "1: none of their own", "Processes that share the layer groups out."),
+    ("--replicas", "int", "1", "Processes a shard."),
+    ("--remote-shards", "str", "", "Shards, from 0, that other hosts hold: see `provider shard`."),
+    (
+        "--batching",
+        "opportunistic|none|lockstep",
+        "opportunistic",
+        "How requests share products; two are for comparison.",
+    ),
+    ("--slo-ms", "float", "", "Latency target of decode, from arrival to reply."),
+    ("--max-wait-ms", "float", "20", "The longest that a request waits for company."),
+    ("--busy-poll-ms", "float", "2", "The longest that an idle core looks for the next decode request."),
+    ("--drain-s", "float", "10", "At the end: time for what is in flight."),
+    ("--metrics-port", "int", "", "Loopback port of Prometheus' metrics; 0 picks."),
+    ("--health-port", "int", "", "Loopback port of gRPC's health service; 0 picks."),
+    ("--log-format", "text|json", "text", "Of the log on stderr."),
+    ("--parallel", "none|tensor|fsdp", "none", "Processes started by torchrun make each product together."),
+    ("--parallel-timeout-s", "float", "60", "The longest that one of them waits for another."),
+]
+
+SHARD = [
+    ("--join", "str", "", "URL of the provider."),
+    ("--identity", "Path", "", "Folder made by `provider enroll NAME --shard --out DIR`."),
+    ("--shard", "int", "0", "Which of its shards to be a replica of, from 0."),
+    ("--model", "str", "smollm2-135m", "As the provider's."),
+    ("--weights", "int8|native", "int8", "As the provider's."),
+    ("--base-layers", "str", "all", "As the provider's."),
+    ("--config", "Path", "", "YAML file with any of these settings."),
+    ("--threads", "int", "", "Threads of the arithmetic."),
+    ("--log-format", "text|json", "text", "Of the log on stderr."),
+]
+
+
+def listed(command: str) -> list[tuple[str, str, str, str]]:
+    """What the command's help says."""
+    (found,) = [one for one in app.registered_commands if getattr(one.callback, "__name__", "") == command]
+    annotations = {
+        name: get_args(get_args(parameter.annotation)[0])[0]
+        for name, parameter in inspect.signature(found.callback or main).parameters.items()
+    }
+    group: Any = typer.main.get_command(app)
+    rows = []
+    for option in group.commands[command].params:
+        if option.name == "help":
+            continue
+        assert (option.secondary_opts, option.default, option.required) == ([], None, False)
+        kind = annotations[option.name]
+        word = "|".join(get_args(kind)) if get_origin(kind) else kind.__name__
+        shown = option.show_default if isinstance(option.show_default, str) else ""
+        rows.append((*option.opts, word, shown, option.help))
+    return rows
+
+
+@pytest.mark.parametrize(("command", "rows"), [("serve", SERVE), ("shard", SHARD)])
+def test_flags_types_defaults_and_help(command: str, rows: list[tuple[str, str, str, str]]) -> None:
+    assert listed(command) == rows
+
+
+def test_a_setting_is_a_flag_unless_it_holds_more_than_a_word_says() -> None:
+    names = {flag.removeprefix("--").replace("-", "_") for flag, *_ in SERVE}
+    assert names - {"config"} == set(ProviderSettings.model_fields) - {"max_in_flight_bytes", "tenant_limits"}
+    assert {flag.removeprefix("--").replace("-", "_") for flag, *_ in SHARD} - {"config"} == set(
+        ShardSettings.model_fields
+    )
+
+
+BAD, UNKNOWN, RANGE = "port: [1\n", "prt: 1\n", "port: 70000\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("serve --port 70000", "setting port: input should be less than or equal to 65535"),
+        ("serve --threads 0", "setting threads: input should be greater than or equal to 1"),
+        ("serve --busy-poll-ms 99", "setting busy_poll_ms: input should be less than or equal to 10"),
+        ("serve --max-wait-ms -1", "setting max_wait_ms: input should be greater than or equal to 0"),
+        ("serve --tensor-port xx", "setting tensor_port.literal['none']: input should be 'none'"),
+        ("serve --record-limit lots", "setting record_limit: could not parse value and unit from byte string"),
+        ("serve --names a,,b --tls", r"setting names: string should match pattern '^[^,\s]*(,[^,\s]+)*$'"),
+        ("serve --model=", "setting model: string should have at least 1 character"),
+        ("serve --host 0.0.0.0", "without --tls only loopback is served, got --host 0.0.0.0: add --tls"),
+        ("serve --names a", "--names are of a certificate, which needs --tls"),
+        ("serve --slo-ms 5 --batching none", "--slo-ms needs --batching opportunistic, got none"),
+        ("serve --tensor-port 44", "the tensor port speaks TLS only: add --tls, or leave --tensor-port out"),
+        ("serve --parallel-timeout-s 3", "--parallel-timeout-s needs --parallel"),
+        (
+            "serve --remote-shards 5 --tls",
+            "expected --remote-shards below the 1 of --shards, counted from 0, got 5",
+        ),
+        (
+            "serve --record-limit 1GiB",
+            "--record-limit and --record-layers need --record, which names the folder",
+        ),
+        (
+            "serve --metrics-port 7 --health-port 7",
+            "--port, --tensor-port, --metrics-port and --health-port must be different ports",
+        ),
+        ("serve --config FOLDER/none.yaml", "expected a settings file, found none at 'FOLDER/none.yaml'"),
+        ("serve --config FOLDER/bad.yaml", "'FOLDER/bad.yaml' is not a YAML file of settings, see line 2"),
+        ("serve --config FOLDER/unknown.yaml", "setting prt: extra inputs are not permitted"),
+        ("serve --config FOLDER/range.yaml", "setting port: input should be less than or equal to 65535"),
+        ("shard --join grpcs://x:1", "setting identity: field required"),
+        ("shard --join a --identity x --shard 5000", "setting shard: input should be less than or equal to 1023"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(
+    words: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, content in (("bad", BAD), ("unknown", UNKNOWN), ("range", RANGE)):
+        (tmp_path / f"{name}.yaml").write_text(content)
+    assert end_of(words.replace("FOLDER", str(tmp_path)), monkeypatch) == 1
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"provider: {text.replace('FOLDER', str(tmp_path))}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("serve --port x", "Invalid value for '--port'"),
+        ("serve --drain-s soon", "Invalid value for '--drain-s'"),
+        ("serve --weights int4", "'int4' is not one of 'int8', 'native'"),
+        ("serve --batching all", "'all' is not one of"),
+        ("serve --no-tls", "No such option: --no-tls"),
+        ("serve --tls=1", "'--tls' does not take a value"),
+        ("serve --max-in-flight-bytes 1", "No such option: --max-in-flight-bytes"),
+        ("serve --model", "'--model' requires an argument"),
+        ("serve extra", "unexpected extra argument"),
+        ("shard --shard x", "Invalid value for '--shard'"),
+    ],
+)
+def test_a_word_that_is_no_flag_or_of_another_type_is_refused_with_usage(
+    words: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert end_of(words, monkeypatch) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert text in said.err
+
+
+def end_of(words: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The exit code of the command; what it sets in the environment is undone."""
+    for name in ("GRPC_VERBOSITY", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("COLUMNS", "160")  # so that no message is wrapped
+    monkeypatch.setattr(sys, "argv", ["provider", *words.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
