@@ -1,8 +1,8 @@
 """How a tenant's process waits: for its own threads and for the network.
 
 `tune` sets two environment variables, each of which a library reads once, when it is loaded. So it has to run before
-torch and grpc are imported, and importing `tenant_sdk` sets nothing. The figures are in docs/benchmarks_history.md,
-sections "Fine-tuning" and "Decode".
+torch and grpc are imported, and importing `tenant_sdk` sets nothing. The figures are in docs/benchmarks_history.md
+under "What `tune` sets".
 """
 
 from __future__ import annotations
