@@ -66,9 +66,9 @@ CONNECT_TIMEOUT_S = 20.0
 _CROWDED_S = 15.0
 """Seconds for which a provider that closes new connections at once is tried again: a provider that is flooded with
 connections accepts another as soon as one of them has run out of time."""
-_CROWDED_PAUSES_S = (0.02, 0.5)
-"""The first pause and the longest, in seconds. Each is half as long again as the one before, so that the tenants that
-wait for a free connection do not flood the provider themselves."""
+_CROWDED_PAUSE_S = 0.01
+"""Pause in seconds before the next try. It is short because places at a flooded port are taken within milliseconds:
+with pauses up to half a second a newcomer was not in within 15 s (tests/rpc/test_flood.py)."""
 _DROPPED = "Handshake read failed"
 """The part of gRPC's own text that says that the other side closed before TLS had begun. A refused certificate reads
 differently, and so does a port without TLS. If a later gRPC words it otherwise, the first try is the last."""
@@ -219,15 +219,13 @@ class GrpcConnection:
 
     def _fetch_manifest(self) -> Manifest:
         give_up_at = time.monotonic() + _CROWDED_S
-        pause_s, longest_s = _CROWDED_PAUSES_S
         while True:
             try:
                 return self._try_to_fetch_manifest()
             except _ConnectionDropped:
                 if time.monotonic() >= give_up_at:
                     raise
-            time.sleep(with_jitter(pause_s))
-            pause_s = min(1.5 * pause_s, longest_s)
+            time.sleep(with_jitter(_CROWDED_PAUSE_S))
 
     def _try_to_fetch_manifest(self) -> Manifest:
         try:

@@ -206,7 +206,7 @@ from wire.ring import buffers
 before = len(weakref.finalize._registry)
 held = buffers.unwritten(300_000)
 print("added", len(weakref.finalize._registry) - before)
-weakref.finalize(memory, print, "finalizers have run")
+weakref.finalize(buffers, print, "finalizers have run")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["added 0", "finalizers have run", "kept 0"]
