@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.conftest import ROOT
 
-CITING_PACKAGES = ("wire", "noise", "provider")
+CITING_PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 """Packages whose citations are checked."""
 _FILE = r"(?<![\w/.-])(?P<path>(?:[\w.-]+/)+[\w-]+\.md|[A-Z_]{3,}\.md)"
 _PLACE = r"(?:,? section (?P<section>\d+)|, \"(?P<heading>[^\"]+)\"|, (?P<bare>[A-Z].{0,60}))?"
