@@ -26,7 +26,7 @@ from tenant_sdk.identity import issuer_of, tenant_name
 from tenant_sdk.model.build import context_length
 from tenant_sdk.model.remote_group import RemoteExecutor
 from tenant_sdk.plan import Plan
-from tenant_sdk.text.source import TenantText, TokenizerSource, named_text, provider_text, verified_text
+from tenant_sdk.text.source import LocalSource, TenantText, named_text, provider_text, verified_text
 from tenant_sdk.trust.bundle import default_cache, fetch_bundle
 from tenant_sdk.trust.compare import check_manifest_config
 from tenant_sdk.trust.config_rules import check_rows_are_padded
@@ -72,7 +72,7 @@ class Session:
     scheme: MaskScheme
     executor: RemoteExecutor
     verifier: Verifier | None
-    tokenizer_source: TokenizerSource | None = None
+    tokenizer_source: LocalSource | None = None
 
     def close(self) -> None:
         """Drops secrets and connections."""
@@ -121,7 +121,7 @@ def open_session(plan: Plan, on_verified: Callable[[int, int], None] | None = No
     return Session(connections, manifest, scheme, executor, verifier, tokenizer_source)
 
 
-def _find_tokenizer(name: str) -> TokenizerSource:
+def _find_tokenizer(name: str) -> LocalSource:
     from tenant_sdk.trust.checkpoint import find_tokenizer
 
     return find_tokenizer(name)
@@ -138,8 +138,9 @@ def open_bundle(plan: Plan, session: Session) -> Path:
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)
     check_manifest_config(folder, manifest)
     context_length(folder)  # raises where the config's context length is none
-    if plan.bucket is not None and session.verifier is None:
-        check_rows_are_padded(layer.name for group in manifest.groups for layer in group.layers)
+    if plan.bucket is not None:
+        names = (layer.name for group in manifest.groups for layer in group.layers)
+        check_rows_are_padded(names, manifest.config.get("model_type"))
     if session.verifier is None and not plan.urls[0].startswith(embedded.SCHEME):
         current = canonical_digests(folder, manifest)
         if session.tokenizer_source is not None:  # parts that are not used may change

@@ -55,8 +55,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
     return claims
 
 
-class _System:
-    """The equations of as many rows as are needed to find one secret."""
+class Equations:
+    """The equations of as many rows as are needed to find one secret, or the difference of two."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree
@@ -65,6 +65,10 @@ class _System:
         public = PublicMatrix.of(seed, degree, num_features)
         self._equations = public.stacked_equations(self._num_rows, self._num_equations)
         self._binary = BinarySystem(bits(self._equations))
+
+
+class _System(Equations):
+    """What finds one secret."""
 
     def open(self, stream: Stream) -> None:
         """Tries every window of a stream."""

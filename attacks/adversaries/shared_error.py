@@ -25,8 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from attacks.adversaries.binary_system import BinarySystem
-from attacks.adversaries.no_error import MOST_DIMENSION, MOST_WINDOW_ROWS, SURPLUS, bits
+from attacks.adversaries.no_error import MOST_DIMENSION, MOST_WINDOW_ROWS, SURPLUS, Equations, bits
 from attacks.adversaries.ring_lwe import (
     SMALL,
     PublicMatrix,
@@ -41,7 +40,6 @@ from attacks.seen.adversary import Adversary, Claim, StolenDifference, StolenFac
 from attacks.seen.forward_passes import Opened
 from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
-from wire.ring.seeded_rows import SeededRows
 
 SHARED = "messages of blocks that share their errors"
 MOST_SYSTEMS = 3
@@ -89,16 +87,8 @@ def distances(degree: int, num_rows: int) -> list[int]:
     return blocks + sorted(distance for distance in pieces if distance < degree)
 
 
-class _System:
-    """The equations of as many rows as are needed to find one difference."""
-
-    def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
-        self._seed, self._degree = seed, degree
-        self._num_equations = seed.num_rows + SURPLUS
-        self._num_rows = -(-self._num_equations // num_features)
-        public = PublicMatrix.of(seed, degree, num_features)
-        self._equations = public.stacked_equations(self._num_rows, self._num_equations)
-        self._binary = BinarySystem(bits(self._equations))
+class _System(Equations):
+    """What finds one difference."""
 
     def open(self, stream: Stream) -> list[Claim]:
         """Tries pairs of windows of a stream: returns claims about blocks; rows of one block are opened in the

@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 
 from attacks.programs import row_counts
+from attacks.programs.honest import HonestOffer
 from attacks.report.exit_status import exit_status
 from attacks.victim import quick_model
 from noise import sampling
@@ -36,7 +37,6 @@ from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
 from wire.errors import VeilbaseError
 from wire.frame import Call, Direction, Purpose
-from wire.manifest import Manifest
 from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 from wire.transport.inproc import InprocConnection
 
@@ -152,10 +152,9 @@ class SecretReading:
 
 
 @dataclass
-class Liar:
+class Liar(HonestOffer):
     """A provider that is honest except for one fault; it notes the metadata of every request."""
 
-    served_model: ServedModel
     fault: Fault | None
     group: int
     column: int
@@ -163,14 +162,6 @@ class Liar:
     first_wrong: int | None = None
     _before: torch.Tensor | None = field(default=None, repr=False)
     _num_matching: int = 0
-
-    def manifest(self) -> Manifest:
-        """Returns the honest manifest."""
-        return self.served_model.manifest()
-
-    def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Returns a file of the honest bundle."""
-        return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the product, or a wrong one where the fault applies."""

@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 
+from attacks.programs.honest import HonestOffer
 from attacks.report.exit_status import exit_status
 from attacks.victim import quick_model
 from provider.embedded import serve_in_process
@@ -36,7 +37,6 @@ from tenant_sdk.model.planned_calls import NotFiniteWarning, PlannedCalls
 from tenant_sdk.model.remote_group import RemoteExecutor
 from wire.errors import NotFinite
 from wire.frame import Arithmetic, Call, Direction, Purpose
-from wire.manifest import Manifest
 from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import InprocConnection
 
@@ -115,21 +115,12 @@ class Outcome:
 
 
 @dataclass
-class Overflower:
+class Overflower(HonestOffer):
     """A provider that is honest except for one fault; it notes every request."""
 
-    served_model: ServedModel
     fault: Fault
     seen: list[Seen] = field(default_factory=list)
     _num_matching: int = 0
-
-    def manifest(self) -> Manifest:
-        """Returns the honest manifest."""
-        return self.served_model.manifest()
-
-    def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Returns a file of the honest bundle."""
-        return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the product with the fault."""

@@ -31,6 +31,7 @@ from attacks.controls.lattice_traffic import no_model
 from attacks.controls.shared_error import control as shared_error_control
 from attacks.controls.sparse_secret import control as sparse_secret_control
 from attacks.controls.weak_lattice import WEAKNESSES, Weakness
+from attacks.programs.honest import HonestOffer
 from attacks.report.exit_status import exit_status
 from attacks.victim import check, quick_model
 from attacks.victim.draws import Watch
@@ -39,7 +40,6 @@ from attacks.victim.synthetic import Exchange, write_recording
 from noise.params import PARAMETERS
 from noise.polynomial import kernels
 from provider.embedded import serve_in_process
-from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import NotVerifiedWarning
 from wire.frame import Call
@@ -109,19 +109,10 @@ class Outcome:
 
 
 @dataclass
-class _Provider:
+class _Provider(HonestOffer):
     """An honest provider that notes what it sees."""
 
-    served_model: ServedModel
     seen: list[Exchange] = field(default_factory=list, repr=False)
-
-    def manifest(self) -> Any:
-        """Returns the provider's manifest."""
-        return self.served_model.manifest()
-
-    def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Returns a file of the provider's bundle."""
-        return self.served_model.read_file(file_name)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
         """Returns the provider's answer."""

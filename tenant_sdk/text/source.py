@@ -28,8 +28,14 @@ provider."""
 
 
 @dataclass(frozen=True)
-class TokenizerSource:
-    """The place of a named tokenizer: a folder of this machine, and a GGUF file in it or None."""
+class LocalSource:
+    """The place of a checkpoint or a tokenizer that the tenant names.
+
+    Attributes:
+        name: what the tenant called it.
+        folder: a folder of this machine.
+        gguf_file: a file in that folder; None where Hugging Face's own files are read.
+    """
 
     name: str
     folder: Path
@@ -73,11 +79,11 @@ _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word")
 
 def verified_text(folder: Path) -> TenantText:
     """Returns the bundle's tokenizer and generation settings, which were compared with the trusted checkpoint."""
-    tokenizer = _load(TokenizerSource("", folder), "the provider's bundle holds no usable tokenizer")
+    tokenizer = _load(LocalSource("", folder), "the provider's bundle holds no usable tokenizer")
     return _text(tokenizer, "verified", _settings_in(folder))
 
 
-def named_text(source: TokenizerSource, folder: Path) -> TenantText:
+def named_text(source: LocalSource, folder: Path) -> TenantText:
     """Returns the tokenizer that the tenant names.
 
     Args:
@@ -135,7 +141,7 @@ def _text(tokenizer: Any, origin: Origin, settings: Any) -> TenantText:
     return TenantText(tokenizer, origin, tuple(sorted(set(stops))), settings)
 
 
-def _load(source: TokenizerSource, failure: str) -> Any:
+def _load(source: LocalSource, failure: str) -> Any:
     options = {} if source.gguf_file is None else {"gguf_file": source.gguf_file}
     try:
         with loading():

@@ -28,7 +28,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import rename_source_key
 
 from noise.verify import Verifier
-from tenant_sdk.text.source import TokenizerSource
+from tenant_sdk.text.source import LocalSource
 from tenant_sdk.trust.compare import check_files, check_group, check_scale_names, check_tensors, same_bits, write_files
 from wire.errors import ConfigurationError, VeilbaseError, VerificationFailed
 from wire.loading import loading, quiet_transformers
@@ -49,15 +49,6 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class _Source:
-    """The place of a checkpoint: a folder of this machine; `gguf_file` is a file in it, or None for safetensors."""
-
-    name: str
-    folder: Path
-    gguf_file: str | None = None
-
-
-@dataclass(frozen=True)
 class _Weights:
     """A model and its tensors by state-dict name, in the dtype in which an honest provider has loaded them.
 
@@ -72,7 +63,7 @@ class _Weights:
 class TrustedCheckpoint:
     """One checkpoint; nothing of it is in memory until a method needs it. It is not thread-safe."""
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: LocalSource) -> None:
         """Args: source: the checkpoint's place, found by `open`."""
         self.name = source.name
         self._source = source
@@ -196,23 +187,23 @@ class TrustedCheckpoint:
             return None
 
 
-def _find(name: str) -> _Source:
+def _find(name: str) -> LocalSource:
     if name in _BUILT_IN:
         return _built_in(name)
     path = Path(name or "?").expanduser()
     if path.is_file() and path.suffix.lower() == ".gguf":
-        return _Source(path.stem, path.resolve().parent, path.name)
+        return LocalSource(path.stem, path.resolve().parent, path.name)
     if path.is_dir():
-        return _Source(path.resolve().name, _checked_folder(path.resolve(), name))
+        return LocalSource(path.resolve().name, _checked_folder(path.resolve(), name))
     if _HUB_ID.fullmatch(name) is None or path.exists():
         raise ConfigurationError(
             f"cannot find the checkpoint {name[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, "
             "a Hugging Face folder, or a hub id"
         )
-    return _Source(name, _checked_folder(_from_hub(name), name))
+    return LocalSource(name, _checked_folder(_from_hub(name), name))
 
 
-def find_tokenizer(name: str | Path) -> TokenizerSource:
+def find_tokenizer(name: str | Path) -> LocalSource:
     """Finds a tokenizer that the tenant trusts, by the same rules as `TrustedCheckpoint.open`; it needs no weights.
 
     Args:
@@ -225,9 +216,9 @@ def find_tokenizer(name: str | Path) -> TokenizerSource:
     path = Path(given or "?").expanduser()
     if given in _BUILT_IN:
         source = _built_in(given)
-        return TokenizerSource(given, source.folder, source.gguf_file)
+        return LocalSource(given, source.folder, source.gguf_file)
     if path.is_file() and path.suffix.lower() == ".gguf":
-        return TokenizerSource(given, path.resolve().parent, path.name)
+        return LocalSource(given, path.resolve().parent, path.name)
     if not path.is_dir() and (_HUB_ID.fullmatch(given) is None or path.exists()):
         raise ConfigurationError(
             f"cannot find the tokenizer {given[:200]!r}: expected {', '.join(_BUILT_IN)}, a GGUF file, a folder with "
@@ -236,17 +227,17 @@ def find_tokenizer(name: str | Path) -> TokenizerSource:
     folder = path.resolve() if path.is_dir() else _from_hub(given, _TOKENIZER_FILES, "tokenizer")
     if not any((folder / file).is_file() for file in _TOKENIZER_MARKS):
         raise ConfigurationError(f"expected a folder with tokenizer files, got {given[:200]!r}")
-    return TokenizerSource(given, folder)
+    return LocalSource(given, folder)
 
 
-def _built_in(name: str) -> _Source:
+def _built_in(name: str) -> LocalSource:
     package, command = _BUILT_IN[name]
     spec = importlib.util.find_spec(package)  # finds without importing: the package's own code never runs
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
     if not files:
         raise ConfigurationError(f"the model {name} is not installed: run {command}")
-    return _Source(name, files[0].parent, files[0].name)
+    return LocalSource(name, files[0].parent, files[0].name)
 
 
 def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "checkpoint") -> Path:
@@ -367,7 +358,7 @@ def _read(file: Path, key: str) -> torch.Tensor:
     return tensor
 
 
-def _hold(source: _Source) -> _Weights:
+def _hold(source: LocalSource) -> _Weights:
     """Loads the whole model into memory, as provider/model/load.py does."""
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
     if source.gguf_file is not None:

@@ -70,15 +70,19 @@ def read_config(folder: Path) -> Any:
     return config_class.from_dict(allowed(content, config_class))
 
 
-def check_rows_are_padded(layer_names: Iterable[str]) -> None:
-    """Refuses padding where it would promise too much: each expert gets the rows that a router sends it.
+def check_rows_are_padded(layer_names: Iterable[str], kind: object) -> None:
+    """Refuses padding where it would promise too much, whether the provider is verified or not.
 
     Args:
         layer_names: the names of the manifest's layers.
+        kind: the config's model type.
 
     Raises:
-        ConfigurationError: a layer belongs to an expert.
+        ConfigurationError: a layer belongs to an expert, which gets the rows that a router sends it, or the
+            architecture makes its number of rows out of contents.
     """
+    if kind in _ROWS_BY_CONTENT:
+        raise ConfigurationError(f"pad_rows cannot hide how a {kind} model cuts its input, which depends on the text")
     if any("expert" in name.lower() for name in layer_names):
         raise ConfigurationError(
             "pad_rows cannot hide how a mixture's experts share the rows, which depends on the text: this provider "

@@ -82,9 +82,11 @@ def test_architectures_whose_rows_depend_on_contents(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="needs a checkpoint that you trust") as failure:
         read_config(written(tmp_path, model_type="blt"))
     assert "\n" not in str(failure.value)
-    check_rows_are_padded(["model.layers.0.mlp.up_proj"])
+    check_rows_are_padded(["model.layers.0.mlp.up_proj"], "llama")
     with pytest.raises(ConfigurationError, match="experts"):
-        check_rows_are_padded(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.3.up_proj"])
+        check_rows_are_padded(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.experts.3.up_proj"], "llama")
+    with pytest.raises(ConfigurationError, match="cannot hide how a blt model cuts"):
+        check_rows_are_padded(["model.layers.0.mlp.up_proj"], "blt")
 
 
 @pytest.mark.parametrize("kind", ["evil", "../x", None, 7, ["llama"]])
