@@ -1,8 +1,8 @@
 """Counts how often tests reach into private attributes, and says where: `python tests/repository/private_reaches.py`.
 
 A reach is an attribute `something._name` of anything but `self` and `cls`, an import of such a name, or its text in a
-call of `setattr`, `getattr`, `delattr` or `hasattr` (pytest's `monkeypatch` has the first and the third). Names with two
-leading underscores do not count: Python itself defines what they mean.
+call of `setattr`, `getattr`, `delattr` or `hasattr` (pytest's `monkeypatch` has the first and the third). Names with
+two leading underscores do not count: Python itself defines what they mean.
 """
 
 from __future__ import annotations
