@@ -131,17 +131,17 @@ def test_traffic_without_training_gives_nothing(traffic: Traffic) -> None:
 class Recording:
     """An honest provider that keeps what it sees."""
 
-    core: Any
+    served_model: Any
     seen: list[Exchange] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.core, name)
+        return getattr(self.served_model, name)
 
     def row_product(self, call: Call) -> None:
         """Every product is `compute`'s."""
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        reply = self.core.compute(call, rows)
+        reply = self.served_model.compute(call, rows)
         request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
         names = call.direction.name.lower(), call.purpose.name.lower()
         self.seen.append(Exchange(call.group, request, reply.clone(), *names))

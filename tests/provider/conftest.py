@@ -12,7 +12,7 @@ from tests.conftest import make_tiny
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+def served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """Of a tiny Llama."""
     folder: Path = tmp_path_factory.mktemp("model") / "llama"
     make_tiny("llama", folder)

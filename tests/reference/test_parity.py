@@ -86,8 +86,8 @@ def test_layers_that_are_not_served_are_the_tenants_own(
 ) -> None:
     """`--base-layers`: the rest comes with the bundle, and an adapter is on both alike."""
     make_tiny("llama", tmp_path)
-    core = ServedModel(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
-    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(core))
+    served_model = ServedModel(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
+    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(served_model))
     with TenantClient("inproc:part", mask="off", arithmetic="float", cache=tmp_path / "cache") as client:
         served = {layer.name for group in client.connect().groups for layer in group.layers}
         assert 0 < len(served) < 14

@@ -29,7 +29,7 @@ LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 <
 class Provider:
     state: StateDir
     server: Server
-    core: ServedModel
+    served_model: ServedModel
     folder: Path
     service: ProviderService
     connections: list[GrpcConnection] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Provider:
 
 
 @pytest.fixture(scope="session")
-def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+def tiny_served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("rpc") / "llama"
     make_tiny("llama", folder)
     return ServedModel(serve_model(load(resolve(str(folder))), limits=LIMITS))
@@ -61,11 +61,11 @@ def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
     running: list[Provider] = []
 
-    def run(core: ServedModel, admission: Admission | None = None, tensor_port: int | None = 0) -> Provider:
+    def run(served_model: ServedModel, admission: Admission | None = None, tensor_port: int | None = 0) -> Provider:
         state = StateDir(tmp_path / f"state{len(running)}")
         server = Server("127.0.0.1", 0, state, tensor_port=tensor_port)
-        service = server.start(core, admission=admission)
-        running.append(Provider(state, server, core, tmp_path / f"tenants{len(running)}", service))
+        service = server.start(served_model, admission=admission)
+        running.append(Provider(state, server, served_model, tmp_path / f"tenants{len(running)}", service))
         return running[-1]
 
     yield run
@@ -76,5 +76,5 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Provider]]:
 
 
 @pytest.fixture
-def provider(start: Callable[[ServedModel], Provider], tiny_core: ServedModel) -> Provider:
-    return start(tiny_core)
+def provider(start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel) -> Provider:
+    return start(tiny_served_model)

@@ -55,7 +55,7 @@ def test_replies_of_any_size_come(patient: None, provider: Provider) -> None:
     connection = provider.connect()
     for count in (1, 1, 300, 1, 4096, 1):
         rows = ring_rows(count)
-        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+        assert ask(connection, rows).equal(provider.served_model.compute(CALL, rows))
     assert Patient.looks > 6
 
 
@@ -75,7 +75,7 @@ def test_a_reply_that_another_thread_made_is_sent(
     connection = provider.connect()
     rows = ring_rows(300)
     for _ in range(3):
-        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+        assert ask(connection, rows).equal(provider.served_model.compute(CALL, rows))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -131,7 +131,7 @@ def test_an_end_is_noticed(patient: None, provider: Provider, event: str) -> Non
 
 def test_a_tenant_that_closes_while_it_looks_ends(patient: None, provider: Provider) -> None:
     connection = provider.connect()
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     began = time.monotonic()
     connection.close()
     until(lambda: not service_of(provider)._sessions, "the end of the session")

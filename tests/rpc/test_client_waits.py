@@ -49,8 +49,8 @@ MORE_THAN_FITS = 65_536
 class Script:
     """A provider that answers when it is told to."""
 
-    def __init__(self, core: ServedModel) -> None:
-        manifest = core.manifest().model_copy(update={"limits": Limits()}).to_bytes()
+    def __init__(self, served_model: ServedModel) -> None:
+        manifest = served_model.manifest().model_copy(update={"limits": Limits()}).to_bytes()
         self.reads = threading.Event()
         self.reads.set()
         self._received: queue.SimpleQueue[Header] = queue.SimpleQueue()
@@ -108,8 +108,8 @@ def expected(num_rows: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def script(tiny_core: ServedModel) -> Iterator[Script]:
-    made = Script(tiny_core)
+def script(tiny_served_model: ServedModel) -> Iterator[Script]:
+    made = Script(tiny_served_model)
     yield made
     made.stop()
 

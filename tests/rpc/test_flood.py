@@ -67,10 +67,10 @@ def wait_for_the_end(plain: socket.socket) -> None:
 
 
 def test_connections_that_say_nothing_are_ended(
-    monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider], tiny_core: ServedModel
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
 ) -> None:
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 200)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     began = time.monotonic()
     wait_for_the_end(dial(provider))
     assert time.monotonic() - began < 20  # gRPC's own patience is two minutes
@@ -78,10 +78,10 @@ def test_connections_that_say_nothing_are_ended(
 
 def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_free_place(
     few_connections: int, monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider],
-    tiny_core: ServedModel,
+    tiny_served_model: ServedModel,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 60_000)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     silent = [dial(provider) for _ in range(few_connections)]
     wait_for_the_end(dial(provider))
     monkeypatch.setattr(grpc_connection, "_CROWDED_S", 0.1)
@@ -91,7 +91,7 @@ def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_fr
     monkeypatch.setattr(grpc_connection, "_CROWDED_S", TIMEOUT_S)
     for one in silent:
         one.close()
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 def test_a_certificate_that_is_refused_is_not_tried_again(

@@ -117,10 +117,10 @@ class Replies:
 
 
 @pytest.fixture
-def replies(tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
+def replies(tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
     """Goes before `provider`, which takes `product` as it is when it starts."""
     made = Replies()
-    product, answer = tiny_core.compute, Session._answer
+    product, answer = tiny_served_model.compute, Session._answer
 
     def watched(call: Call, rows: torch.Tensor) -> torch.Tensor:
         # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
@@ -133,7 +133,7 @@ def replies(tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
         if session.tenant == DEAF:
             made.taken.release()
 
-    monkeypatch.setattr(tiny_core, "compute", watched)
+    monkeypatch.setattr(tiny_served_model, "compute", watched)
     monkeypatch.setattr(Session, "_answer", counted)
     return made
 
@@ -167,10 +167,10 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
 
 
 def test_streams_above_the_limit_hold_no_thread(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
-    running = start(tiny_core)
+    running = start(tiny_served_model)
     service, deaf = service_of(running), Deaf(running)
     for _ in range(MAX_CALLS_PER_TENANT):
         deaf.open()
@@ -181,17 +181,17 @@ def test_streams_above_the_limit_hold_no_thread(
         assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
         assert refused.details() == "too many calls at once"  # ours, not gRPC's for all threads busy
     assert dict(service._calls) == {DEAF: MAX_CALLS_PER_TENANT}
-    assert_served(running.connect("modest"), tiny_core)
+    assert_served(running.connect("modest"), tiny_served_model)
     deaf.close()
     until(lambda: not service._calls.get(DEAF), "its calls are over")
     assert not [one for one in list(service._sessions) if one.tenant == DEAF]
 
 
 def test_many_tenants_that_take_all_they_can_leave_a_thread_for_the_next(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_THREADS", 64)
-    service = service_of(start(tiny_core))
+    service = service_of(start(tiny_served_model))
     for number in range(19):
         while service._take_place(f"t{number}"):
             pass
@@ -230,12 +230,12 @@ def test_replies_that_nobody_wants_any_more_are_freed(
     assert not session._requests
     assert session._output.qsize() <= 2 * NUM_REQUESTS  # what is left there has no size
     assert session in service_of(provider)._sessions
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)
 
 
 def test_a_reply_that_is_half_sent_is_freed_with_its_stream(replies: Replies, provider: Provider) -> None:
     stream = RawStream(provider)
-    widest = max(provider.core.manifest().groups, key=lambda group: group.out_features)
+    widest = max(provider.served_model.manifest().groups, key=lambda group: group.out_features)
     rows = torch.zeros(LARGE_ROWS, widest.in_features, dtype=torch.int32)
     stream.send(*stream.request(1, rows, replace(CALL, group=widest.id)))
     first = stream.receive()
@@ -339,4 +339,4 @@ def test_a_revoked_tenant_that_never_reads_is_dropped(
     until(lambda: not service._calls, "its thread is free")
     assert session._held_bytes == 0
     until(lambda: replies.num_alive() == 0, "the end of its replies")
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)

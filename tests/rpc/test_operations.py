@@ -54,19 +54,19 @@ class Held:
         self.begun, self.free = threading.Event(), threading.Event()
         compute = service_module.ServedModel.compute
 
-        def held(core: ServedModel, call: object, rows: object) -> torch.Tensor:
+        def held(served_model: ServedModel, call: object, rows: object) -> torch.Tensor:
             self.begun.set()
             assert self.free.wait(TIMEOUT_S)
-            return compute(core, call, rows)  # type: ignore[arg-type]
+            return compute(served_model, call, rows)  # type: ignore[arg-type]
 
         monkeypatch.setattr(ServedModel, "compute", held)
 
 
 def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
-    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     stream, other = RawStream(provider), RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
     assert held.begun.wait(TIMEOUT_S)
@@ -99,10 +99,10 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 def test_what_nobody_wants_any_more_leaves_the_queue(
-    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch, how: str
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     held = Held(monkeypatch)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     stream, other = RawStream(provider), RawStream(provider, "other")
     stream.send(*stream.request(1, ring_rows(100)))
     assert held.begun.wait(TIMEOUT_S)
@@ -128,11 +128,11 @@ def test_what_nobody_wants_any_more_leaves_the_queue(
 
 
 def test_a_drain_ends_when_its_time_is_over(
-    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     held = Held(monkeypatch)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
     assert held.begun.wait(TIMEOUT_S)
@@ -152,7 +152,7 @@ def test_a_drain_ends_when_its_time_is_over(
 
 
 def test_what_the_operator_set_reaches_the_scheduler(
-    tiny_core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a settings file to the policy and the shares of the scheduler that runs."""
     (tmp_path / "provider.yaml").write_text(
@@ -166,7 +166,7 @@ def test_what_the_operator_set_reaches_the_scheduler(
 
     start_server = Server.start
     monkeypatch.setattr(Server, "start", started_with)
-    monkeypatch.setattr(serve_module, "_make_model", lambda settings: tiny_core)
+    monkeypatch.setattr(serve_module, "_make_model", lambda settings: tiny_served_model)
     monkeypatch.setattr(serve_module, "_wait_for_the_end", lambda server: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
@@ -245,7 +245,7 @@ def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
 ) -> None:
     folder = provider.folder / "acme"
     before = provider.connect()
-    assert_served(before, provider.core)
+    assert_served(before, provider.served_model)
     first = served_certificate(port, folder)
     assert served_certificate(port, folder) == first
     provider.server.renew_certificate()
@@ -254,8 +254,8 @@ def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
     assert served_certificate(port, folder) == second
     monkeypatch.setattr(server_module, "_RENEW_S", 0.0)
     assert served_certificate(port, folder) != second
-    assert_served(before, provider.core)  # an open connection goes on
-    assert_served(provider.connect(), provider.core)
+    assert_served(before, provider.served_model)  # an open connection goes on
+    assert_served(provider.connect(), provider.served_model)
 
 
 def test_one_renewal_reaches_both_ports(provider: Provider) -> None:
@@ -277,7 +277,7 @@ def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
     monkeypatch.setattr(server_module, "issue_server_certificate", full)
     provider.server.renew_certificate()
     assert served_certificate(port, provider.folder / "acme") == first
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

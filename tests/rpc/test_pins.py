@@ -23,7 +23,7 @@ OTHER = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% end
 
 @pytest.fixture
 def provider(start: Callable[..., Provider], tmp_path: Path) -> Provider:
-    return start(tiny.make_core(tiny.chat_model(tmp_path / "one" / "tiny"), "int8"))
+    return start(tiny.make_served_model(tiny.chat_model(tmp_path / "one" / "tiny"), "int8"))
 
 
 def serve_again(provider: Provider, folder: Path) -> None:
@@ -31,7 +31,7 @@ def serve_again(provider: Provider, folder: Path) -> None:
     port = provider.server.port
     provider.server.stop()
     provider.server = Server("127.0.0.1", port, provider.state)
-    provider.server.start(tiny.make_core(folder, "int8"))
+    provider.server.start(tiny.make_served_model(folder, "int8"))
 
 
 def client(provider: Provider, tmp_path: Path, **options: Any) -> TenantClient:

@@ -79,7 +79,7 @@ def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pyte
     monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * TIMEOUT_S)
     silent = [dial(provider) for _ in range(20)]
     until(lambda: len(tensors_of(provider)._guests) == 20, "all are let in")
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     began = time.monotonic()
     provider.server.stop()
@@ -129,7 +129,7 @@ def test_what_is_no_handshake_leaves_nothing(
                 assert_ends(plain)
         plain.close()
     assert_nothing_left(provider)
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert not caplog.records  # anybody can do this: it must not fill the log
 
 
@@ -200,7 +200,7 @@ def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) 
     """Anybody can connect and say nothing, as often as he likes."""
     silent = [dial(provider) for _ in range(few_places)]
     until(lambda: len(tensors_of(provider)._guests) == few_places, "no place is left")
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     assert_ends(silent.pop(0))  # the oldest
     until(lambda: len(tensors_of(provider)._guests) == few_places - 1, "the others have stayed")
@@ -215,7 +215,7 @@ def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provi
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
     refused = [handshake(dial(provider), context, "127.0.0.1") for _ in range(few_places)]
     until(lambda: len(tensors_of(provider)._guests) == few_places, "no place is left")
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     for one in refused:
         one.release()
@@ -224,7 +224,7 @@ def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provi
 def test_streams_are_not_sent_away_for_newer_connections(few_places: int, provider: Provider) -> None:
     streams = [RawStream(provider, f"tenant{number}") for number in range(few_places)]
     connection = provider.connect("late")
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     assert kind_of(connection) is GrpcStream  # the other way
     for stream in streams:
         stream.send(*stream.request(1, ring_rows(1)))
@@ -257,7 +257,7 @@ def test_the_port_goes_on_after_it_had_no_file_left(provider: Provider) -> None:
     for _ in range(3):  # the first is in `accept` already
         dial(provider).close()
     until(lambda: tensors._listener.failures == 0, "the failures")  # type: ignore[attr-defined]
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
 
 
@@ -275,7 +275,7 @@ def test_the_port_goes_on_after_the_machine_had_no_thread_left(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert_ends(dial(provider))
     assert failed.is_set()
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     free = tensors_of(provider)._places
     assert free._value == port_module.MAX_CONNECTIONS - 1  # type: ignore[attr-defined]
@@ -295,7 +295,7 @@ def test_a_stream_for_which_no_descriptor_is_left_costs_only_itself(
             hear(connection)
         connection.release()
         assert_nothing_left(provider)
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 # ---- a tenant that does not read ------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ def test_a_deaf_tenants_requests_expire(provider: Provider, deaf: Deaf) -> None:
     deaf.ask(deadline_ms=1)
     until(lambda: deaf._next - 1 not in session._requests, "the end of what expired")
     assert theirs.has_unsent
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)
 
 
 def test_a_deaf_tenant_with_too_many_answers_is_dropped(
@@ -433,7 +433,7 @@ def rubbish(dice: random.Random) -> bytes:
 def test_rubbish_after_the_handshake_leaves_nothing(unhandled: None, provider: Provider) -> None:
     dice = random.Random(7)
     provider.identity("fuzz")
-    assert_served(provider.connect("honest"), provider.core)
+    assert_served(provider.connect("honest"), provider.served_model)
     threads, files = stream_threads(), len(os.listdir("/proc/self/fd"))
     service = service_of(provider)
     for _ in range(60):
@@ -452,13 +452,15 @@ def test_rubbish_after_the_handshake_leaves_nothing(unhandled: None, provider: P
     until(lambda: not service._calls.get("fuzz"), "their places are free")
     until(lambda: stream_threads() <= threads, "the end of the threads")
     until(lambda: len(os.listdir("/proc/self/fd")) <= files, "the end of the files")
-    assert_served(provider.connections[0], provider.core)
+    assert_served(provider.connections[0], provider.served_model)
 
 
 def test_many_threads_of_many_tenants(unhandled: None, provider: Provider) -> None:
     """With thread switches nearly everywhere: no wake-up is lost and no reply is another's."""
     tenants = [provider.connect(f"tenant{number}") for number in range(3)]
-    expected = {count: (rows := ring_rows(count), provider.core.compute(CALL, rows)) for count in (0, 1, 9, 300)}
+    expected = {
+        count: (rows := ring_rows(count), provider.served_model.compute(CALL, rows)) for count in (0, 1, 9, 300)
+    }
 
     def work(number: int) -> int:
         wrong = 0

@@ -87,7 +87,7 @@ def test_grpc_carries_the_stream_where_the_port_is_closed(provider: Provider) ->
     connection = provider.connect()
     assert connection.manifest().tensor_port == provider.server.tensor_port
     for _ in range(2):
-        assert_served(connection, provider.core)
+        assert_served(connection, provider.served_model)
     assert kind_of(connection) is GrpcStream
 
 
@@ -104,17 +104,17 @@ def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider
         thread.start()
         port = listener.getsockname()[1]
         connection._manifest = connection.manifest().model_copy(update={"tensor_port": port})
-        assert_served(connection, provider.core)
+        assert_served(connection, provider.served_model)
         thread.join(TIMEOUT_S)
     assert kind_of(connection) is GrpcStream
 
 
-def restarted(old: Provider, state: StateDir, core: ServedModel) -> Server:
+def restarted(old: Provider, state: StateDir, served_model: ServedModel) -> Server:
     """Another provider at the same URL, with another tensor port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         free = other.getsockname()[1]
     server = Server("127.0.0.1", old.server.port, state, tensor_port=free)
-    server.start(core)
+    server.start(served_model)
     return server
 
 
@@ -131,7 +131,7 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
 
     monkeypatch.setattr(Session, "receive", note)
     connection = provider.connect()
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     (lane,) = service_of(provider)._executor.executors[0]._lanes
     begun, release = threading.Event(), threading.Event()
 
@@ -149,10 +149,10 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
         pending.result()
     release.set()
     stopping.join(TIMEOUT_S)
-    server = restarted(provider, provider.state, provider.core)
+    server = restarted(provider, provider.state, provider.served_model)
     try:
         assert server.tensor_port != provider.server.tensor_port
-        assert_served(connection, provider.core)
+        assert_served(connection, provider.served_model)
         assert kind_of(connection) is TensorStream
         assert connection._port == server.tensor_port
     finally:
@@ -167,7 +167,7 @@ def test_a_port_that_is_another_providers_by_now_gets_no_rows(
     """Two providers of one operator have one CA, and a port that one gave back the other may get."""
     connection = provider.connect()
     other = Server("127.0.0.1", 0, provider.state)
-    service = other.start(provider.core)
+    service = other.start(provider.served_model)
     seen: list[int] = []
     receive = Session.receive
 
@@ -182,16 +182,18 @@ def test_a_port_that_is_another_providers_by_now_gets_no_rows(
         with pytest.raises(Unavailable, match="nothing was sent"):
             ask(connection, ring_rows(1))
         assert set(seen) == {FrameType.HELLO}
-        assert_served(connection, provider.core)  # asked again, it finds its own
+        assert_served(connection, provider.served_model)  # asked again, it finds its own
         assert connection._port == provider.server.tensor_port
     finally:
         other.stop()
 
 
-def test_without_a_tensor_port_the_manifest_names_none(start: Callable[..., Provider], tiny_core: ServedModel) -> None:
-    connection = start(tiny_core, tensor_port=None).connect()
+def test_without_a_tensor_port_the_manifest_names_none(
+    start: Callable[..., Provider], tiny_served_model: ServedModel
+) -> None:
+    connection = start(tiny_served_model, tensor_port=None).connect()
     assert connection.manifest().tensor_port is None
-    assert_served(connection, tiny_core)
+    assert_served(connection, tiny_served_model)
     assert kind_of(connection) is GrpcStream
 
 

@@ -55,7 +55,7 @@ def test_an_identity_that_is_not_ours_is_refused(
     with pytest.raises(Unauthenticated):
         connection.manifest()
     connection.close()
-    assert_served(provider.connect("honest"), provider.core)
+    assert_served(provider.connect("honest"), provider.served_model)
 
 
 def test_no_certificate_is_refused(provider: Provider) -> None:
@@ -74,9 +74,9 @@ def test_plain_text_to_a_tls_port_is_refused(provider: Provider) -> None:
 
 
 def test_a_provider_with_another_ca_is_refused(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
 ) -> None:
-    first, second = start(tiny_core), start(tiny_core)
+    first, second = start(tiny_served_model), start(tiny_served_model)
     connection = GrpcConnection(second.url, first.identity())
     with pytest.raises(Unauthenticated):
         connection.manifest()
@@ -85,14 +85,14 @@ def test_a_provider_with_another_ca_is_refused(
 
 def test_revocation_ends_an_open_stream(provider: Provider) -> None:
     connection, other = provider.connect("fired"), provider.connect("kept")
-    assert_served(connection, provider.core)
-    assert_served(other, provider.core)
+    assert_served(connection, provider.served_model)
+    assert_served(other, provider.served_model)
     revoke(provider.state, "fired")
     with pytest.raises(NotPermitted):
         ask(connection, ring_rows(3))
     with pytest.raises(AccessError):
         ask(connection, ring_rows(3))  # a new stream is refused too
-    assert_served(other, provider.core)
+    assert_served(other, provider.served_model)
 
 
 def test_revocation_ends_an_idle_stream(provider: Provider) -> None:
@@ -130,13 +130,13 @@ def test_revocation_closes_the_other_methods(provider: Provider, method: str) ->
 
 def test_a_registry_that_cannot_be_read_admits_nobody(provider: Provider) -> None:
     connection = provider.connect()
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     saved = provider.state.tenants_path.read_bytes()
     provider.state.tenants_path.write_text("{")
     with pytest.raises(AccessError):
         ask(connection, ring_rows(3))
     provider.state.tenants_path.write_bytes(saved)
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
 
 
 def test_openssl_negotiates_tls_1_3(provider: Provider) -> None:
@@ -254,7 +254,7 @@ def test_our_own_ends_negotiate_tls_1_3(provider: Provider) -> None:
     relay = Relay(provider.server.port)
     connection = GrpcConnection(f"grpcs://127.0.0.1:{relay.port}", provider.identity())
     rows = ring_rows(2)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), provider.core.compute(CALL, rows))
+    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), provider.served_model.compute(CALL, rows))
     connection.close()
     relay.close()
     assert selected_version(relay.from_server) == TLS_1_3

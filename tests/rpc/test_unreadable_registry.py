@@ -68,9 +68,9 @@ def wait_for_sweeps(provider: Provider) -> None:
 
 @pytest.fixture(params=[TensorLink, GrpcLink], ids=["tensor", "grpc"])
 def reached(
-    request: pytest.FixtureRequest, clock: Clock, start: Callable[..., Provider], tiny_core: ServedModel
+    request: pytest.FixtureRequest, clock: Clock, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    return start(tiny_core, tensor_port=0 if request.param is TensorLink else None)
+    return start(tiny_served_model, tensor_port=0 if request.param is TensorLink else None)
 
 
 def test_open_streams_go_on_for_a_minute_and_are_then_told_a_time(
@@ -118,7 +118,7 @@ def test_nobody_new_comes_in(clock: Clock, reached: Provider, monkeypatch: pytes
         assert refused.value.retry_s == RETRY_S
         assert "revoked" not in str(refused.value)
     fault.is_over = True
-    assert_served(reached.connect(), reached.core)
+    assert_served(reached.connect(), reached.served_model)
     stays.close()
 
 
@@ -146,7 +146,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 ) -> None:
     monkeypatch.setattr(registry, "RETRY_S", 0.01)
     connection = reached.connect()
-    assert_served(connection, reached.core)
+    assert_served(connection, reached.served_model)
     fault = Fault(monkeypatch, errno.EMFILE)
     clock.now += HELD_OVER_S
     pauses = []
@@ -158,7 +158,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 
     monkeypatch.setattr(patience, "with_jitter", pause)
     rows = ring_rows(3)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), reached.core.compute(CALL, rows))
+    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), reached.served_model.compute(CALL, rows))
     assert len(pauses) == 3
 
 

@@ -37,13 +37,13 @@ TIMEOUT_S = 60.0
 class Watched:
     """A provider that keeps what it receives, as a handler of either transport."""
 
-    def __init__(self, core: ServedModel) -> None:
-        self._core = core
+    def __init__(self, served_model: ServedModel) -> None:
+        self._served_model = served_model
         self.seen: list[tuple[Call, Rows]] = []
         self.fail: Callable[[Call], None] = lambda call: None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
+        return getattr(self._served_model, name)
 
     def row_product(self, call: Call) -> None:
         """Every product is `compute`'s."""
@@ -51,7 +51,7 @@ class Watched:
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.seen.append((call, rows.clone() if isinstance(rows, torch.Tensor) else rows))
         self.fail(call)
-        return self._core.compute(call, rows, *others)
+        return self._served_model.compute(call, rows, *others)
 
     def products(self, direction: Direction | None = None) -> list[torch.Tensor]:
         return [
@@ -69,13 +69,13 @@ class Site:
     """Makes clients of providers that are watched, in process or over mTLS, and closes them."""
 
     folder: Path
-    cores: dict[str, ServedModel]
+    served_models: dict[str, ServedModel]
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
     served: dict[str, Any] = field(default_factory=dict)
 
     def inproc(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
-        watched = [Watched(self.cores[kind]) for kind in kinds]
+        watched = [Watched(self.served_models[kind]) for kind in kinds]
         waiting = list(watched)
         self.monkeypatch.setattr(
             embedded, "connect_inproc", lambda url, weights: InprocConnection(waiting.pop(0))  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ class Site:
     def mtls(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
         urls, identities, watched = [], [], []
         for kind in kinds:
-            watched.append(Watched(self.cores[kind]))
+            watched.append(Watched(self.served_models[kind]))
             name = str(len(self.served))
             state = StateDir(self.folder / f"state{name}")
             server = self.open.enter_context(tiny.serving(watched[-1], state=state))

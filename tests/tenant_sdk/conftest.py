@@ -18,8 +18,8 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def chat_core(chat_folder: Path) -> ServedModel:
-    return tiny.make_core(chat_folder)
+def chat_served_model(chat_folder: Path) -> ServedModel:
+    return tiny.make_served_model(chat_folder)
 
 
 @pytest.fixture(scope="session")

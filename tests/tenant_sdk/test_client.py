@@ -281,10 +281,10 @@ def test_an_adapter_that_was_trained_again_is_loaded_again(
 
 
 @pytest.fixture
-def enrolled(chat_core: ServedModel, tmp_path: Path) -> Iterator[Path]:
+def enrolled(chat_served_model: ServedModel, tmp_path: Path) -> Iterator[Path]:
     """A tenant's folder at a provider that runs here."""
     state = StateDir(tmp_path / "served")
-    with tiny.serving(chat_core, state=state) as server:
+    with tiny.serving(chat_served_model, state=state) as server:
         enroll(state, "acme", tmp_path / "tenant", f"grpcs://127.0.0.1:{server.port}")
         yield tmp_path / "tenant"
 

@@ -101,8 +101,8 @@ class FakeProvider:
 
 
 @pytest.fixture
-def fake(chat_core: ServedModel) -> Iterator[FakeProvider]:
-    made = FakeProvider(chat_core.manifest())
+def fake(chat_served_model: ServedModel) -> Iterator[FakeProvider]:
+    made = FakeProvider(chat_served_model.manifest())
     yield made
     made.stop()
 
@@ -249,8 +249,8 @@ TWO_FIT = Limits(max_rows=64, max_tensor_bytes=8192, max_in_flight_bytes=8192)
 
 
 @pytest.fixture
-def narrow(chat_core: ServedModel) -> Iterator[FakeProvider]:
-    made = FakeProvider(chat_core.manifest().model_copy(update={"limits": TWO_FIT}))
+def narrow(chat_served_model: ServedModel) -> Iterator[FakeProvider]:
+    made = FakeProvider(chat_served_model.manifest().model_copy(update={"limits": TWO_FIT}))
     yield made
     made.stop()
 
@@ -285,9 +285,9 @@ def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkey
 # ---- real providers -------------------------------------------------------------------------------------------------
 
 
-def test_the_same_client_works_after_a_restart(chat_core: ServedModel, tmp_path: Path) -> None:
+def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_core, state=state) as server:
+    with tiny.serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         client = TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float")
@@ -299,7 +299,7 @@ def test_the_same_client_works_after_a_restart(chat_core: ServedModel, tmp_path:
         for _ in range(3):
             with pytest.raises(Unavailable), torch.no_grad():
                 model(ids)
-        with tiny.serving(chat_core, server.port, state), torch.no_grad():
+        with tiny.serving(chat_served_model, server.port, state), torch.no_grad():
             assert torch.equal(model(ids).logits, want)
 
 
@@ -324,9 +324,9 @@ def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, conne
         fake.script = lambda request: [answer(request)]
 
 
-def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ServedModel, tmp_path: Path) -> None:
+def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_served_model: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_core, state=state) as server:
+    with tiny.serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         for name in ("honest", "other"):
             enroll(state, name, tmp_path / name, url)
@@ -391,13 +391,13 @@ with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ServedModel) -> None:
+def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_served_model: ServedModel) -> None:
     """Behind a proxy that nobody answers at: loopback does not use one."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= dict.fromkeys(
         ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1"
     )
-    with tiny.serving(chat_core) as server:
+    with tiny.serving(chat_served_model) as server:
         done = subprocess.run(
             [sys.executable, "-c", FORKS, f"grpc://127.0.0.1:{server.port}"],
             capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,

@@ -35,16 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(folder: Path) -> ServedModel:
-    return tiny.make_core(folder, "int8")
+def served_model(folder: Path) -> ServedModel:
+    return tiny.make_served_model(folder, "int8")
 
 
 @pytest.fixture
-def opened(core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+def opened(served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     clients: list[TenantClient] = []
 
     def make(fault: Fault = HONEST, **options: Any) -> Any:
-        provider = Overflower(core, fault)
+        provider = Overflower(served_model, fault)
         monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
         options = {"mask": "off", "arithmetic": "float", **options}
         clients.append(TenantClient("inproc:x", cache=tmp_path / "cache", progress=False, **options))

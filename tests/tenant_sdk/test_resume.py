@@ -175,15 +175,15 @@ def test_a_broken_run_leaves_no_progress_bar_behind(chat_client: Any, breaking: 
 class GoesAway:
     """A provider that stops in the middle of one call."""
 
-    def __init__(self, core: ServedModel) -> None:
-        self._core, self._count = core, 0
+    def __init__(self, served_model: ServedModel) -> None:
+        self._served_model, self._count = served_model, 0
         self.at = 10**9
         self.stop: Callable[[], None] = lambda: None
         self.stopper: threading.Thread | None = None
         self.client_knows = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
+        return getattr(self._served_model, name)
 
     def row_product(self, call: Call) -> None:
         """Every product is `compute`'s."""
@@ -194,12 +194,12 @@ class GoesAway:
             self.stopper = threading.Thread(target=self.stop)
             self.stopper.start()
             assert self.client_knows.wait(TIMEOUT_S)
-        return self._core.compute(*arguments)
+        return self._served_model.compute(*arguments)
 
 
-def test_a_grpc_provider_that_stops_and_comes_back(chat_core: ServedModel, whole: Any, tmp_path: Path) -> None:
+def test_a_grpc_provider_that_stops_and_comes_back(chat_served_model: ServedModel, whole: Any, tmp_path: Path) -> None:
     state, out = StateDir(tmp_path / "state"), tmp_path / "out"
-    leaving = GoesAway(chat_core)
+    leaving = GoesAway(chat_served_model)
     with tiny.serving(leaving, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
@@ -213,7 +213,7 @@ def test_a_grpc_provider_that_stops_and_comes_back(chat_core: ServedModel, whole
             assert "\n" not in str(failure.value)
             with pytest.raises(Unavailable):  # still gone: an error, and the checkpoint is kept
                 run(client, out)
-            with tiny.serving(chat_core, server.port, state):
+            with tiny.serving(chat_served_model, server.port, state):
                 result = run(client, out)
     assert result.resumed_from_step == 2
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)

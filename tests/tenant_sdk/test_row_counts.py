@@ -30,8 +30,8 @@ Open = Callable[..., TenantClient]
 
 
 @pytest.fixture
-def hostile(chat_core: ServedModel) -> HostileBundle:
-    return HostileBundle(chat_core)
+def hostile(chat_served_model: ServedModel) -> HostileBundle:
+    return HostileBundle(chat_served_model)
 
 
 @pytest.fixture

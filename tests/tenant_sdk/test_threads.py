@@ -49,15 +49,15 @@ def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tied_core(tied_folder: Path) -> ServedModel:
-    return tiny.make_core(tied_folder, "int8")
+def tied_served_model(tied_folder: Path) -> ServedModel:
+    return tiny.make_served_model(tied_folder, "int8")
 
 
 @pytest.fixture
-def provider(tied_core: ServedModel, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
+def provider(tied_served_model: ServedModel, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
     state = StateDir(tmp_path / "state")
     server = Server("127.0.0.1", 0, state)
-    server.start(tied_core)
+    server.start(tied_served_model)
     yield server, state
     server.stop()
 

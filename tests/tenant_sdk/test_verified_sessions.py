@@ -39,21 +39,21 @@ Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
 class Forger:
     """An honest provider until it is told to forge; counts what it was asked."""
 
-    def __init__(self, core: ServedModel) -> None:
-        self._core = core
+    def __init__(self, served_model: ServedModel) -> None:
+        self._served_model = served_model
         self.forge: Forgery = lambda call, reply: None
         self.asked: list[Call] = []
         self.num_forged = 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
+        return getattr(self._served_model, name)
 
     def row_product(self, call: Call) -> None:
         """Every product is `compute`'s."""
 
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.asked.append(call)
-        reply = self._core.compute(call, rows, *others)
+        reply = self._served_model.compute(call, rows, *others)
         forged = self.forge(call, reply)
         self.num_forged += forged is not None
         return reply if forged is None else forged
@@ -85,8 +85,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(folder: Path) -> ServedModel:
-    return tiny.make_core(folder, "int8")
+def served_model(folder: Path) -> ServedModel:
+    return tiny.make_served_model(folder, "int8")
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Site:
 
     where: Path
     folder: Path
-    core: ServedModel
+    served_model: ServedModel
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
 
@@ -117,15 +117,15 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, folder: Path, core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    made = Site(tmp_path, folder, core, monkeypatch)
+def site(tmp_path: Path, folder: Path, served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path, folder, served_model, monkeypatch)
     with made.open:
         yield made
 
 
 @pytest.fixture
-def forger(core: ServedModel) -> Forger:
-    return Forger(core)
+def forger(served_model: ServedModel) -> Forger:
+    return Forger(served_model)
 
 
 def step(model: Any) -> None:
@@ -160,7 +160,7 @@ def assert_over(client: TenantClient, model: Any, forger: Forger) -> None:
 def test_an_honest_provider_passes(site: Site, forger: Forger, transport: str, tmp_path: Path) -> None:
     client = getattr(site, transport)(forger)
     ours = adapted(client.load_model(), lora())
-    plain = site.inproc(Forger(site.core), mask="off", arithmetic="ring", verify=None)
+    plain = site.inproc(Forger(site.served_model), mask="off", arithmetic="ring", verify=None)
     theirs = adapted(plain.load_model(), lora())
     with torch.no_grad():
         assert relative(ours(batch()).logits, theirs(batch()).logits) < 1e-4  # MODEL_NOISE of mask_site.py
@@ -183,10 +183,10 @@ def test_long_calls_are_checked_too(site: Site, forger: Forger) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Site, core: ServedModel) -> None:
+def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Site, served_model: ServedModel) -> None:
     counts = []
     for verify in (None, site.folder, site.folder, None):
-        handler = Forger(core)
+        handler = Forger(served_model)
         client = site.inproc(handler, verify=verify)
         client.fetch_hints(backward=True)
         counts.append(len(handler.asked))
@@ -195,14 +195,14 @@ def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Si
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-def test_a_forged_hint_that_was_stored_unchecked_is_not_trusted(site: Site, core: ServedModel) -> None:
-    liar = Forger(core)
+def test_a_forged_hint_that_was_stored_unchecked_is_not_trusted(site: Site, served_model: ServedModel) -> None:
+    liar = Forger(served_model)
     liar.forge = lie(Purpose.HINT, FORWARD)
     unchecked = site.inproc(liar, verify=None)
     unchecked.fetch_hints()
     unchecked.close()
-    client = site.inproc(Forger(core))
-    plain = site.inproc(Forger(core), mask="off", arithmetic="ring", verify=None)
+    client = site.inproc(Forger(served_model))
+    plain = site.inproc(Forger(served_model), mask="off", arithmetic="ring", verify=None)
     with torch.no_grad():
         assert relative(client.load_model()(batch()).logits, plain.load_model()(batch()).logits) < 1e-4
 
@@ -293,10 +293,10 @@ def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger) 
     other = next(info.id for info in client.connect().groups if info.name.endswith("layers.1.mlp.down_proj"))
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj(torch.randn(3, 64))
-        core = forger._core
+        served_model = forger._served_model
 
         def compute(call: Call, rows: Rows, *_: Any) -> torch.Tensor:
-            return core.compute(replace(call, group=other), rows)
+            return served_model.compute(replace(call, group=other), rows)
 
         site.monkeypatch.setattr(forger, "compute", compute)
         with pytest.raises(VerificationFailed):
@@ -315,8 +315,8 @@ def test_other_masks_are_checked_as_well(site: Site, forger: Forger, mask: str) 
 
 
 @pytest.mark.parametrize("liar", [0, 1])
-def test_either_provider_of_shares_is_checked(site: Site, core: ServedModel, liar: int) -> None:
-    handlers = [Forger(core), Forger(core)]
+def test_either_provider_of_shares_is_checked(site: Site, served_model: ServedModel, liar: int) -> None:
+    handlers = [Forger(served_model), Forger(served_model)]
     client = site.inproc(*handlers, mask="shares")
     model = adapted(client.load_model(), lora())
     step(model)
@@ -456,8 +456,10 @@ class Swaps:
 
 
 @pytest.fixture
-def swaps(site: Site, core: ServedModel, tmp_path: Path) -> Swaps:
-    return Swaps(site, Forger(core), Forger(tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8")))
+def swaps(site: Site, served_model: ServedModel, tmp_path: Path) -> Swaps:
+    return Swaps(
+        site, Forger(served_model), Forger(tiny.make_served_model(tiny.chat_model(tmp_path / "twin", seed=1), "int8"))
+    )
 
 
 def step_after_the_swap(site: Site, swaps: Swaps, verify: Path | None) -> VeilbaseError:
@@ -501,26 +503,26 @@ def refused(site: Site, handler: Any, **options: Any) -> str:
 
 
 def test_other_weights_are_refused(site: Site, tmp_path: Path) -> None:
-    twin = Forger(tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8"))
+    twin = Forger(tiny.make_served_model(tiny.chat_model(tmp_path / "twin", seed=1), "int8"))
     refused(site, twin)
     assert twin.asked == []
 
 
 @pytest.mark.parametrize("name", ["max_column_norm", "max_row_norm"])
-def test_other_norms_are_refused(site: Site, core: ServedModel, name: str) -> None:
+def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: str) -> None:
     """A norm that is too small makes results wrap."""
-    manifest = core.manifest()
+    manifest = served_model.manifest()
     first = manifest.groups[0]
     groups = (first.model_copy(update={name: getattr(first, name) * 0.5}), *manifest.groups[1:])
-    handler = Forger(ServedModel(replace(core.served, manifest=manifest.model_copy(update={"groups": groups}))))
+    handler = Forger(ServedModel(replace(served_model.served, manifest=manifest.model_copy(update={"groups": groups}))))
     assert "norm" in refused(site, handler)
     assert handler.asked == []
 
 
 @pytest.mark.parametrize("file", ["scales.safetensors", "model.safetensors"])
-def test_other_scales_or_tensors_are_refused(site: Site, core: ServedModel, file: str) -> None:
+def test_other_scales_or_tensors_are_refused(site: Site, served_model: ServedModel, file: str) -> None:
     """One number of α, or of an embedding, in a bundle whose digests are right."""
-    liar = Liar(core)
+    liar = Liar(served_model)
     tensors = load(liar.files[file])
     name = sorted(tensors)[0]
     tensors[name].view(-1)[-1] *= 1 + 2.0**-20
@@ -530,8 +532,8 @@ def test_other_scales_or_tensors_are_refused(site: Site, core: ServedModel, file
 
 
 @pytest.mark.parametrize("mask", ["lattice", "pad"])
-def test_another_template_is_refused(site: Site, core: ServedModel, mask: str) -> None:
-    liar = Liar(core)
+def test_another_template_is_refused(site: Site, served_model: ServedModel, mask: str) -> None:
+    liar = Liar(served_model)
     name = "chat_template.jinja" if "chat_template.jinja" in liar.files else "tokenizer_config.json"
     liar.files[name] = liar.files[name].replace(b"user", b"ubus")
     liar.files[name] += b" "
@@ -540,11 +542,11 @@ def test_another_template_is_refused(site: Site, core: ServedModel, mask: str) -
 
 
 def test_a_refused_client_may_connect_to_an_honest_provider_later(
-    site: Site, core: ServedModel, tmp_path: Path
+    site: Site, served_model: ServedModel, tmp_path: Path
 ) -> None:
     """Nothing was masked for the liar, so nothing is lost."""
-    twin = tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8")
-    waiting = [Forger(twin), Forger(core)]
+    twin = tiny.make_served_model(tiny.chat_model(tmp_path / "twin", seed=1), "int8")
+    waiting = [Forger(twin), Forger(served_model)]
     site.monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(waiting.pop(0)))
     client = TenantClient("inproc:x", verify=site.folder, cache=tmp_path / "cache", progress=False)
     with pytest.raises(VerificationFailed):
@@ -571,19 +573,19 @@ def test_what_cannot_be_checked_is_refused(site: Site, folder: Path, forger: For
 
 
 def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Site, folder: Path) -> None:
-    native = tiny.make_core(folder, "native")
+    native = tiny.make_served_model(folder, "native")
     with pytest.raises(ConfigurationError, match="ring arithmetic"):
         site.mtls(native, mask="off")
 
 
-def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, core: ServedModel) -> None:
+def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, served_model: ServedModel) -> None:
     """A provider that answers other rows than it got: right products of wrong rows."""
     client = site.inproc(forger)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     with torch.no_grad():
         layer(torch.randn(3, 64))
         rows = torch.zeros(3, 64, dtype=torch.int32)
-        forger.forge = lambda call, reply: core.compute(call, rows)
-        assert forger._core.check(Call(0, FORWARD, Arithmetic.RING), 32)
+        forger.forge = lambda call, reply: served_model.compute(call, rows)
+        assert forger._served_model.check(Call(0, FORWARD, Arithmetic.RING), 32)
         with pytest.raises(VerificationFailed):
             layer(torch.randn(3, 64))

@@ -59,14 +59,14 @@ def lora(**changes: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
 
 
-def make_core(folder: Path, weights: Any = "native", limits: Limits | None = None) -> ServedModel:
+def make_served_model(folder: Path, weights: Any = "native", limits: Limits | None = None) -> ServedModel:
     return ServedModel(serve_model(load(resolve(str(folder))), weights, limits=limits))
 
 
 @contextmanager
-def serving(core: Any, port: int = 0, state: Any = None) -> Iterator[Server]:
+def serving(served_model: Any, port: int = 0, state: Any = None) -> Iterator[Server]:
     server = Server("127.0.0.1", port, state)
-    server.start(core)
+    server.start(served_model)
     try:
         yield server
     finally:

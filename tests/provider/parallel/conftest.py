@@ -35,16 +35,16 @@ class Team:
     """Rank 0's side of two ranks.
 
     Attributes:
-        core: makes products by both.
+        served_model: makes products by both.
         whole: all weights, to compare with.
     """
 
-    core: start.ParallelModel
+    served_model: start.ParallelModel
     whole: PreparedModel
 
     @property
     def dispatcher(self) -> Dispatcher:
-        return self.core._dispatcher
+        return self.served_model._dispatcher
 
 
 class Follower:
@@ -90,8 +90,8 @@ class Follower:
         assert rank_here(parallel) == 0
         ranks = start.meet(timeout_s)
         whole = serve_model(load(resolve(str(model))), weights)
-        core = start.lead(ProviderSettings(**settings, model=str(model)), ranks, whole)
-        return Team(core, whole)
+        served_model = start.lead(ProviderSettings(**settings, model=str(model)), ranks, whole)
+        return Team(served_model, whole)
 
     def answer(self) -> str:
         """How the last team ended for rank 1."""

@@ -24,13 +24,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def cores(folders: dict[str, Path]) -> dict[str, ServedModel]:
-    return {kind: tiny.make_core(folder, "int8") for kind, folder in folders.items()}
+def served_models(folders: dict[str, Path]) -> dict[str, ServedModel]:
+    return {kind: tiny.make_served_model(folder, "int8") for kind, folder in folders.items()}
 
 
 @pytest.fixture
-def site(tmp_path: Path, cores: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    made = Site(tmp_path, cores, monkeypatch)
+def site(tmp_path: Path, served_models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path, served_models, monkeypatch)
     with made.open:
         yield made
 

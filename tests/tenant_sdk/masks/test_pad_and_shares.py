@@ -84,7 +84,7 @@ def test_shares_verified(site: Site, folders: dict[str, Path]) -> None:
 
 def test_shares_of_two_models_are_refused(site: Site, tmp_path: Path) -> None:
     tiny.chat_model(tmp_path / "twin", seed=1)
-    site.cores = {**site.cores, "twin": tiny.make_core(tmp_path / "twin", "int8")}
+    site.served_models = {**site.served_models, "twin": tiny.make_served_model(tmp_path / "twin", "int8")}
     for kinds in (("llama", "twin"), ("llama", "gpt2")):
         with pytest.raises(ConfigurationError, match="same weights"):
             site.mtls(*kinds, mask="shares")

@@ -37,7 +37,7 @@ def test_every_layer_forward_and_backward(connect: Any, site: Site, kind: str, d
     client, (watched,) = connect(kind, dtype=dtype)
     model, spec_of = client.load_model(), specs(client)
     for info in client.connect().groups:
-        spec, served = spec_of[info.id], site.cores[kind].served.groups[info.id]
+        spec, served = spec_of[info.id], site.served_models[kind].served.groups[info.id]
         generator = torch.Generator().manual_seed(info.id)
         x = torch.randn(2, 5, info.in_features, generator=generator).to(dtype).requires_grad_()
         x.data[0, 0] = 0.0

@@ -76,7 +76,7 @@ def test_hints_are_fetched_once_and_found_again(site: Site) -> None:
 def test_models_share_a_cache_and_never_a_hint(site: Site, tmp_path: Path) -> None:
     twin = tmp_path / "twin"
     tiny.chat_model(twin, seed=1)  # the same shapes, other weights
-    site.cores = {**site.cores, "twin": tiny.make_core(twin, "int8")}
+    site.served_models = {**site.served_models, "twin": tiny.make_served_model(twin, "int8")}
     for kind in ("llama", "twin", "llama"):
         client, _ = site.inproc(kind)
         with torch.no_grad():

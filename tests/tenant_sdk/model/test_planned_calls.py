@@ -47,17 +47,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core(folder: Path) -> ServedModel:
-    return tiny.make_core(folder, "int8")
+def served_model(folder: Path) -> ServedModel:
+    return tiny.make_served_model(folder, "int8")
 
 
 @pytest.fixture
-def opened(core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
+def opened(served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     """Clients of a provider with a fault; `mask` names one of MASKS."""
     clients: list[TenantClient] = []
 
-    def make(fault: Fault, mask: str = "off", core: ServedModel = core, **options: Any) -> Any:
-        provider = Overflower(core, fault)
+    def make(fault: Fault, mask: str = "off", served_model: ServedModel = served_model, **options: Any) -> Any:
+        provider = Overflower(served_model, fault)
         monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
         options = {"cache": tmp_path / "cache", "progress": False, **MASKS[mask], **options}
         clients.append(TenantClient("inproc:x", **options))
@@ -163,7 +163,7 @@ def test_zeros_go_out_under_fresh_slots(opened: Opened, monkeypatch: pytest.Monk
 
 def test_a_call_in_parts_sends_all_of_them(opened: Opened, folder: Path) -> None:
     limits = Limits().model_copy(update={"max_rows": 4})
-    client, provider = opened(HONEST, core=tiny.make_core(folder, "int8", limits))
+    client, provider = opened(HONEST, served_model=tiny.make_served_model(folder, "int8", limits))
     layer: Any = client.load_model().model.layers[0].self_attn.o_proj
     x = torch.ones(10, layer.in_features)
     layer(x)
@@ -348,10 +348,10 @@ def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path
     assert planned_calls(client.load_model()).course.sends_zeros is False, "another model starts afresh"
 
 
-def test_arithmetic_of_the_faults(core: ServedModel) -> None:
+def test_arithmetic_of_the_faults(served_model: ServedModel) -> None:
     """A reply holds what the test believes it does."""
     rows = torch.arange(64, dtype=torch.int32).view(2, 32)
     call = Call(1, FORWARD, Arithmetic.RING)
-    honest = Overflower(core, HONEST).compute(call, rows)
-    wrong = Overflower(core, Fault(FORWARD, 2.0**31)).compute(call, rows)
+    honest = Overflower(served_model, HONEST).compute(call, rows)
+    wrong = Overflower(served_model, Fault(FORWARD, 2.0**31)).compute(call, rows)
     assert torch.equal(wrong ^ honest, torch.full_like(honest, -(2**31)))

@@ -101,11 +101,11 @@ def test_it_learns_and_reports(chat_client: Any, chat_folder: Path, tmp_path: Pa
     assert float((logits(stock) - bare).norm() / bare.norm()) > 1e-2
 
 
-def test_over_mtls(chat_core: ServedModel, chat_client: Any, tmp_path: Path) -> None:
+def test_over_mtls(chat_served_model: ServedModel, chat_client: Any, tmp_path: Path) -> None:
     """The same numbers as in process, and the bytes that really crossed."""
     want = chat_client.finetune(ROWS, lora(), tmp_path / "inproc", **QUICK)
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_core, state=state) as server:
+    with tiny.serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         with TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float") as client:

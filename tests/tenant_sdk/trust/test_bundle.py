@@ -27,8 +27,8 @@ from wire.transport.inproc import InprocConnection
 class Liar(HostileBundle):
     """A provider that serves an honest one's model with other files or another manifest, and notes what is fetched."""
 
-    def __init__(self, core: ServedModel) -> None:
-        super().__init__(core)
+    def __init__(self, served_model: ServedModel) -> None:
+        super().__init__(served_model)
         self.fetched: list[str] = []
 
     def change_scales(self, name: str, alpha: torch.Tensor | None) -> None:
@@ -42,8 +42,8 @@ class Liar(HostileBundle):
 
 
 @pytest.fixture
-def liar(chat_core: ServedModel) -> Liar:
-    return Liar(chat_core)
+def liar(chat_served_model: ServedModel) -> Liar:
+    return Liar(chat_served_model)
 
 
 @pytest.fixture

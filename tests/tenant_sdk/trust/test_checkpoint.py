@@ -31,9 +31,9 @@ from wire.transport.inproc import InprocConnection
 
 @dataclass
 class Offer:
-    """What a provider offers: its core, its manifest and a bundle of its own to spoil."""
+    """What a provider offers: its served model, its manifest and a bundle of its own to spoil."""
 
-    core: ServedModel
+    served_model: ServedModel
     manifest: Manifest
     bundle: Path
 
@@ -63,10 +63,10 @@ class Offer:
 
 
 def offer_of(folder: Path, where: Path, **options: Any) -> Offer:
-    core = ServedModel(serve_model(load(resolve(str(folder))), **options))
-    connection = InprocConnection(core)
-    manifest = parse_manifest(core.manifest().to_bytes())
-    return Offer(core, manifest, fetch_bundle(connection, manifest, where))
+    served_model = ServedModel(serve_model(load(resolve(str(folder))), **options))
+    connection = InprocConnection(served_model)
+    manifest = parse_manifest(served_model.manifest().to_bytes())
+    return Offer(served_model, manifest, fetch_bundle(connection, manifest, where))
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,7 @@ def honest(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def copy_of(offer: Offer, where: Path) -> Offer:
-    return Offer(offer.core, offer.manifest, Path(shutil.copytree(offer.bundle, where / "offer")))
+    return Offer(offer.served_model, offer.manifest, Path(shutil.copytree(offer.bundle, where / "offer")))
 
 
 def check(folder: Path | str, offer: Offer) -> tuple[Verifier, TrustedCheckpoint]:
@@ -97,7 +97,7 @@ def projections_hold(verifier: Verifier, offer: Offer) -> None:
         for direction in Direction:
             cols = group.in_features if direction is Direction.FORWARD else group.out_features
             rows = torch.randint(-(2**31), 2**31, (3, cols)).to(torch.int32)
-            reply = offer.core.compute(Call(group.id, direction, Arithmetic.RING), rows)
+            reply = offer.served_model.compute(Call(group.id, direction, Arithmetic.RING), rows)
             verifier.check(group.id, direction, rows, reply)
     with pytest.raises(VerificationFailed):
         verifier.check(group.id, direction, rows, reply + 1)
@@ -473,6 +473,6 @@ def test_smollm2_from_its_own_file(smollm2: Path, tmp_path: Path) -> None:
     assert trusted._loaded is None
     group = offer.manifest.groups[0]
     rows = torch.randint(-(2**31), 2**31, (2, group.in_features)).to(torch.int32)
-    reply = offer.core.compute(Call(0, Direction.FORWARD, Arithmetic.RING), rows)
+    reply = offer.served_model.compute(Call(0, Direction.FORWARD, Arithmetic.RING), rows)
     verifier.check(0, Direction.FORWARD, rows, reply)
     assert TrustedCheckpoint.open(smollm2)._source.folder.resolve() == trusted._source.folder.resolve()
