@@ -27,7 +27,7 @@ from attacks.seen.public_model import describe
 from attacks.seen.view import View
 from attacks.victim.synthetic import Exchange, write_recording
 from tenant_sdk import TenantClient, embedded
-from tests.tenant_sdk.tiny import lora
+from tests.support.quick_training import lora
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection

@@ -19,20 +19,7 @@ from attacks.report.finding import SHARE_TRIED, Finding
 from attacks.report.table import Result
 from attacks.victim import check, quick_model
 from attacks.victim.check import Check
-
-
-def read(folder: Path) -> list[Result]:
-    results = json.loads((folder / "report.json").read_text())["results"]
-    return [
-        Result(
-            one["mask"], one["arithmetic"], one["adversary"],
-            Finding(
-                one["module"], one["metric"], float("inf") if one["value"] is None else one["value"],
-                one["baseline"], tuple(one["interval"]), one["verdict"],
-            ),
-        )
-        for one in results
-    ]  # fmt: skip
+from tests.support.attack_report import read
 
 
 def check_files(folder: Path) -> None:

@@ -20,7 +20,7 @@ from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
-from tests.tenant_sdk.tiny import serving
+from tests.support.serving import serving
 
 PROMPTS = [list(range(20 + 7 * number, 26 + 7 * number)) for number in range(4)]
 Record = Callable[..., Path]

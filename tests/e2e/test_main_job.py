@@ -17,8 +17,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.chat_model import character_tokenizer, make_chat_model
+from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import NotPermitted, TransportError
 
 TIMEOUT_S = 60.0
@@ -45,7 +45,7 @@ class Process:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    folder = tiny.chat_model(tmp_path / "model")
+    folder = make_chat_model(tmp_path / "model")
     running: list[Process] = []
 
     def start(port: int = 0) -> Process:
@@ -96,7 +96,7 @@ def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Pat
         assert result.losses == pytest.approx(whole.losses, rel=1e-5)
         answer = client.generate("who?", out, 12)
         stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), out).eval()
-        tokenizer = tiny.tokenizer()
+        tokenizer = character_tokenizer()
         prompt = [{"role": "user", "content": "who?"}]
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         want = stock.generate(input_ids=ids, max_new_tokens=12, do_sample=False, pad_token_id=0)

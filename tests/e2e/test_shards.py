@@ -25,9 +25,11 @@ from provider.shards.local import LocalShards
 from provider.shards.router import Shard
 from tenant_sdk import TenantClient
 from tenant_sdk.training import checkpoints
-from tests.rpc.test_cli import Serving, one_line_error, run
-from tests.tenant_sdk.tiny import QUICK, ROWS, chat_model, lora, make_served_model, serving
-from tests.waiting import WAIT_S, comes, end, until
+from tests.support.chat_model import make_chat_model
+from tests.support.provider_command import Serving, one_line_error, run
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model, serving
+from tests.support.waiting import WAIT_S, comes, end, until
 from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.transport.grpc_connection import GrpcConnection
@@ -39,7 +41,7 @@ Serve = Callable[..., Serving]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("shards") / "tiny")
+    return make_chat_model(tmp_path_factory.mktemp("shards") / "tiny")
 
 
 @pytest.fixture

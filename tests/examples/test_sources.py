@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import ROOT
+from tests.support.repository import ROOT
 
 CITING_PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 """Packages whose citations are checked."""

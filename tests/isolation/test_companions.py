@@ -7,7 +7,7 @@ import torch
 
 from provider.model.served_model import ServedModel
 from provider.schedule.request_class import RequestClass
-from tests.provider.engine.test_executor import CALL, COLS, FLOAT, RING, Gate, ring_rows
+from tests.support.executor_gate import CALL, COLS, FLOAT, RING, Gate, ring_rows
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows

@@ -23,8 +23,8 @@ from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
-from tests.conftest import make_tiny
-from tests.reference.test_parity import adapted, batch, grads, lora, relative
+from tests.support.parity import adapted, batch, grads, lora, relative
+from tests.support.tiny_models import make_tiny
 from wire.errors import ConfigurationError, InvalidTensor
 from wire.frame import Arithmetic, Call, Direction, Purpose
 

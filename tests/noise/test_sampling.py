@@ -22,7 +22,7 @@ import torch
 from noise import sampling
 from noise.params import PARAMETERS, LatticeParameters
 from noise.sampling import Csprng, centred_binomial, discrete_gaussian, error, error_bound, ternary
-from tests.waiting import end
+from tests.support.waiting import end
 from wire.errors import ConfigurationError
 
 RNG = Csprng()

@@ -13,7 +13,7 @@ import torch
 
 from noise import verify
 from noise.verify import FAILED, Verifier
-from tests.noise.blocks.test_pool import in_child
+from tests.support.forked_child import in_child
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
 from wire.ring import coding

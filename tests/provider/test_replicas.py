@@ -19,8 +19,8 @@ from provider.model.served_model import ServedModel
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from tests.provider.engine.test_executor import CALL, COLS, Answer
-from tests.waiting import WAIT_S, comes, until
+from tests.support.executor_gate import CALL, COLS, Answer
+from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows, count_rows

@@ -22,8 +22,8 @@ from provider.shards.local import LocalShards
 from provider.shards.plan import make_plan
 from provider.shards.process import ShardProcess
 from provider.shards.shared_rows import KEPT_BYTES, SharedRows
-from tests.conftest import make_tiny
-from tests.waiting import WAIT_S, end
+from tests.support.tiny_models import make_tiny
+from tests.support.waiting import WAIT_S, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, UnknownLayer
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import SeededRows

@@ -23,7 +23,7 @@ from transformers import (
 
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_linear import RemoteLinear
-from tests.conftest import VOCAB
+from tests.support.tiny_models import VOCAB
 
 RELATIVE = 1e-4
 COMMON: dict[str, Any] = {

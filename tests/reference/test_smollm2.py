@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tests.reference.test_parity import RELATIVE, adapted, grads, relative
+from tests.support.parity import RELATIVE, adapted, grads, relative
 
 
 @pytest.mark.real_model

@@ -11,11 +11,14 @@ import pytest
 
 import provider.net.service as provider_service
 from provider.identity.registry import revoke
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, connect
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of, until
-from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
+from tests.support.links import TIMEOUT_S, connect
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
+from tests.support.stream_sessions import service_of
 from tests.support.tensor_port import hear
+from tests.support.waiting import until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import FrameType, Header

@@ -20,11 +20,12 @@ import torch
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from tests.rpc.conftest import Provider
-from tests.rpc.links import BROKEN
-from tests.rpc.test_hostile_tenant import service_of, until
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.waiting import WAIT_S, comes
+from tests.support.links import BROKEN
+from tests.support.loopback_provider import Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.stream_sessions import service_of
+from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
 from wire.transport.grpc_stream import GrpcStream
 from wire.transport.tls_stream import TensorStream

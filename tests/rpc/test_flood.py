@@ -19,10 +19,11 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net.descriptors import Shares
-from tests.conftest import SLOW_TIMEOUT_S, make_tiny
-from tests.rpc.conftest import Provider
-from tests.rpc.test_hostile_tenant import until
-from tests.rpc.test_stream import CALL, REPLY_COLS, assert_served, ring_rows
+from tests.support.loopback_provider import Provider
+from tests.support.repository import ROOT
+from tests.support.ring_products import CALL, REPLY_COLS, assert_served, ring_rows
+from tests.support.tiny_models import make_tiny
+from tests.support.waiting import SLOW_TIMEOUT_S, until
 from wire.errors import AccessError, Unauthenticated, Unavailable
 from wire.transport import grpc_connection
 from wire.transport.grpc_connection import GrpcConnection
@@ -152,7 +153,7 @@ def limited(tmp_path: Path) -> Iterator[Limited]:
 
 @contextlib.contextmanager
 def flooded(*ports: int) -> Iterator[None]:
-    script = str(Path(__file__).with_name("flood.py"))
+    script = str(ROOT / "tests" / "support" / "flood.py")
     floods = [
         subprocess.Popen([sys.executable, script, str(port), str(NUM_CLIENTS)], stdout=subprocess.PIPE, text=True)
         for port in ports

@@ -21,12 +21,14 @@ import provider.net.service as service_module
 import provider.net.session as session_module
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.service import MAX_CALLS_PER_TENANT, ProviderService
+from provider.net.service import MAX_CALLS_PER_TENANT
 from provider.net.session import Session
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
-from tests.rpc.test_stream import CALL, COLS, RawStream, assert_served
-from tests.waiting import until
+from tests.support.links import TIMEOUT_S
+from tests.support.loopback_provider import Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, COLS, assert_served
+from tests.support.stream_sessions import service_of, session_of
+from tests.support.waiting import until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
@@ -39,24 +41,11 @@ SMALLEST_WINDOW = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-QUICK_S = 0.05
-"""Sweeps come this often here, every two seconds otherwise."""
 LARGE_ROWS, SMALL_ROWS = 4096, 8
 """A reply of 1 MiB, made by the worker; one of 2 KiB, made by the thread that reads."""
 NUM_REQUESTS = 12
 FIRST = 3
 """The first request that a stuck session has not seen."""
-
-
-def service_of(provider: Provider) -> ProviderService:
-    assert provider.server._service is not None
-    return provider.server._service
-
-
-def session_of(provider: Provider, tenant: str) -> Session:
-    service = service_of(provider)
-    until(lambda: any(one.tenant == tenant for one in list(service._sessions)), f"a session of {tenant}")
-    return next(one for one in list(service._sessions) if one.tenant == tenant)
 
 
 class Deaf:
@@ -136,12 +125,6 @@ def replies(tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tiny_served_model, "compute", watched)
     monkeypatch.setattr(Session, "_answer", counted)
     return made
-
-
-@pytest.fixture
-def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from provider.shards.join import JoiningShard
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
-from tests.waiting import comes, end, until
+from tests.support.waiting import comes, end, until
 from wire import frame
 from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose

@@ -30,11 +30,15 @@ from provider.net import service as service_module
 from provider.net.server import Server
 from provider.net.service import ProviderService
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
-from tests.rpc.conftest import Provider
-from tests.rpc.test_cli import CALL as CLI_CALL
-from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
-from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.waiting import end, until
+from tests.support.loopback_provider import Provider
+from tests.support.provider_command import (
+    Serving,
+    one_line_error,
+    run,
+)
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.waiting import end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
@@ -284,7 +288,7 @@ def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
 
 
 @pytest.mark.slow
-def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     serving = Serving(
         "--tls", "--model", model, "--port", 0, "--state", state,
@@ -294,7 +298,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # n
         assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
         connection = GrpcConnection(serving.url, TlsIdentity.read(tmp_path / "acme"))
         for _ in range(3):
-            connection.submit(CLI_CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+            connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
 
         assert run("status", "--check", "--state", state).stdout == ""
         shown = run("status", "--state", state).stdout
@@ -337,7 +341,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # n
 
 
 @pytest.mark.slow
-def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) -> None:
     serving = Serving(
         "--model", model, "--port", 0, "--state", tmp_path, "--metrics-port", 0, "--health-port", 0,
         "--log-format", "json",
@@ -361,11 +365,11 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
     """Hints of many rows: little to send, so that all are there, and long to compute."""
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)
     connection = GrpcConnection(serving.url)
-    call, seeded = replace(CLI_CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
+    call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
     try:
         pending = [connection.submit(call, seeded, 64) for _ in range(12)]
         first = pending[0].result()
@@ -382,7 +386,7 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
     (state / FILE_NAME).write_text("{")

@@ -20,9 +20,10 @@ from provider.operations.usage import TenantUsage
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import DECODE_IN_FLIGHT, RequestClass
-from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.waiting import until
+from tests.support.loopback_provider import LIMITS, Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.waiting import until
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose

@@ -16,7 +16,7 @@ from provider.net.session import Session
 from provider.operations.usage import TenantUsage
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, ring_rows
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ring_rows
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose

@@ -11,8 +11,10 @@ import torch
 
 from provider.model.served_model import ServedModel
 from provider.net.service import MAX_CALLS_PER_TENANT
-from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.links import TIMEOUT_S, open_link
+from tests.support.links import TIMEOUT_S
+from tests.support.loopback_provider import LIMITS, Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -27,66 +29,6 @@ from wire.errors import (
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
 from wire.transport import grpc_connection
-from wire.transport.connection import Connection
-
-CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-COLS, REPLY_COLS = 32, 64
-
-
-def ring_rows(num_rows: int, cols: int = COLS) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, (num_rows, cols), dtype=torch.int32)
-
-
-def ask(connection: Connection, rows: torch.Tensor, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
-    return connection.submit(call, rows, reply_cols).result()
-
-
-def assert_served(connection: Connection, served_model: ServedModel) -> None:
-    rows = ring_rows(3)
-    assert torch.equal(ask(connection, rows), served_model.compute(CALL, rows))
-
-
-_NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-
-
-class RawStream:
-    """A client that sends whatever bytes it likes."""
-
-    def __init__(self, provider: Provider, name: str = "raw", greet: bool = True) -> None:
-        self.call = open_link(provider, name)
-        if greet:
-            self.send(frame.hello(FrameType.HELLO))
-            assert self.receive().kind is FrameType.WELCOME
-
-    def send(self, *messages: bytes) -> None:
-        for message in messages:
-            self.call.send(message)
-
-    def request(self, request_id: int, tensor: torch.Tensor, call: Call = CALL, **changes: int) -> list[bytes]:
-        size = tensor.numel() * 4
-        fields = {"rows": tensor.shape[0], "cols": tensor.shape[1], "total_bytes": size, "deadline_ms": 30_000}
-        header = Header(FrameType.REQUEST, request_id, call, **{**fields, **changes})
-        return list(frame.frames(header, frame.tensor_bytes(tensor)))
-
-    def receive(self) -> Header:
-        return frame.parse(next(self.call))[0]
-
-    def expect_error(self, request_id: int, code: WireCode) -> Header:
-        header = self.receive()
-        assert (header.kind, header.request_id, WireCode(header.code)) == (FrameType.ERROR, request_id, code)
-        assert (header.call, header.rows, header.cols, header.offset, header.total_bytes) == (_NO_CALL, 0, 0, 0, 0)
-        assert code is WireCode.QUOTA or header.deadline_ms == 0
-        return header
-
-    def expect_end(self) -> None:
-        with pytest.raises(StopIteration):
-            next(self.call)
-
-    def half_close(self) -> None:
-        self.call.half_close()
-
-    def close(self) -> None:
-        self.call.close()
 
 
 @pytest.fixture

@@ -20,25 +20,18 @@ from typing import Any
 import pytest
 import torch
 
-import provider.net.service as service_module
 import provider.net.tensor_port as port_module
 from provider.identity.registry import enroll, revoke
 from provider.net.session import Session
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, connect
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of, session_of, until
-from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
-from tests.rpc.test_tls import expired_identity, foreign_identity, unregistered_identity
-from tests.support.tensor_port import (
-    assert_ends,
-    assert_nothing_left,
-    dial,
-    hear,
-    kind_of,
-    say,
-    stream_threads,
-    tensors_of,
-)
+from tests.support.links import TIMEOUT_S, connect
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
+from tests.support.stream_sessions import service_of, session_of, tensors_of
+from tests.support.tensor_port import assert_ends, assert_nothing_left, dial, hear, kind_of, say, stream_threads
+from tests.support.waiting import until
 from wire import frame
 from wire.errors import VeilbaseError, WireCode
 from wire.frame import FrameType, Header
@@ -54,12 +47,6 @@ LARGE_ROWS = 4096
 """A reply of 1 MiB."""
 SMALLEST = 2048
 """Bytes of the receive buffer of a tenant that does not read."""
-
-
-@pytest.fixture
-def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture

@@ -19,15 +19,13 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from provider.net.session import Session
 from provider.net.tensor_port import TensorPort
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
-from tests.rpc.test_hostile_tenant import service_of, until
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.support.tensor_port import (
-    dial,
-    kind_of,
-    tensors_of,
-)
+from tests.support.links import TIMEOUT_S
+from tests.support.loopback_provider import Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.stream_sessions import service_of, tensors_of
+from tests.support.tensor_port import dial, kind_of
+from tests.support.waiting import until
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType

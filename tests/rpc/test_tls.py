@@ -6,45 +6,26 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
-from provider.identity.authority import StateDir, current_time
+from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
-from tests.rpc.conftest import Provider
-from tests.rpc.test_cli import Serving, model  # noqa: F401 - model is a fixture
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from tests.support.loopback_provider import Provider
+from tests.support.provider_command import Serving
+from tests.support.raw_stream import RawStream
+from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
 from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 TIMEOUT_S = 60.0
 TLS_1_3 = 0x0304
-
-
-def foreign_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    other = StateDir(tmp_path / "foreign")
-    enroll(other, "acme", tmp_path / "foreign-acme", provider.url)
-    theirs = TlsIdentity.read(tmp_path / "foreign-acme")
-    return TlsIdentity(provider.state.ca.pem, theirs.cert_pem, theirs.key_pem)
-
-
-def expired_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    long_ago = current_time() - timedelta(days=30)
-    enroll(provider.state, "late", tmp_path / "late", provider.url, days=1, now=long_ago)
-    return TlsIdentity.read(tmp_path / "late")
-
-
-def unregistered_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    """Signed by the right CA, but unknown to the registry: what a crash in `enroll` could leave."""
-    enroll(provider.state, "ghost", tmp_path / "ghost", provider.url)
-    provider.state.tenants_path.write_text("[]\n")
-    return TlsIdentity.read(tmp_path / "ghost")
 
 
 @pytest.mark.parametrize("make", [foreign_identity, expired_identity, unregistered_identity])
@@ -175,7 +156,7 @@ def test_a_server_in_a_process_that_had_loaded_grpc_takes_tls_1_2_as_well(provid
 
 
 def test_provider_serve_speaks_tls_1_3_alone(
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

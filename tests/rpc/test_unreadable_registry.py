@@ -18,11 +18,13 @@ from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enr
 from provider.model.served_model import ServedModel
 from provider.net.access import Access
 from provider.shards.messages import SHARD_METHOD
-from tests.provider.test_registry import Fault
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, GrpcLink, TensorLink
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, assert_served, ring_rows
+from tests.support.links import TIMEOUT_S, GrpcLink, TensorLink
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.registry_fault import Fault
+from tests.support.ring_products import CALL, REPLY_COLS, assert_served, ring_rows
+from tests.support.stream_sessions import service_of
 from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType

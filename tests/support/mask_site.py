@@ -18,7 +18,7 @@ from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.build import group_spec, load_alphas
-from tests.tenant_sdk import tiny
+from tests.support.serving import serving
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
@@ -89,7 +89,7 @@ class Site:
             watched.append(Watched(self.served_models[kind]))
             name = str(len(self.served))
             state = StateDir(self.folder / f"state{name}")
-            server = self.open.enter_context(tiny.serving(watched[-1], state=state))
+            server = self.open.enter_context(serving(watched[-1], state=state))
             self.served[name] = server, state
             urls.append(f"grpcs://127.0.0.1:{server.port}")
             identities.append(self.folder / f"tenant{name}")

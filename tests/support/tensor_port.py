@@ -7,10 +7,10 @@ import socket
 import threading
 from typing import Any
 
-from provider.net.tensor_port import TensorPort
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
-from tests.rpc.test_hostile_tenant import service_of, until
+from tests.support.links import TIMEOUT_S
+from tests.support.loopback_provider import Provider
+from tests.support.stream_sessions import service_of, tensors_of
+from tests.support.waiting import until
 from wire import frame
 from wire.frame import Header
 from wire.transport.tls_socket import MessageSocket
@@ -19,11 +19,6 @@ from wire.transport.tls_socket import MessageSocket
 def dial(provider: Provider) -> socket.socket:
     assert provider.server.tensor_port is not None
     return socket.create_connection(("127.0.0.1", provider.server.tensor_port), TIMEOUT_S)
-
-
-def tensors_of(provider: Provider) -> TensorPort:
-    assert provider.server._tensors is not None
-    return provider.server._tensors
 
 
 def stream_threads() -> set[int | None]:

@@ -9,17 +9,18 @@ import pytest
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.serving import make_served_model
 
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("chat") / "tiny")
+    return make_chat_model(tmp_path_factory.mktemp("chat") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def chat_served_model(chat_folder: Path) -> ServedModel:
-    return tiny.make_served_model(chat_folder)
+    return make_served_model(chat_folder)
 
 
 @pytest.fixture(scope="session")

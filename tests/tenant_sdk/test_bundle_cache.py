@@ -17,7 +17,8 @@ from provider.model import bundle as providers
 from provider.model.served_model import ServedModel
 from tenant_sdk.trust import bundle
 from tenant_sdk.trust.bundle import fetch_bundle
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.serving import make_served_model
 from wire.errors import ConfigurationError
 from wire.transport.inproc import InprocConnection
 
@@ -25,8 +26,8 @@ from wire.transport.inproc import InprocConnection
 @pytest.fixture(scope="module")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("model")
-    tiny.chat_model(folder)
-    return tiny.make_served_model(folder, "int8")
+    make_chat_model(folder)
+    return make_served_model(folder, "int8")
 
 
 class Counting(InprocConnection):
@@ -148,15 +149,16 @@ def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
             "from pathlib import Path",
             "from wire.errors import ConfigurationError",
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
-            "from tests.tenant_sdk import tiny",
+            "from tests.support.chat_model import make_chat_model",
+            "from tests.support.serving import make_served_model",
             "from tenant_sdk.trust.bundle import fetch_bundle",
             "from wire.transport.inproc import InprocConnection",
             "model, cache, is_tenant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'True'",
-            "tiny.chat_model(model)",
+            "make_chat_model(model)",
             "def limit(): resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))",
             "if not is_tenant: limit()",
             "try:",
-            "    served_model = tiny.make_served_model(model, 'int8')",
+            "    served_model = make_served_model(model, 'int8')",
             "    limit()",
             "    fetch_bundle(InprocConnection(served_model), served_model.manifest(), cache)",
             "except ConfigurationError as exc:",

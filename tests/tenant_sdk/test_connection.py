@@ -23,8 +23,8 @@ from provider.model.served_model import ServedModel
 from provider.net.server import server_options
 from provider.net.service import SERVICE_NAME
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import serving
 from wire import frame
 from wire.errors import (
     ConfigurationError,
@@ -287,7 +287,7 @@ def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkey
 
 def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_served_model, state=state) as server:
+    with serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         client = TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float")
@@ -299,7 +299,7 @@ def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, t
         for _ in range(3):
             with pytest.raises(Unavailable), torch.no_grad():
                 model(ids)
-        with tiny.serving(chat_served_model, server.port, state), torch.no_grad():
+        with serving(chat_served_model, server.port, state), torch.no_grad():
             assert torch.equal(model(ids).logits, want)
 
 
@@ -326,7 +326,7 @@ def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, conne
 
 def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_served_model: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_served_model, state=state) as server:
+    with serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         for name in ("honest", "other"):
             enroll(state, name, tmp_path / name, url)
@@ -397,7 +397,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_served_model: Ser
     environment |= dict.fromkeys(
         ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1"
     )
-    with tiny.serving(chat_served_model) as server:
+    with serving(chat_served_model) as server:
         done = subprocess.run(
             [sys.executable, "-c", FORKS, f"grpc://127.0.0.1:{server.port}"],
             capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,

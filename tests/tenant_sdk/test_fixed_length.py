@@ -16,7 +16,8 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
 from tenant_sdk.model.planned_calls import Course, NotFiniteWarning
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.serving import make_served_model
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction
 from wire.transport.inproc import InprocConnection
@@ -31,12 +32,12 @@ Opened = Callable[..., tuple[TenantClient, Overflower]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("fixed") / "llama")
+    return make_chat_model(tmp_path_factory.mktemp("fixed") / "llama")
 
 
 @pytest.fixture(scope="module")
 def served_model(folder: Path) -> ServedModel:
-    return tiny.make_served_model(folder, "int8")
+    return make_served_model(folder, "int8")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from peft import PeftModel
 
 from tenant_sdk import TenantClient
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.quick_training import QUICK, ROWS, lora
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 CHECKPOINT = ADAPTER | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}

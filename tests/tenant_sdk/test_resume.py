@@ -23,9 +23,9 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
-from tests.waiting import until
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import serving
+from tests.support.waiting import until
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 from wire.frame import Call
 
@@ -200,7 +200,7 @@ class GoesAway:
 def test_a_grpc_provider_that_stops_and_comes_back(chat_served_model: ServedModel, whole: Any, tmp_path: Path) -> None:
     state, out = StateDir(tmp_path / "state"), tmp_path / "out"
     leaving = GoesAway(chat_served_model)
-    with tiny.serving(leaving, state=state) as server:
+    with serving(leaving, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         leaving.stop, leaving.at = server.stop, 3 * CALLS_A_STEP
@@ -213,7 +213,7 @@ def test_a_grpc_provider_that_stops_and_comes_back(chat_served_model: ServedMode
             assert "\n" not in str(failure.value)
             with pytest.raises(Unavailable):  # still gone: an error, and the checkpoint is kept
                 run(client, out)
-            with tiny.serving(chat_served_model, server.port, state):
+            with serving(chat_served_model, server.port, state):
                 result = run(client, out)
     assert result.resumed_from_step == 2
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
@@ -342,7 +342,7 @@ LIMITED = """
 import json, resource, signal, sys
 from pathlib import Path
 from tenant_sdk import TenantClient
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import VeilbaseError
 import torch
 torch.set_num_threads(1)

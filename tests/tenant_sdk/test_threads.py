@@ -20,9 +20,10 @@ from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.model import build
 from tenant_sdk.training import finetune
+from tests.support.chat_model import make_chat_model
 from tests.support.mask_site import TOY_OPTIONS
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model
 from wire.loading import loading
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -45,12 +46,12 @@ def many_switches() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2's head is its embedding, which a model loses when two are loaded at once."""
-    return tiny.chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
+    return make_chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
 
 
 @pytest.fixture(scope="module")
 def tied_served_model(tied_folder: Path) -> ServedModel:
-    return tiny.make_served_model(tied_folder, "int8")
+    return make_served_model(tied_folder, "int8")
 
 
 @pytest.fixture

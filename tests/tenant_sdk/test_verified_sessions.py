@@ -20,10 +20,11 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
-from tests.reference.test_parity import adapted, batch, grads, relative
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
-from tests.tenant_sdk.trust.test_bundle import Liar
+from tests.support.chat_model import make_chat_model
+from tests.support.lying_bundle import Liar
+from tests.support.parity import adapted, batch, grads, relative
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model, serving
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows
@@ -81,12 +82,12 @@ def lie(purpose: Purpose, direction: Direction, by: int = 1, after: int = 0) -> 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("verified") / "llama")
+    return make_chat_model(tmp_path_factory.mktemp("verified") / "llama")
 
 
 @pytest.fixture(scope="module")
 def served_model(folder: Path) -> ServedModel:
-    return tiny.make_served_model(folder, "int8")
+    return make_served_model(folder, "int8")
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Site:
 
     def mtls(self, handler: Any, **options: Any) -> TenantClient:
         state = StateDir(self.where / "state")
-        server = self.open.enter_context(tiny.serving(handler, state=state))
+        server = self.open.enter_context(serving(handler, state=state))
         url, identity = f"grpcs://127.0.0.1:{server.port}", self.where / "acme"
         enroll(state, "acme", identity, url)
         return self._client(url, {"identity": identity, **options})
@@ -446,19 +447,19 @@ class Swaps:
     def __init__(self, site: Site, first: Any, second: Any) -> None:
         self.site, self.first, self.second = site, first, second
         self.state = StateDir(site.where / "state")
-        self.server = site.open.enter_context(tiny.serving(first, state=self.state))
+        self.server = site.open.enter_context(serving(first, state=self.state))
         self.url, self.identity = f"grpcs://127.0.0.1:{self.server.port}", site.where / "acme"
         enroll(self.state, "acme", self.identity, self.url)
 
     def swap(self) -> None:
         self.server.stop()
-        self.site.open.enter_context(tiny.serving(self.second, self.server.port, self.state))
+        self.site.open.enter_context(serving(self.second, self.server.port, self.state))
 
 
 @pytest.fixture
 def swaps(site: Site, served_model: ServedModel, tmp_path: Path) -> Swaps:
     return Swaps(
-        site, Forger(served_model), Forger(tiny.make_served_model(tiny.chat_model(tmp_path / "twin", seed=1), "int8"))
+        site, Forger(served_model), Forger(make_served_model(make_chat_model(tmp_path / "twin", seed=1), "int8"))
     )
 
 
@@ -503,7 +504,7 @@ def refused(site: Site, handler: Any, **options: Any) -> str:
 
 
 def test_other_weights_are_refused(site: Site, tmp_path: Path) -> None:
-    twin = Forger(tiny.make_served_model(tiny.chat_model(tmp_path / "twin", seed=1), "int8"))
+    twin = Forger(make_served_model(make_chat_model(tmp_path / "twin", seed=1), "int8"))
     refused(site, twin)
     assert twin.asked == []
 
@@ -545,7 +546,7 @@ def test_a_refused_client_may_connect_to_an_honest_provider_later(
     site: Site, served_model: ServedModel, tmp_path: Path
 ) -> None:
     """Nothing was masked for the liar, so nothing is lost."""
-    twin = tiny.make_served_model(tiny.chat_model(tmp_path / "twin", seed=1), "int8")
+    twin = make_served_model(make_chat_model(tmp_path / "twin", seed=1), "int8")
     waiting = [Forger(twin), Forger(served_model)]
     site.monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(waiting.pop(0)))
     client = TenantClient("inproc:x", verify=site.folder, cache=tmp_path / "cache", progress=False)
@@ -573,7 +574,7 @@ def test_what_cannot_be_checked_is_refused(site: Site, folder: Path, forger: For
 
 
 def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Site, folder: Path) -> None:
-    native = tiny.make_served_model(folder, "native")
+    native = make_served_model(folder, "native")
     with pytest.raises(ConfigurationError, match="ring arithmetic"):
         site.mtls(native, mask="off")
 

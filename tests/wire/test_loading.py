@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import wire.loading
-from tests.conftest import make_tiny
+from tests.support.tiny_models import make_tiny
 from wire.loading import loading, quiet_transformers
 
 TIMEOUT_S = 60.0

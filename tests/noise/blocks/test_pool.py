@@ -6,10 +6,8 @@ import contextlib
 import copy
 import gc
 import itertools
-import os
 import pickle
 import random
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ import torch
 from noise.blocks.pool import Block, MaskPool
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
+from tests.support.forked_child import in_child
 from wire.errors import MaskError, MaskReused, Unavailable
 from wire.frame import Direction
 
@@ -433,26 +432,6 @@ def test_a_forgotten_pool_ends_its_worker(mill: Mill) -> None:
     gc.collect()
     worker.join(TIMEOUT_S)
     assert not worker.is_alive()
-
-
-def in_child(work: Callable[[], str]) -> str:
-    """What `work` says in a forked child; `hung` if it never does."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, lambda *_: (os.write(write, b"hung"), os._exit(1)))
-        signal.alarm(10)
-        try:
-            answer = work()
-        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-            answer = f"{type(exc).__name__}: {exc}"
-        os.write(write, answer.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read().decode()
-    os.waitpid(pid, 0)
-    return answer
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from noise.blocks.slots import Slots, SlotsExhausted
+from tests.support.threads import together
 from wire.errors import MaskError, MaskReused
-
-TIMEOUT_S = 60
-
-
-def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
-    """Runs `work` in that many threads, all let go at once."""
-    gate = threading.Barrier(num_threads)
-
-    def run(_: int) -> Any:
-        gate.wait(TIMEOUT_S)
-        return work()
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(run, range(num_threads)))
 
 
 def test_rows_are_handed_out_once_and_in_order() -> None:

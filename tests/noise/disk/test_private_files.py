@@ -14,7 +14,7 @@ import pytest
 from noise.disk.private_files import make_private, make_private_folder, take_over_rights, write_private
 from noise.hints.store import HintStore
 from noise.ledger.ledger import Ledger
-from tests.noise.hints.test_store import Provider, exact_hint
+from tests.support.exact_hints import Provider, exact_hint
 
 OTHER_GROUP = 54321
 ACL = "system.posix_acl_access"

@@ -21,7 +21,7 @@ from noise.blocks.slots import SlotsExhausted
 from noise.ledger import file
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
-from tests.noise.blocks.test_slots import together
+from tests.support.threads import together
 from wire.errors import ConfigurationError, MaskError
 
 TIMEOUT_S = 60

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
-from tests.conftest import make_tiny
+from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor, RemoteFault, UnknownLayer
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
 from wire.ring import coding

@@ -24,7 +24,7 @@ from provider.net.admission import Admission
 from provider.operations.recording import Recorder
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import RequestClass
-from tests.conftest import make_tiny, tiny_config
+from tests.support.tiny_models import make_tiny, tiny_config
 from wire.errors import ConfigurationError, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import BUNDLE_FILE_NAMES, parse_manifest

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from provider.engine import products
 from provider.parallel.command import Command, Operation
 from provider.parallel.tensor_parallel import ColumnSlices
-from tests.provider.parallel.conftest import Follower, Team
-from tests.waiting import WAIT_S, comes, end
+from tests.support.ranks import Follower, Team
+from tests.support.waiting import WAIT_S, comes, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavailable, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, SeededRows

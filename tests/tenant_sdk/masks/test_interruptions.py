@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reference.test_parity import batch, relative
 from tests.support.mask_site import (
     MODEL_NOISE,
     TIMEOUT_S,
@@ -21,7 +20,8 @@ from tests.support.mask_site import (
     taken,
     unmasked,
 )
-from tests.tenant_sdk import tiny
+from tests.support.parity import batch, relative
+from tests.support.serving import serving
 from wire.errors import (
     RemoteFault,
     Unavailable,
@@ -49,7 +49,7 @@ def test_after_a_restart_of_the_provider_the_next_step_uses_fresh_rows(
             with pytest.raises(Unavailable):
                 model(batch())
         burnt = len(rows)
-        site.open.enter_context(tiny.serving(watched, server.port, state))
+        site.open.enter_context(serving(watched, server.port, state))
         assert relative(model(batch()).logits, want) < MODEL_NOISE
     assert burnt >= 9 * 24 + 2 * 24, "what was masked for a call that failed is burnt"
     assert len(set(rows)) == len(rows) == burnt + 9 * 24

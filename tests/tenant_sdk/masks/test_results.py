@@ -10,7 +10,6 @@ import torch
 from peft import LoraConfig
 
 from tenant_sdk.model.planned_calls import NotFiniteWarning
-from tests.reference.test_parity import adapted, batch, grads, relative
 from tests.support.lattice import DEFAULT, bounds, wide
 from tests.support.mask_site import (
     BACKWARD,
@@ -22,7 +21,8 @@ from tests.support.mask_site import (
     taken,
     unmasked,
 )
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.parity import adapted, batch, grads, relative
+from tests.support.quick_training import QUICK, ROWS, lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 

@@ -20,8 +20,9 @@ from noise.params import LatticeParameters
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.planned_calls import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.chat_model import make_chat_model
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model
 from wire.errors import ConfigurationError, InvalidTensor, NotFinite, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.limits import Limits
@@ -43,12 +44,12 @@ Opened = Callable[..., tuple[TenantClient, Overflower]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("planned") / "llama")
+    return make_chat_model(tmp_path_factory.mktemp("planned") / "llama")
 
 
 @pytest.fixture(scope="module")
 def served_model(folder: Path) -> ServedModel:
-    return tiny.make_served_model(folder, "int8")
+    return make_served_model(folder, "int8")
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_zeros_go_out_under_fresh_slots(opened: Opened, monkeypatch: pytest.Monk
 
 def test_a_call_in_parts_sends_all_of_them(opened: Opened, folder: Path) -> None:
     limits = Limits().model_copy(update={"max_rows": 4})
-    client, provider = opened(HONEST, served_model=tiny.make_served_model(folder, "int8", limits))
+    client, provider = opened(HONEST, served_model=make_served_model(folder, "int8", limits))
     layer: Any = client.load_model().model.layers[0].self_attn.o_proj
     x = torch.ones(10, layer.in_features)
     layer(x)

@@ -27,7 +27,7 @@ from peft import (
 from transformers import AutoModelForCausalLM, set_seed
 
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
-from tests.conftest import make_tiny
+from tests.support.tiny_models import make_tiny
 
 TIMEOUT_S = 60.0
 

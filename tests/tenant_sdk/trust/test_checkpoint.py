@@ -22,7 +22,7 @@ from provider.model.weights import serve_model
 from tenant_sdk.trust.bundle import fetch_bundle
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tenant_sdk.trust.compare import same_bits
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import TEMPLATE, character_tokenizer, make_chat_model
 from wire.errors import ConfigurationError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import Manifest, parse_manifest
@@ -72,7 +72,7 @@ def offer_of(folder: Path, where: Path, **options: Any) -> Offer:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("trusted")
-    return {kind: tiny.chat_model(parent / kind, kind) for kind in ("llama", "gpt2", "gemma")}
+    return {kind: make_chat_model(parent / kind, kind) for kind in ("llama", "gpt2", "gemma")}
 
 
 @pytest.fixture(scope="session")
@@ -136,7 +136,7 @@ def test_progress_and_a_second_pass(folders: dict[str, Path], honest: dict[str, 
 
 def test_a_sharded_checkpoint(folders: dict[str, Path], honest: dict[str, Offer], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(folders["llama"]).save_pretrained(tmp_path, max_shard_size="30KB")
-    tiny.tokenizer().save_pretrained(tmp_path)
+    character_tokenizer().save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     _, trusted = check(tmp_path, honest["llama"])
     assert trusted.streamed
@@ -327,7 +327,7 @@ TAMPERED: dict[str, tuple[Callable[[Offer], None], str]] = {
     "a path in the tokenizer's settings": (set_json("tokenizer_config.json", vocab_file="/x"), r"tokenizer \(a key"),
     "no tokenizer": (drop_file("tokenizer.json"), "the tokenizer"),
     "one tokenizer file more": (write_file("added_tokens.json", b"{}"), "the tokenizer"),
-    "chat template": (write_file("chat_template.jinja", tiny.TEMPLATE.encode() + b" "), "the chat template"),
+    "chat template": (write_file("chat_template.jinja", TEMPLATE.encode() + b" "), "the chat template"),
     "no chat template": (drop_file("chat_template.jinja"), "the chat template"),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.waiting import WAIT_S, end
+from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
 from wire.ring import coding, kernels, pieces
 from wire.ring import product as plain

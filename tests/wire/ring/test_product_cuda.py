@@ -10,17 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.wire.ring.test_product import (
-    EXTREMES,
-    HIGHEST,
-    LOWEST,
-    Product,
-    draw,
-    laid_out,
-    missing,
-    reference,
-    saturating,
-)
+from tests.support.int_mm_faults import missing, saturating
+from tests.support.ring_matrices import EXTREMES, HIGHEST, LOWEST, Product, draw, laid_out, reference
 from wire.ring import coding, product_cuda
 from wire.ring import product as kernels
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.vectors import load
+from tests.support.golden_vectors import load
 from wire import frame
 from wire.errors import InvalidTensor, MalformedFrame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose

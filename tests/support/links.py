@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from tests.rpc.conftest import Provider
+from tests.support.loopback_provider import Provider
 from wire.errors import MalformedFrame
 from wire.transport.grpc_connection import STREAM_METHOD, open_channel
 from wire.transport.tls_context import client_context

@@ -1,0 +1,37 @@
+"""Runs the `provider` command as an operating system process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+TIMEOUT_S = 60
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "provider", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("provider: ")
+    return lines[0]
+
+
+class Serving:
+    def __init__(self, *arguments: object) -> None:
+        command = [sys.executable, "-m", "provider", "serve", "--threads", "1", *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        word, self.url = self.process.stdout.readline().split()
+        assert word == "ready"
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        return self.process.returncode, out, err
