@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM
 from tenant_sdk import TenantClient
 from tests.support.chat_model import character_tokenizer, make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, TransportError
-
-TIMEOUT_S = 60.0
 
 
 class Process:
@@ -40,7 +39,7 @@ class Process:
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         if self.handle.poll() is None:
             self.handle.send_signal(number)
-        self.handle.communicate(timeout=TIMEOUT_S)
+        self.handle.communicate(timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 def provider(tmp_path: Path, *arguments: Any) -> None:
     command = [sys.executable, "-m", "provider", *map(str, arguments), "--state", str(tmp_path / "provider")]
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+    subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
 
 
 def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Path) -> None:
@@ -81,7 +80,7 @@ def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Pat
         def kill_once(*arguments: Any) -> Any:
             if killer.ident is None and saved.exists():
                 killer.start()
-                killer.join(TIMEOUT_S)
+                killer.join(WAIT_S)
             return submit(*arguments)
 
         connection.submit = kill_once

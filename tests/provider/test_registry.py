@@ -15,10 +15,10 @@ from provider.identity.registry import HELD_OVER_S, RegistryUnreadable, Revocati
 from provider.net.access import AccessCheck
 from tests.support.open_files import exhausted
 from tests.support.registry_fault import Fault
+from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, WireCode, code_of
 
 ENDPOINT = "grpcs://localhost:8443"
-TIMEOUT_S = 60
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO]
 
 
@@ -117,7 +117,7 @@ def test_another_fault_admits_nobody_and_is_not_forgotten(
 def in_another_process(site: Site, *command: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "provider", *command, "--state", str(site.state.path)],
-        check=True, capture_output=True, timeout=TIMEOUT_S,
+        check=True, capture_output=True, timeout=WAIT_S,
     )  # fmt: skip
 
 

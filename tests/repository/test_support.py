@@ -1,4 +1,4 @@
-"""Helpers that test modules share are in tests/support, each with a docstring; tests reach into little that is private."""
+"""Shared helpers are in tests/support, each with a docstring, and tests reach into little of what is private."""
 
 from __future__ import annotations
 

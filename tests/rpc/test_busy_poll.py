@@ -11,21 +11,21 @@ import pytest
 
 import provider.net.service as provider_service
 from provider.identity.registry import revoke
-from tests.support.links import TIMEOUT_S, connect
+from tests.support.links import connect
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
 from tests.support.stream_sessions import service_of
 from tests.support.tensor_port import hear
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import FrameType, Header
 from wire.transport import busy_poll, tls_socket
 from wire.transport.busy_poll import BusyPoll
 
-ENDLESS_S = 10 * TIMEOUT_S
+ENDLESS_S = 10 * WAIT_S
 
 
 class Patient(BusyPoll):
@@ -138,4 +138,4 @@ def test_a_tenant_that_closes_while_it_looks_ends(patient: None, provider: Provi
     began = time.monotonic()
     connection.close()
     until(lambda: not service_of(provider)._sessions, "the end of the session")
-    assert time.monotonic() - began < TIMEOUT_S
+    assert time.monotonic() - began < WAIT_S

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.provider_command import TIMEOUT_S, Serving, one_line_error, run
+from tests.support.provider_command import Serving, one_line_error, run
 from tests.support.ring_products import CALL
+from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, VeilbaseError
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -157,7 +158,7 @@ for command in {commands}:
     app([*command, *{state}], standalone_mode=False)
 assert not {{'torch', 'grpc', 'transformers'}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert "revoked 1 certificate of acme" in done.stdout
 
@@ -170,6 +171,6 @@ def test_stopping_while_it_loads(model: Path, tmp_path: Path) -> None:
     assert process.stderr is not None
     assert "loading" in process.stderr.readline()
     process.terminate()
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     assert "Traceback" not in err

@@ -23,7 +23,7 @@ from tests.support.loopback_provider import Provider
 from tests.support.repository import ROOT
 from tests.support.ring_products import CALL, REPLY_COLS, assert_served, ring_rows
 from tests.support.tiny_models import make_tiny
-from tests.support.waiting import SLOW_TIMEOUT_S, until
+from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S, until
 from wire.errors import AccessError, Unauthenticated, Unavailable
 from wire.transport import grpc_connection
 from wire.transport.grpc_connection import GrpcConnection
@@ -32,7 +32,6 @@ from wire.transport.identity import TlsIdentity
 NUM_CLIENTS, NUM_FILES = 2000, 1024
 NEWCOMER_S, REVOKED_S = 15.0, 1.0
 """The bars."""
-TIMEOUT_S = 60.0
 
 
 def ask(connection: GrpcConnection) -> None:
@@ -40,7 +39,7 @@ def ask(connection: GrpcConnection) -> None:
 
 
 def ask_on(connection: GrpcConnection) -> None:
-    give_up_at = time.monotonic() + TIMEOUT_S
+    give_up_at = time.monotonic() + WAIT_S
     while time.monotonic() < give_up_at:
         ask(connection)
 
@@ -56,11 +55,11 @@ def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def dial(provider: Provider) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", provider.server.port), TIMEOUT_S)
+    return socket.create_connection(("127.0.0.1", provider.server.port), WAIT_S)
 
 
 def wait_for_the_end(plain: socket.socket) -> None:
-    plain.settimeout(TIMEOUT_S)
+    plain.settimeout(WAIT_S)
     with contextlib.suppress(ConnectionError):
         while plain.recv(1 << 12):
             pass
@@ -89,7 +88,7 @@ def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_fr
     with pytest.raises(Unavailable, match="as many as it takes") as caught:  # and not that the identity is wrong
         provider.connect().manifest()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(grpc_connection, "_CROWDED_S", TIMEOUT_S)
+    monkeypatch.setattr(grpc_connection, "_CROWDED_S", WAIT_S)
     for one in silent:
         one.close()
     assert_served(provider.connect(), provider.served_model)
@@ -148,7 +147,7 @@ def limited(tmp_path: Path) -> Iterator[Limited]:
     one = Limited(tmp_path)
     yield one
     one.process.terminate()
-    one.process.wait(TIMEOUT_S)
+    one.process.wait(WAIT_S)
 
 
 @contextlib.contextmanager

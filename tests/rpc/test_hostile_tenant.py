@@ -23,12 +23,11 @@ from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
 from provider.net.service import MAX_CALLS_PER_TENANT
 from provider.net.session import Session
-from tests.support.links import TIMEOUT_S
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, COLS, assert_served
 from tests.support.stream_sessions import service_of, session_of
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
@@ -61,7 +60,7 @@ class Deaf:
         """Another stream; later `send`s go there."""
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method = self._channel.stream_stream(STREAM_METHOD)
-        call = method(iter(outgoing.get, None), timeout=10 * TIMEOUT_S)  # its end must not be what a test waits for
+        call = method(iter(outgoing.get, None), timeout=10 * WAIT_S)  # its end must not be what a test waits for
         self._streams.append((call, outgoing))
         self.send(frame.hello(FrameType.HELLO))
         return call
@@ -102,7 +101,7 @@ class Replies:
 
     def wait_taken(self, number: int) -> None:
         for _ in range(number):
-            assert self.taken.acquire(timeout=TIMEOUT_S), "a reply was never made"
+            assert self.taken.acquire(timeout=WAIT_S), "a reply was never made"
 
 
 @pytest.fixture
@@ -242,7 +241,7 @@ def fails(session: Session, _deaf: Deaf, _replies: Replies, monkeypatch: pytest.
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(session, "sweep", broken)
-    assert failed.wait(TIMEOUT_S)
+    assert failed.wait(WAIT_S)
 
 
 FEW = 8

@@ -38,15 +38,12 @@ from tests.support.provider_command import (
 )
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
-from tests.support.waiting import end, until
+from tests.support.waiting import WAIT_S, end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
-
-TIMEOUT_S = 60.0
-
 
 # ---- drain ----------------------------------------------------------------------------------------------------------
 
@@ -60,7 +57,7 @@ class Held:
 
         def held(served_model: ServedModel, call: object, rows: object) -> torch.Tensor:
             self.begun.set()
-            assert self.free.wait(TIMEOUT_S)
+            assert self.free.wait(WAIT_S)
             return compute(served_model, call, rows)  # type: ignore[arg-type]
 
         monkeypatch.setattr(ServedModel, "compute", held)
@@ -73,11 +70,11 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
     provider = start(tiny_served_model)
     stream, other = RawStream(provider), RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
-    assert held.begun.wait(TIMEOUT_S)
+    assert held.begun.wait(WAIT_S)
     stream.send(*stream.request(2, ring_rows(200)))  # later, or it might join the first one's product
     until(lambda: provider.service.queue_depth >= 1, "the second request in the queue")
-    give_up_at = time.monotonic() + TIMEOUT_S
-    stopping = threading.Thread(target=provider.server.stop, args=(TIMEOUT_S,))
+    give_up_at = time.monotonic() + WAIT_S
+    stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
     number, code = 0, None
     while code is None and time.monotonic() < give_up_at:  # until the drain has begun, requests are let in
@@ -94,7 +91,7 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
         (FrameType.REPLY, 1),
         (FrameType.REPLY, 2),
     ]
-    stopping.join(TIMEOUT_S)
+    stopping.join(WAIT_S)
     assert not stopping.is_alive()
     stream.expect_error(0, WireCode.UNAVAILABLE)
     for one in (stream, other):
@@ -109,7 +106,7 @@ def test_what_nobody_wants_any_more_leaves_the_queue(
     provider = start(tiny_served_model)
     stream, other = RawStream(provider), RawStream(provider, "other")
     stream.send(*stream.request(1, ring_rows(100)))
-    assert held.begun.wait(TIMEOUT_S)
+    assert held.begun.wait(WAIT_S)
 
     def wait_for(depth: int) -> None:
         until(lambda: provider.service.queue_depth == depth, f"{depth} requests in the queue")
@@ -139,7 +136,7 @@ def test_a_drain_ends_when_its_time_is_over(
     provider = start(tiny_served_model)
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
-    assert held.begun.wait(TIMEOUT_S)
+    assert held.begun.wait(WAIT_S)
 
     def let_go() -> None:
         """Once the drain is over, which what is held does not lengthen."""
@@ -227,7 +224,7 @@ def served_certificate(port: int, folder: Path) -> x509.Certificate:
     context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     with (
-        socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as plain,
+        socket.create_connection(("127.0.0.1", port), WAIT_S) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
     ):
         der = secured.getpeercert(binary_form=True)
@@ -317,11 +314,11 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
         port = int(serving.url.rsplit(":", 1)[1])
         first = served_certificate(port, tmp_path / "acme")
         serving.process.send_signal(signal.SIGHUP)
-        give_up_at = time.monotonic() + TIMEOUT_S
+        give_up_at = time.monotonic() + WAIT_S
         while served_certificate(port, tmp_path / "acme") == first:
             assert time.monotonic() < give_up_at
         serving.process.send_signal(signal.SIGTERM)
-        out, err = serving.process.communicate(timeout=TIMEOUT_S)
+        out, err = serving.process.communicate(timeout=WAIT_S)
         assert (serving.process.returncode, out) == (0, "")
     finally:
         serving.process.kill()
@@ -355,10 +352,10 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
                 if message.startswith(f"{name} at "):
                     ports[name] = int(message.rsplit(":", 1)[1].partition("/")[0])
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=TIMEOUT_S) as reply:
+        with opener.open(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=WAIT_S) as reply:
             assert b"veilbase_streams 0.0" in reply.read()
         with grpc.insecure_channel(f"127.0.0.1:{ports['health']}", [("grpc.enable_http_proxy", 0)]) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         assert serving.stop()[0] == 0
@@ -375,7 +372,7 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
         first = pending[0].result()
         serving.process.send_signal(signal.SIGTERM)
         assert all(torch.equal(one.result(), first) for one in pending[1:])
-        serving.process.communicate(timeout=TIMEOUT_S)
+        serving.process.communicate(timeout=WAIT_S)
         assert serving.process.returncode == 0
         with pytest.raises(Unavailable):
             connection.submit(call, seeded, 64).result()

@@ -11,10 +11,10 @@ import torch
 
 from provider.model.served_model import ServedModel
 from provider.net.service import MAX_CALLS_PER_TENANT
-from tests.support.links import TIMEOUT_S
 from tests.support.loopback_provider import LIMITS, Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -95,7 +95,7 @@ def test_manifest_and_bundle(provider: Provider) -> None:
 def test_no_file_outside_the_bundle(provider: Provider, name: bytes) -> None:
     channel = grpc_connection.open_channel(provider.url, provider.identity())
     with channel, pytest.raises(grpc.RpcError) as caught:
-        next(channel.unary_stream(grpc_connection.BUNDLE_METHOD)(name, timeout=TIMEOUT_S))
+        next(channel.unary_stream(grpc_connection.BUNDLE_METHOD)(name, timeout=WAIT_S))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -323,7 +323,7 @@ def test_an_oversized_message_is_refused_by_grpc(provider: Provider) -> None:
     unlimited = [("grpc.max_send_message_length", -1)]
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials, unlimited) as channel:
         call = channel.stream_stream(grpc_connection.STREAM_METHOD)(
-            iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=TIMEOUT_S
+            iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=WAIT_S
         )
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
@@ -342,7 +342,7 @@ def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
     ended = threading.Event()
     session.close, close = lambda: (close(), ended.set()), session.close  # type: ignore[method-assign]
     stream.close()
-    assert ended.wait(TIMEOUT_S)
+    assert ended.wait(WAIT_S)
     assert not session._requests
     assert session._held_bytes == 0
 
@@ -404,17 +404,17 @@ def test_pending_requests_fail_when_the_provider_goes(
 
     def slow(*_: object) -> torch.Tensor:
         begun.set()
-        release.wait(TIMEOUT_S)
+        release.wait(WAIT_S)
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
     assert_served(connection, tiny_served_model)
     monkeypatch.setattr("provider.model.served_model.products.compute", slow)
     pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
-    assert begun.wait(TIMEOUT_S)
+    assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()
     with pytest.raises(VeilbaseError) as caught:
         pending.result()
     assert not isinstance(caught.value, DeadlineExceeded)
     release.set()
-    stopping.join(TIMEOUT_S)
+    stopping.join(WAIT_S)

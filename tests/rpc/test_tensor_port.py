@@ -23,7 +23,7 @@ import torch
 import provider.net.tensor_port as port_module
 from provider.identity.registry import enroll, revoke
 from provider.net.session import Session
-from tests.support.links import TIMEOUT_S, connect
+from tests.support.links import connect
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
@@ -31,7 +31,7 @@ from tests.support.refused_identities import expired_identity, foreign_identity,
 from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
 from tests.support.stream_sessions import service_of, session_of, tensors_of
 from tests.support.tensor_port import assert_ends, assert_nothing_left, dial, hear, kind_of, say, stream_threads
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import VeilbaseError, WireCode
 from wire.frame import FrameType, Header
@@ -62,15 +62,15 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * TIMEOUT_S)  # nor is the end of their time waited for
-    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
+    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * WAIT_S)
     silent = [dial(provider) for _ in range(20)]
     until(lambda: len(tensors_of(provider)._guests) == 20, "all are let in")
     assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < TIMEOUT_S
+    assert time.monotonic() - began < WAIT_S
     for one in silent:
         assert_ends(one)
     until(lambda: not tensors_of(provider)._open, "the end of the connections")
@@ -367,7 +367,7 @@ def test_a_provider_that_stops_does_not_wait_for_a_deaf_tenant(provider: Provide
     deaf.block(provider)
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < TIMEOUT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
+    assert time.monotonic() - began < WAIT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
     assert_nothing_left(provider)
 
 

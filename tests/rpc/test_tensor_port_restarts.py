@@ -19,13 +19,12 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from provider.net.session import Session
 from provider.net.tensor_port import TensorPort
-from tests.support.links import TIMEOUT_S
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
 from tests.support.stream_sessions import service_of, tensors_of
 from tests.support.tensor_port import dial, kind_of
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
@@ -56,14 +55,14 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
 
     def slow(*arguments: Any) -> torch.Tensor:
         begun.set()
-        release.wait(TIMEOUT_S)
+        release.wait(WAIT_S)
         result: torch.Tensor = product(*arguments)
         return result
 
     monkeypatch.setattr(lane.replica, "product", slow)
     stream.send(*stream.request(1, ring_rows(50)))
-    assert begun.wait(TIMEOUT_S)
-    stopping = threading.Thread(target=provider.server.stop, args=(TIMEOUT_S,))
+    assert begun.wait(WAIT_S)
+    stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
     until(lambda: service_of(provider)._is_draining, "the drain")
     until(lambda: all(one._draining for one in list(service_of(provider)._sessions)), "every stream knows")
@@ -75,7 +74,7 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
     reply = stream.receive()
     assert (reply.kind, reply.request_id) == (FrameType.REPLY, 1)
     stream.expect_error(0, WireCode.UNAVAILABLE)
-    stopping.join(TIMEOUT_S)
+    stopping.join(WAIT_S)
     for one in (stream, late):
         one.close()
 
@@ -103,7 +102,7 @@ def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider
         port = listener.getsockname()[1]
         connection._manifest = connection.manifest().model_copy(update={"tensor_port": port})
         assert_served(connection, provider.served_model)
-        thread.join(TIMEOUT_S)
+        thread.join(WAIT_S)
     assert kind_of(connection) is GrpcStream
 
 
@@ -135,18 +134,18 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
 
     def slow(*_: Any) -> torch.Tensor:
         begun.set()
-        release.wait(TIMEOUT_S)
+        release.wait(WAIT_S)
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
     monkeypatch.setattr(lane.replica, "product", slow)
     pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
-    assert begun.wait(TIMEOUT_S)
+    assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()
     with pytest.raises(Unavailable):
         pending.result()
     release.set()
-    stopping.join(TIMEOUT_S)
+    stopping.join(WAIT_S)
     server = restarted(provider, provider.state, provider.served_model)
     try:
         assert server.tensor_port != provider.server.tensor_port
@@ -215,7 +214,7 @@ def test_all_addresses_are_all_addresses() -> None:
     port = TensorPort("::", 0)
     try:
         for host in ("127.0.0.1", "::1"):
-            socket.create_connection((host, port.port), TIMEOUT_S).close()
+            socket.create_connection((host, port.port), WAIT_S).close()
     finally:
         port.stop()
 

@@ -20,11 +20,11 @@ from tests.support.provider_command import Serving
 from tests.support.raw_stream import RawStream
 from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
 from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
 from wire.transport.identity import TlsIdentity
 
-TIMEOUT_S = 60.0
 TLS_1_3 = 0x0304
 
 
@@ -44,7 +44,7 @@ def test_no_certificate_is_refused(provider: Provider) -> None:
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials) as channel:
         for method in (MANIFEST_METHOD, BUNDLE_METHOD):
             with pytest.raises(grpc.RpcError):
-                list(channel.unary_stream(method)(b"config.json", timeout=TIMEOUT_S))
+                list(channel.unary_stream(method)(b"config.json", timeout=WAIT_S))
 
 
 def test_plain_text_to_a_tls_port_is_refused(provider: Provider) -> None:
@@ -92,7 +92,7 @@ def test_revocation_ends_a_stream_that_idles_after_small_calls(provider: Provide
     stream = connection._stream
     assert stream is not None
     revoke(provider.state, "idle")
-    assert stream._ended.wait(TIMEOUT_S)  # the listener reads while nothing is asked, and meets the end
+    assert stream._ended.wait(WAIT_S)  # the listener reads while nothing is asked, and meets the end
     with pytest.raises(AccessError):
         ask(connection, ring_rows(1))
     connection.close()
@@ -105,7 +105,7 @@ def test_revocation_closes_the_other_methods(provider: Provider, method: str) ->
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            list(channel.unary_stream(method)(b"config.json", timeout=TIMEOUT_S))
+            list(channel.unary_stream(method)(b"config.json", timeout=WAIT_S))
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
@@ -126,7 +126,7 @@ def test_openssl_negotiates_tls_1_3(provider: Provider) -> None:
     context.load_cert_chain(provider.folder / "acme" / "cert.pem", provider.folder / "acme" / "key.pem")
     context.set_alpn_protocols(["h2"])
     with (
-        socket.create_connection(("127.0.0.1", provider.server.port), TIMEOUT_S) as plain,
+        socket.create_connection(("127.0.0.1", provider.server.port), WAIT_S) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
     ):
         assert secured.version() == "TLSv1.3"
@@ -139,7 +139,7 @@ def versions(port: int, ca_pem: bytes, identity: Path, highest: ssl.TLSVersion) 
     context.set_alpn_protocols(["h2"])
     context.set_ciphers("ALL:COMPLEMENTOFALL:@SECLEVEL=0")
     context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, highest
-    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as plain:
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as plain:
         try:
             with context.wrap_socket(plain, server_hostname="127.0.0.1") as secured:
                 return secured.version()

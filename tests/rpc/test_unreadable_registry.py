@@ -18,13 +18,14 @@ from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enr
 from provider.model.served_model import ServedModel
 from provider.net.access import Access
 from provider.shards.messages import SHARD_METHOD
-from tests.support.links import TIMEOUT_S, GrpcLink, TensorLink
+from tests.support.links import GrpcLink, TensorLink
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
 from tests.support.registry_fault import Fault
 from tests.support.ring_products import CALL, REPLY_COLS, assert_served, ring_rows
 from tests.support.stream_sessions import service_of
+from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType
@@ -65,7 +66,7 @@ def wait_for_sweeps(provider: Provider) -> None:
 
     session.sweep = noted  # type: ignore[method-assign]
     for _ in range(2):
-        assert swept.acquire(timeout=TIMEOUT_S)
+        assert swept.acquire(timeout=WAIT_S)
 
 
 @pytest.fixture(params=[TensorLink, GrpcLink], ids=["tensor", "grpc"])
@@ -109,10 +110,10 @@ def test_nobody_new_comes_in(clock: Clock, reached: Provider, monkeypatch: pytes
         with open_channel(reached.url, identity) as channel:
             for method, request in ((MANIFEST_METHOD, b""), (BUNDLE_METHOD, b"config.json")):
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(channel.unary_stream(method)(request, timeout=TIMEOUT_S))
+                    list(channel.unary_stream(method)(request, timeout=WAIT_S))
                 assert_told(caught.value)
             with pytest.raises(grpc.RpcError) as caught:
-                list(channel.stream_stream(STREAM_METHOD)(iter([frame.hello(FrameType.HELLO)]), timeout=TIMEOUT_S))
+                list(channel.stream_stream(STREAM_METHOD)(iter([frame.hello(FrameType.HELLO)]), timeout=WAIT_S))
             assert_told(caught.value)
         connection = reached.connect()
         with pytest.raises(Unavailable, match="try again in 5 s") as refused:
@@ -169,7 +170,7 @@ def test_a_shards_host_is_told_to_come_again(clock: Clock, provider: Provider, m
     Fault(monkeypatch, errno.EMFILE)
     with open_channel(provider.url, TlsIdentity.read(provider.folder / "host")) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            list(channel.stream_stream(SHARD_METHOD)(iter([]), timeout=TIMEOUT_S))
+            list(channel.stream_stream(SHARD_METHOD)(iter([]), timeout=WAIT_S))
         assert_told(caught.value)
 
 

@@ -11,7 +11,6 @@ import provider.identity.registry as registry
 from wire.errors import AccessError
 
 ENDPOINT = "grpcs://localhost:8443"
-TIMEOUT_S = 60
 
 
 def mode(path: Path) -> int:

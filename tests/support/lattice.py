@@ -24,7 +24,6 @@ ETA = 21
 """The largest error of the centred binomial: Σ of 21 bits less Σ of 21 bits."""
 FP32 = 2.0**-22
 """Relative error of a few fp32 operations (2^-24 each): quotient, scale, α and product."""
-TIMEOUT_S = 60.0
 
 
 def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:

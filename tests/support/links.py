@@ -12,13 +12,12 @@ from typing import Any, Protocol
 import grpc
 
 from tests.support.loopback_provider import Provider
+from tests.support.waiting import WAIT_S
 from wire.errors import MalformedFrame
 from wire.transport.grpc_connection import STREAM_METHOD, open_channel
 from wire.transport.tls_context import client_context
 from wire.transport.tls_socket import MessageSocket, handshake
 
-TIMEOUT_S = 60.0
-"""No word on how fast the machine has to be: half of what a test may take."""
 BROKEN = (grpc.RpcError, OSError)
 """What reading raises after a stream was ended from either side without a word."""
 
@@ -39,7 +38,7 @@ class GrpcLink:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._channel = open_channel(provider.url, provider.identity(name))
         method = self._channel.stream_stream(STREAM_METHOD)
-        self._call = method(iter(self._outgoing.get, None), timeout=TIMEOUT_S)
+        self._call = method(iter(self._outgoing.get, None), timeout=WAIT_S)
 
     def send(self, message: bytes) -> None:
         self._outgoing.put(message)
@@ -73,7 +72,7 @@ class TensorLink:
     def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):  # as gRPC: the end shows where it is read
             self.connection.send(message)
-            give_up_at = time.monotonic() + TIMEOUT_S
+            give_up_at = time.monotonic() + WAIT_S
             while self.connection.has_unsent and time.monotonic() < give_up_at:
                 self.connection.wait_to_send(0.1)
 
@@ -116,7 +115,7 @@ def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> 
     assert provider.server.tensor_port is not None
     plain.connect(("127.0.0.1", provider.server.tensor_port))
     made = handshake(plain, client_context(identity.ca_pem, identity.cert_pem, identity.key_pem), "127.0.0.1")
-    plain.settimeout(TIMEOUT_S)
+    plain.settimeout(WAIT_S)
     return made
 
 

@@ -31,7 +31,6 @@ MODEL_NOISE = 1e-4
 """Of nine groups in a row, 32 wide. One group's result is off by β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12), its own size is
 β·α·‖w‖·‖x̃‖/√32, and ‖x̃‖ is nearly 2^31/‖w‖ with ‖w‖ about 400: 1e-5 of itself. Nine of these in a row, if all added up
 and none was damped by a residual connection: 1e-4."""
-TIMEOUT_S = 60.0
 
 
 class Watched:

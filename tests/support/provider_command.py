@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 
-TIMEOUT_S = 60
+from tests.support.waiting import WAIT_S
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "provider", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
 
 
 def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -33,5 +33,5 @@ class Serving:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
         self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=TIMEOUT_S)
+        out, err = self.process.communicate(timeout=WAIT_S)
         return self.process.returncode, out, err

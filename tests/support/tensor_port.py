@@ -7,10 +7,9 @@ import socket
 import threading
 from typing import Any
 
-from tests.support.links import TIMEOUT_S
 from tests.support.loopback_provider import Provider
 from tests.support.stream_sessions import service_of, tensors_of
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.frame import Header
 from wire.transport.tls_socket import MessageSocket
@@ -18,7 +17,7 @@ from wire.transport.tls_socket import MessageSocket
 
 def dial(provider: Provider) -> socket.socket:
     assert provider.server.tensor_port is not None
-    return socket.create_connection(("127.0.0.1", provider.server.tensor_port), TIMEOUT_S)
+    return socket.create_connection(("127.0.0.1", provider.server.tensor_port), WAIT_S)
 
 
 def stream_threads() -> set[int | None]:
@@ -27,7 +26,7 @@ def stream_threads() -> set[int | None]:
 
 def assert_ends(plain: socket.socket) -> None:
     """The other side ends it, whatever it says before."""
-    plain.settimeout(TIMEOUT_S)
+    plain.settimeout(WAIT_S)
     with contextlib.suppress(ConnectionError):
         while plain.recv(1 << 16):
             pass

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-TIMEOUT_S = 60
+from tests.support.waiting import WAIT_S
 
 
 def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
@@ -15,7 +15,7 @@ def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
     gate = threading.Barrier(num_threads)
 
     def run(_: int) -> Any:
-        gate.wait(TIMEOUT_S)
+        gate.wait(WAIT_S)
         return work()
 
     with ThreadPoolExecutor(num_threads) as pool:

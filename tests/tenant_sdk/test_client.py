@@ -26,10 +26,10 @@ from tenant_sdk.generate import encode_prompt
 from tests.support.chat_model import character_tokenizer, make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, Unauthenticated, Unavailable, VeilbaseError
 
 PROMPT = "who?"
-TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def enrolled(chat_served_model: ServedModel, tmp_path: Path) -> Iterator[Path]:
 def tenant(*arguments: Any, text: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tenant_sdk", *map(str, arguments)], capture_output=True, text=True,
-        timeout=TIMEOUT_S, input=text, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=WAIT_S, input=text, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -340,7 +340,7 @@ try:
 finally:
     assert not {'torch', 'grpc', 'transformers'} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("tenant: nowhere is not an identity")
 
@@ -383,7 +383,7 @@ def test_a_data_set_may_come_through_a_pipe(chat_folder: Path, tmp_path: Path, m
     writer.start()
     options = ("--url", f"inproc:{chat_folder}", "--mask", "off", "--max-steps", "1", "--rank", "2")
     assert run_finetune(monkeypatch, "pipe", *options) in (None, 0)
-    writer.join(TIMEOUT_S)
+    writer.join(WAIT_S)
     assert Path("out", "adapter_model.safetensors").is_file()
     assert "loss" in capsys.readouterr().out
 

@@ -25,6 +25,7 @@ from provider.net.service import SERVICE_NAME
 from tenant_sdk import TenantClient
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
+from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import (
     ConfigurationError,
@@ -46,7 +47,6 @@ from wire.transport.identity import TlsIdentity
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
 COLS, REPLY_COLS = 32, 64
-TIMEOUT_S = 60.0
 Frames = Iterator[bytes]
 
 
@@ -93,11 +93,11 @@ class FakeProvider:
                 yield from self.script(header)
 
     def next_received(self) -> Header:
-        return self.received.get(timeout=TIMEOUT_S)
+        return self.received.get(timeout=WAIT_S)
 
     def stop(self) -> None:
         self.done.set()
-        assert self._server.stop(0).wait(TIMEOUT_S), "the stand-in's streams have not ended"
+        assert self._server.stop(0).wait(WAIT_S), "the stand-in's streams have not ended"
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_a_bad_reply_ends_all_that_waits(fake: FakeProvider, connection: GrpcCon
     fake.script = lambda request: [b"garbage"] if request.request_id == 4 else []
     pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(3)]
     with ThreadPoolExecutor(3) as waiting:
-        errors = [future.exception(TIMEOUT_S) for future in [waiting.submit(one.result) for one in pending]]
+        errors = [future.exception(WAIT_S) for future in [waiting.submit(one.result) for one in pending]]
     assert [type(error) for error in errors] == [MalformedFrame] * 3
 
 
@@ -340,7 +340,7 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_served_model:
                 channel = grpc_connection.open_channel(url, identity)
                 method = channel.stream_stream(grpc_connection.STREAM_METHOD)
                 while not ended.is_set() or not refused:
-                    replies = method(iter([frame.hello(FrameType.HELLO), os.urandom(200)]), timeout=TIMEOUT_S)
+                    replies = method(iter([frame.hello(FrameType.HELLO), os.urandom(200)]), timeout=WAIT_S)
                     refused.extend(
                         WireCode(header.code)
                         for header in (frame.parse(message)[0] for message in replies)
@@ -354,7 +354,7 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_served_model:
                 got = honest.finetune(ROWS, lora(), tmp_path / "disturbed", **QUICK)
             finally:
                 ended.set()
-                other.join(TIMEOUT_S)
+                other.join(WAIT_S)
         assert not other.is_alive()
         assert set(refused) == {WireCode.MALFORMED}
         assert got.losses == want.losses
@@ -400,7 +400,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_served_model: Ser
     with serving(chat_served_model) as server:
         done = subprocess.run(
             [sys.executable, "-c", FORKS, f"grpc://127.0.0.1:{server.port}"],
-            capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,
+            capture_output=True, text=True, timeout=WAIT_S, env=environment,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0\n", done.stderr

@@ -25,13 +25,12 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 from wire.frame import Call
 
 CALLS_A_STEP = 16
 """More than the half of a step's calls: 9 groups forward, and most of them backward."""
-TIMEOUT_S = 60.0
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -193,7 +192,7 @@ class GoesAway:
         if self._count == self.at:
             self.stopper = threading.Thread(target=self.stop)
             self.stopper.start()
-            assert self.client_knows.wait(TIMEOUT_S)
+            assert self.client_knows.wait(WAIT_S)
         return self._served_model.compute(*arguments)
 
 
@@ -209,7 +208,7 @@ def test_a_grpc_provider_that_stops_and_comes_back(chat_served_model: ServedMode
                 run(client, out)
             leaving.client_knows.set()
             assert leaving.stopper is not None
-            leaving.stopper.join(TIMEOUT_S)
+            leaving.stopper.join(WAIT_S)
             assert "\n" not in str(failure.value)
             with pytest.raises(Unavailable):  # still gone: an error, and the checkpoint is kept
                 run(client, out)
@@ -368,7 +367,7 @@ def test_files_that_really_cannot_grow(chat_folder: Path, whole: Any, tmp_path: 
     """Every write past 4 KiB fails in the kernel, so safetensors and torch report it as they do on a full disk."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, chat_folder, tmp_path / "out"],
-        capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (kind, text), losses = json.loads(done.stdout)

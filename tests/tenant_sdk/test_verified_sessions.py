@@ -25,6 +25,7 @@ from tests.support.lying_bundle import Liar
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import make_served_model, serving
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows
@@ -32,7 +33,6 @@ from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 TOY = {"parameters": LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True), "allow_toy": True}
-TIMEOUT_S = 60.0
 Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
 """(call, honest reply) → another one, or None where this call is answered honestly."""
 
@@ -351,7 +351,7 @@ def test_a_lie_that_two_threads_meet(site: Site, forger: Forger) -> None:
     start = threading.Barrier(4)
 
     def work() -> None:
-        start.wait(TIMEOUT_S)
+        start.wait(WAIT_S)
         try:
             with torch.no_grad():
                 for _ in range(20):
@@ -364,7 +364,7 @@ def test_a_lie_that_two_threads_meet(site: Site, forger: Forger) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join(WAIT_S)
     assert len(outcomes) == 4
     assert all(isinstance(each, VerificationFailed) for each in outcomes), outcomes
     assert {str(each) for each in outcomes} == {FAILED}, "also to threads whose connection or mask was closed by it"
@@ -432,7 +432,7 @@ def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Si
         layer(torch.randn(1, 64))
         with contextlib.suppress(VerificationFailed):  # the worker may be faster than this call
             layer(torch.randn(8, 64))  # less than half of a block is left: the worker makes another
-        pool._worker.join(TIMEOUT_S)
+        pool._worker.join(WAIT_S)
         assert forger.num_forged >= 1
         with pytest.raises(VerificationFailed, match="session is over"):
             layer(torch.randn(1, 64))

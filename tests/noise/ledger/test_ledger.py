@@ -22,9 +22,9 @@ from noise.ledger import file
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
 from tests.support.threads import together
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MaskError
 
-TIMEOUT_S = 60
 BUDGET = 1000
 
 
@@ -271,13 +271,13 @@ def test_processes_share_one_count_and_renew_once(path: Path, compact_bytes: int
             worker.stdin.write("go\n")
             worker.stdin.flush()
         for worker in workers:
-            out, err = worker.communicate(timeout=TIMEOUT_S)
+            out, err = worker.communicate(timeout=WAIT_S)
             assert worker.returncode == 0, err
             outputs += [(seed_id, block) for seed_id, block in json.loads(out)]
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait(TIMEOUT_S)
+            worker.wait(WAIT_S)
     check_blocks(outputs, path, budget=50)
 
 
@@ -332,7 +332,7 @@ def test_a_killed_process_used_no_more_than_is_counted(path: Path, num_reports: 
             assert worker.stdout.readline()
     finally:
         worker.kill()
-    reports = [int(line) for line in worker.communicate(timeout=TIMEOUT_S)[0].splitlines() if line]
+    reports = [int(line) for line in worker.communicate(timeout=WAIT_S)[0].splitlines() if line]
     (count,) = used(path).values()
     assert count >= max(reports, default=3 * num_reports) >= 3 * num_reports
     ledger = opened(path)  # and the lock of the dead does not hold anybody up
@@ -397,7 +397,7 @@ print(os.waitstatus_to_exitcode(status))
 @pytest.mark.parametrize("locks", ["free", "held"])
 def test_a_forked_child_is_refused_and_the_parent_goes_on(path: Path, kind: str, locks: str) -> None:
     command = [sys.executable, "-c", FORK, str(path), kind, locks]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout == "0\n", done.stderr
 
 

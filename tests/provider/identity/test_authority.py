@@ -23,7 +23,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 import provider.identity.authority as identity
 from provider.identity.authority import StateDir, issue_server_certificate, peer_identity
 from provider.identity.registry import enroll
-from tests.support.identities import ENDPOINT, TIMEOUT_S, assert_one_line, certificate_in, mode
+from tests.support.identities import ENDPOINT, assert_one_line, certificate_in, mode
+from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, Unauthenticated, WireCode, code_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -109,7 +110,7 @@ def test_processes_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-    answers = [child.communicate(timeout=TIMEOUT_S)[0] for child in children]
+    answers = [child.communicate(timeout=WAIT_S)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     assert answers[0] == answers[1] == StateDir(tmp_path / "state").ca.pem.decode()
 
@@ -118,7 +119,7 @@ def test_threads_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
     barrier = threading.Barrier(8)
 
     def open_state(_: int) -> bytes:
-        barrier.wait(TIMEOUT_S)
+        barrier.wait(WAIT_S)
         return StateDir(tmp_path / "state").ca.pem
 
     with ThreadPoolExecutor(8) as pool:

@@ -20,8 +20,7 @@ from provider.net.descriptors import (
     shares,
 )
 from tests.support.open_files import exhausted
-
-TIMEOUT_S = 60
+from tests.support.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("num_files", [64, 256, 512, 1024, 4096, 65536])
@@ -53,7 +52,7 @@ assert file_limit() == {soft}  # nothing happens at import
 raise_file_limit()
 print(file_limit())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == after
     lines = done.stderr.splitlines()
@@ -109,6 +108,6 @@ def test_threads_borrow_it_one_after_the_other(tmp_path: Path) -> None:
         for one in threads:
             one.start()
         for one in threads:
-            one.join(TIMEOUT_S)
+            one.join(WAIT_S)
     spare.close()
     assert failures == []

@@ -13,15 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.mask_site import (
-    MODEL_NOISE,
-    TIMEOUT_S,
-    Site,
-    taken,
-    unmasked,
-)
+from tests.support.mask_site import MODEL_NOISE, Site, taken, unmasked
 from tests.support.parity import batch, relative
 from tests.support.serving import serving
+from tests.support.waiting import WAIT_S
 from wire.errors import (
     RemoteFault,
     Unavailable,
@@ -160,6 +155,6 @@ print(pool._worker.is_alive(), flush=True)
 @pytest.mark.slow
 def test_a_program_that_ends_while_the_worker_works_ends_well(folders: dict[str, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-c", LEAVES_WITHOUT_CLOSING, str(folders["llama"]), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert "Traceback" not in done.stderr

@@ -13,14 +13,10 @@ from noise.params import LatticeParameters
 from provider.identity.registry import enroll
 from tenant_sdk import TenantClient
 from tests.support.chat_model import make_chat_model
-from tests.support.mask_site import (
-    MODEL_NOISE,
-    TIMEOUT_S,
-    Site,
-    unmasked,
-)
+from tests.support.mask_site import MODEL_NOISE, Site, unmasked
 from tests.support.parity import batch, relative
 from tests.support.serving import make_served_model
+from tests.support.waiting import WAIT_S
 from wire.errors import (
     ConfigurationError,
     MaskError,
@@ -48,7 +44,7 @@ def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_pat
     # The pool reserves ahead: its worker may have drawn a seed and not yet have the hint. It ends its turn with it.
     scheme: Any = client._open().scheme
     scheme.pool.close()
-    scheme.pool._worker.join(TIMEOUT_S)
+    scheme.pool._worker.join(WAIT_S)
     assert not scheme.pool._worker.is_alive()
     seeds = scheme._ledger.audit()
     client.close()
