@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks import estimate
 from noise.params import PARAMETERS, REFUSED, choose
+from tests.support.repository import ROOT
 from tests.support.waiting import WAIT_S
 from wire.errors import WeakParameters
 
-ROOT = Path(__file__).parents[2]
 BITS = {1536: 161, 2048: 219, 1280: 149, 1024: 106}
 STAND_IN = """
 from sage.all import oo

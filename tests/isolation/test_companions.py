@@ -7,14 +7,15 @@ import torch
 
 from provider.model.served_model import ServedModel
 from provider.schedule.request_class import RequestClass
-from tests.support.executor_gate import CALL, COLS, FLOAT, RING, Gate, ring_rows
+from tests.support.executor_gate import CALL, FLOAT, RING, Gate
+from tests.support.ring_rows import COLS, ring_rows
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows
 
 
 def test_companions_change_no_bit(gate: Gate, served_model: ServedModel) -> None:
-    given = [ring_rows(count, count) for count in (1, 7, 300, 2, 64)]
+    given = [ring_rows(count, seed=count) for count in (1, 7, 300, 2, 64)]
     kinds = [
         RequestClass.DECODE,
         RequestClass.PREFILL,
@@ -85,7 +86,7 @@ def test_what_is_shared_is_charged_by_rows_and_what_was_not_computed_is_not(serv
 
 
 def test_who_shared_a_product_at_one_layer_goes_on_alone(gate: Gate) -> None:
-    rows = {name: ring_rows(40, number) for number, name in enumerate("ab")}
+    rows = {name: ring_rows(40, seed=number) for number, name in enumerate("ab")}
     answers = [gate.submit(one, tenant=name) for name, one in rows.items()]
     gate.open()
     for answer in answers:

@@ -14,6 +14,8 @@ import torch
 from noise import verify
 from noise.verify import FAILED, Verifier
 from tests.support.forked_child import in_child
+from tests.support.lattice import weight_of
+from tests.support.ring_rows import ring_rows
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
 from wire.ring import coding
@@ -28,16 +30,6 @@ FOLDED = verify._FOLD_FROM
 def _folds_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it would be slow, and so is not done."""
     monkeypatch.setattr(verify, "int_mm_is_fast", int_mm_is_exact)
-
-
-def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-127, 128, (d, m), generator=generator, dtype=torch.int8)
-
-
-def ring_rows(num_rows: int, features: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (num_rows, features), generator=generator).to(torch.int32)
 
 
 def exact(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

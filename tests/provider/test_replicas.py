@@ -19,7 +19,8 @@ from provider.model.served_model import ServedModel
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from tests.support.executor_gate import CALL, COLS, Answer
+from tests.support.executor_gate import CALL, Answer
+from tests.support.ring_rows import ring_rows
 from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable
 from wire.frame import Call
@@ -78,10 +79,6 @@ def submit(executor: Executor, rows: Rows, tenant: str = "acme") -> Answer:
     answer.job = Job(CALL, rows, tenant, RequestClass.FINETUNE, time.monotonic() + 60, answer.take, 64)
     executor.submit(answer.job)
     return answer
-
-
-def ring_rows(count: int) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31 - 1, (count, COLS), dtype=torch.int64).to(torch.int32)
 
 
 def is_product(served_model: ServedModel, rows: torch.Tensor, outcome: Outcome) -> bool:

@@ -15,7 +15,8 @@ from tests.support.links import connect
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, COLS, ask, assert_served, ring_rows
+from tests.support.ring_products import CALL, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
 from tests.support.stream_sessions import service_of
 from tests.support.tensor_port import hear
 from tests.support.waiting import WAIT_S, until

@@ -23,7 +23,8 @@ from provider.model.served_model import ServedModel
 from tests.support.links import BROKEN
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
 from tests.support.stream_sessions import service_of
 from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of

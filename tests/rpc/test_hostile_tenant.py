@@ -25,7 +25,8 @@ from provider.net.service import MAX_CALLS_PER_TENANT
 from provider.net.session import Session
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, COLS, assert_served
+from tests.support.ring_products import CALL, assert_served
+from tests.support.ring_rows import COLS
 from tests.support.stream_sessions import service_of, session_of
 from tests.support.waiting import WAIT_S, until
 from wire import frame

@@ -37,7 +37,8 @@ from tests.support.provider_command import (
     run,
 )
 from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, COLS, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
 from tests.support.waiting import WAIT_S, end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType, Header, Purpose

@@ -16,14 +16,15 @@ from provider.net.session import Session
 from provider.operations.usage import TenantUsage
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
-from tests.support.ring_products import CALL, COLS, REPLY_COLS, ring_rows
+from tests.support.compiled_kernels import needs_products
+from tests.support.ring_products import CALL, REPLY_COLS
+from tests.support.ring_rows import COLS, ring_rows
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
-from wire.ring import kernels
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+pytestmark = needs_products
 
 
 class Way:

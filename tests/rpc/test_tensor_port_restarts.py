@@ -21,7 +21,8 @@ from provider.net.session import Session
 from provider.net.tensor_port import TensorPort
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import ring_rows
 from tests.support.stream_sessions import service_of, tensors_of
 from tests.support.tensor_port import dial, kind_of
 from tests.support.waiting import WAIT_S, until

@@ -19,7 +19,8 @@ from tests.support.loopback_provider import Provider
 from tests.support.provider_command import Serving
 from tests.support.raw_stream import RawStream
 from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served, ring_rows
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import ring_rows
 from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
 from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection

@@ -23,7 +23,8 @@ from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
 from tests.support.registry_fault import Fault
-from tests.support.ring_products import CALL, REPLY_COLS, assert_served, ring_rows
+from tests.support.ring_products import CALL, REPLY_COLS, assert_served
+from tests.support.ring_rows import ring_rows
 from tests.support.stream_sessions import service_of
 from tests.support.waiting import WAIT_S
 from wire import frame

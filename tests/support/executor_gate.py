@@ -18,6 +18,7 @@ from provider.operations.meter import Meter
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
+from tests.support.ring_rows import COLS
 from tests.support.waiting import comes
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring.seeded_rows import Rows, count_rows
@@ -25,8 +26,6 @@ from wire.ring.seeded_rows import Rows, count_rows
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
 
 CALL = Call(0, Direction.FORWARD, RING)
-
-COLS = 32
 
 
 class Gate:
@@ -99,8 +98,3 @@ def gate(served_model: ServedModel) -> Iterator[Gate]:
     yield made
     made.open()
     made.executor.close()
-
-
-def ring_rows(num_rows: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (num_rows, COLS), dtype=torch.int32, generator=generator)

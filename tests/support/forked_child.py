@@ -6,14 +6,17 @@ import os
 import signal
 from collections.abc import Callable
 
+HANGS_S = 20
+"""Seconds until a child counts as hanging."""
+
 
 def in_child(work: Callable[[], str]) -> str:
-    """What `work` says in a forked child; `hung` if it never does."""
+    """Returns what `work` says in a forked child, an exception with its type and text, or `hung`."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, lambda *_: (os.write(write, b"hung"), os._exit(1)))
-        signal.alarm(10)
+        signal.alarm(HANGS_S)
         try:
             answer = work()
         except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 
 from cryptography import x509
@@ -11,10 +10,6 @@ import provider.identity.registry as registry
 from wire.errors import AccessError
 
 ENDPOINT = "grpcs://localhost:8443"
-
-
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
 
 
 def certificate_in(folder: Path) -> x509.Certificate:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from noise import sampling
 from noise.params import PARAMETERS, LatticeParameters
 from noise.scheme import GroupSpec, Masked, encode_rows
+from tests.support.answered import Answered
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring import coding
 from wire.ring.quantise import max_norms
@@ -38,14 +38,6 @@ def group_of(number: int, weight: torch.Tensor) -> GroupSpec:
     return GroupSpec(number, *weight.shape, *max_norms(weight), alpha, digest)
 
 
-@dataclass
-class _Done:
-    reply: torch.Tensor
-
-    def result(self) -> torch.Tensor:
-        return self.reply
-
-
 class Provider:
     """Products with its weights; keeps what it was asked for and answers hints through the scheme's own road."""
 
@@ -59,14 +51,14 @@ class Provider:
         weight = self.weights[call.group]
         return weight if call.direction is FORWARD else weight.t()
 
-    def effect(self, call: Call, rows: Rows, reply_cols: int) -> _Done:
+    def effect(self, call: Call, rows: Rows, reply_cols: int) -> Answered:
         assert isinstance(rows, SeededRows)
         assert (call.purpose, call.arithmetic) == (Purpose.HINT, Arithmetic.RING)
         self.hints.append((call, rows))
         self.fail()
         matrix = self.matrix(call)
         assert matrix.shape[1] == reply_cols
-        return _Done(coding.product(rows.expand(matrix.shape[0]), matrix))
+        return Answered(coding.product(rows.expand(matrix.shape[0]), matrix))
 
     def answer(self, masked: Masked) -> torch.Tensor:
         (message,) = masked.messages

@@ -11,20 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from noise.params import LatticeParameters
 from noise.scheme import GroupSpec
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.build import group_spec, load_alphas
+from tests.support.lattice import TOY
 from tests.support.serving import serving
+from tests.support.wrapped_model import WrappedModel
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-TOY = LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True)
 TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
 BF16 = 2.0**-8
 MODEL_NOISE = 1e-4
@@ -33,19 +32,13 @@ MODEL_NOISE = 1e-4
 and none was damped by a residual connection: 1e-4."""
 
 
-class Watched:
+class Watched(WrappedModel):
     """A provider that keeps what it receives, as a handler of either transport."""
 
     def __init__(self, served_model: ServedModel) -> None:
-        self._served_model = served_model
+        super().__init__(served_model)
         self.seen: list[tuple[Call, Rows]] = []
         self.fail: Callable[[Call], None] = lambda call: None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._served_model, name)
-
-    def row_product(self, call: Call) -> None:
-        """Every product is `compute`'s."""
 
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.seen.append((call, rows.clone() if isinstance(rows, torch.Tensor) else rows))

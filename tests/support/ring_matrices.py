@@ -11,6 +11,8 @@ LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 EXTREMES = torch.tensor([LOWEST, LOWEST + 1, -65536, -256, -255, -1, 0, 1, 255, 256, HIGHEST - 1, HIGHEST])
 
+LAYOUTS = ("contiguous", "transposed", "strided", "columns")
+"""What `laid_out` can do."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import torch
 
 from provider.model.served_model import ServedModel
+from tests.support.ring_rows import ring_rows
 from wire.frame import Arithmetic, Call, Direction
 from wire.transport.connection import Connection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 
-COLS, REPLY_COLS = 32, 64
-
-
-def ring_rows(num_rows: int, cols: int = COLS) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, (num_rows, cols), dtype=torch.int32)
+REPLY_COLS = 64
 
 
 def ask(connection: Connection, rows: torch.Tensor, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:

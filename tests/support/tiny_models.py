@@ -9,10 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel
 
 VOCAB = 128
+"""Tokens of every tiny model: one for each byte below 128."""
 
 
 def tiny_config(kind: str) -> Any:
-    """Two layers, hidden size 32; gemma has a head size of its own, soft-capping and scaled embeddings."""
+    """Returns a configuration of two layers with a hidden size of 32.
+
+    That of gemma has a head size of its own, soft-capping and scaled embeddings.
+    """
     if kind == "llama":
         return LlamaConfig(
             vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -30,13 +34,18 @@ def tiny_config(kind: str) -> Any:
     )  # fmt: skip
 
 
-def make_tiny(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
-    """A random model, saved to `folder`; biases are random too, so that a forgotten one shows."""
+def save_random(config: Any, folder: Path, seed: int = 0) -> None:
+    """Saves a random model to `folder`; its biases are random too, so that a forgotten one shows."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
     model.save_pretrained(folder)
+
+
+def make_tiny(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+    """Saves a random model of `tiny_config` to `folder` and returns it as it is read from there."""
+    save_random(tiny_config(kind), folder, seed)
     return AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -26,6 +26,7 @@ from tenant_sdk import TenantClient
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
 from tests.support.waiting import WAIT_S, until
+from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 from wire.frame import Call
 
@@ -171,21 +172,16 @@ def test_a_broken_run_leaves_no_progress_bar_behind(chat_client: Any, breaking: 
     until(lambda: set(threading.enumerate()) == before, "the end of the bar's thread")
 
 
-class GoesAway:
+class GoesAway(WrappedModel):
     """A provider that stops in the middle of one call."""
 
     def __init__(self, served_model: ServedModel) -> None:
-        self._served_model, self._count = served_model, 0
+        super().__init__(served_model)
+        self._count = 0
         self.at = 10**9
         self.stop: Callable[[], None] = lambda: None
         self.stopper: threading.Thread | None = None
         self.client_knows = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._served_model, name)
-
-    def row_product(self, call: Call) -> None:
-        """Every product is `compute`'s."""
 
     def compute(self, *arguments: Any) -> torch.Tensor:
         self._count += 1

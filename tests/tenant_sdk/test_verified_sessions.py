@@ -26,6 +26,7 @@ from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import make_served_model, serving
 from tests.support.waiting import WAIT_S
+from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows
@@ -37,20 +38,14 @@ Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
 """(call, honest reply) → another one, or None where this call is answered honestly."""
 
 
-class Forger:
+class Forger(WrappedModel):
     """An honest provider until it is told to forge; counts what it was asked."""
 
     def __init__(self, served_model: ServedModel) -> None:
-        self._served_model = served_model
+        super().__init__(served_model)
         self.forge: Forgery = lambda call, reply: None
         self.asked: list[Call] = []
         self.num_forged = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._served_model, name)
-
-    def row_product(self, call: Call) -> None:
-        """Every product is `compute`'s."""
 
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.asked.append(call)

@@ -20,7 +20,8 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece
-from tests.support.executor_gate import CALL, COLS, FLOAT, RING, Answer, Gate, ring_rows
+from tests.support.executor_gate import CALL, FLOAT, RING, Answer, Gate
+from tests.support.ring_rows import COLS, ring_rows
 from tests.support.waiting import WAIT_S, comes, end
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
 from wire.frame import Call, Direction, Purpose
@@ -74,7 +75,7 @@ def test_nothing_is_held_afterwards(gate: Gate) -> None:
     held: list[weakref.ref[object]] = []
 
     def send(number: int) -> Answer:
-        rows = ring_rows(4, number)
+        rows = ring_rows(4, seed=number)
         held.append(weakref.ref(rows))
         return gate.submit(rows, tenant=f"t{number}")
 
@@ -112,7 +113,7 @@ def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, serv
 
 
 def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
-    answers = [gate.submit(ring_rows(1, n), tenant=f"t{n}", kind=RequestClass.DECODE) for n in range(6)]
+    answers = [gate.submit(ring_rows(1, seed=n), tenant=f"t{n}", kind=RequestClass.DECODE) for n in range(6)]
     assert all(not answer.outcomes for answer in answers)
     gate.open()
     for answer in answers:

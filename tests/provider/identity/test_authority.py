@@ -23,12 +23,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 import provider.identity.authority as identity
 from provider.identity.authority import StateDir, issue_server_certificate, peer_identity
 from provider.identity.registry import enroll
-from tests.support.identities import ENDPOINT, assert_one_line, certificate_in, mode
+from tests.support.file_modes import mode
+from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
+from tests.support.repository import ROOT
 from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, Unauthenticated, WireCode, code_of
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
 
 # ---- state directory ------------------------------------------------------------------------------------------------
 
@@ -99,7 +98,7 @@ def test_processes_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=REPOSITORY,
+            cwd=ROOT,
         )
 
     children = [start() for _ in range(2)]

@@ -1,5 +1,4 @@
-"""Two real processes on loopback: this one is rank 0, the other runs `follower`. The store is this process's, as it is
-torchrun's when that starts the ranks, so no port has to be chosen beforehand."""
+"""Rank 1 as a process of its own, and models that two ranks cannot halve."""
 
 from __future__ import annotations
 
@@ -7,12 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import Follower
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_models import save_random, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +29,5 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = tiny_config(kind)
         config.vocab_size = 127
         setattr(config, "intermediate_size" if kind == "llama" else "n_inner", 65)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_(std=0.1)
-        model.save_pretrained(folder / kind)
+        save_random(config, folder / kind)
     return {kind: folder / kind for kind in ("llama", "gpt2")}

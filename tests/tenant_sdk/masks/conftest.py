@@ -11,10 +11,7 @@ import pytest
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tests.support.chat_model import make_chat_model
-from tests.support.mask_site import (
-    Site,
-    Watched,
-)
+from tests.support.mask_site import Site, Watched
 from tests.support.serving import make_served_model
 
 

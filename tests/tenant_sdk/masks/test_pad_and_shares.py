@@ -11,11 +11,7 @@ import torch
 
 from tenant_sdk import TenantClient
 from tests.support.chat_model import make_chat_model
-from tests.support.mask_site import (
-    Site,
-    taken,
-    unmasked,
-)
+from tests.support.mask_site import Site, taken, unmasked
 from tests.support.parity import adapted, batch, grads
 from tests.support.quick_training import lora
 from tests.support.serving import make_served_model

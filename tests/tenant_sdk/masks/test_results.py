@@ -10,17 +10,8 @@ import torch
 from peft import LoraConfig
 
 from tenant_sdk.model.planned_calls import NotFiniteWarning
-from tests.support.lattice import DEFAULT, bounds, wide
-from tests.support.mask_site import (
-    BACKWARD,
-    BF16,
-    FORWARD,
-    MODEL_NOISE,
-    Site,
-    specs,
-    taken,
-    unmasked,
-)
+from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, bounds, wide
+from tests.support.mask_site import BF16, MODEL_NOISE, Site, specs, taken, unmasked
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora
 

@@ -14,16 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.compiled_kernels import needs_products
 from tests.support.golden_vectors import load
 from tests.support.int_mm_faults import missing, saturating
-from tests.support.ring_matrices import HIGHEST, LOWEST, Product, draw, laid_out, reference
+from tests.support.ring_matrices import HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
 from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
 from wire.ring import coding
 from wire.ring import kernels as compiled
 from wire.ring import product as kernels
 
-needs_compiled = pytest.mark.skipif(not compiled.available(), reason="no compiled kernels on this machine")
 needs_int_mm = pytest.mark.skipif(not kernels.int_mm_is_exact(), reason="this machine's _int_mm is not exact")
 
 
@@ -49,8 +49,8 @@ ANYWHERE = [kernels._plain_product, kernels._product_by_int32, by_float64]
 KERNELS = [
     coding.product,
     *ANYWHERE,
-    pytest.param(by_compiled, marks=needs_compiled),
-    pytest.param(by_avx2, marks=needs_compiled),
+    pytest.param(by_compiled, marks=needs_products),
+    pytest.param(by_avx2, marks=needs_products),
     *(pytest.param(kernel, marks=needs_int_mm) for kernel in LIMBS),
 ]
 
@@ -58,7 +58,7 @@ KERNELS = [
 @pytest.fixture(
     params=[
         pytest.param("limbs", marks=needs_int_mm),
-        pytest.param("compiled", marks=needs_compiled),
+        pytest.param("compiled", marks=needs_products),
         "neither",
     ]
 )
@@ -78,16 +78,13 @@ def in_new_thread(work: Callable[[], bool]) -> bool:
     return found == [True]
 
 
-LAYOUTS = st.sampled_from(["contiguous", "transposed", "strided", "columns"])
-
-
 @given(
     num_rows=st.integers(0, 6),
     d=st.integers(1, 70),
     m=st.integers(1, 40),
     seed=st.integers(0, 2**32),
-    row_layout=LAYOUTS,
-    weight_layout=LAYOUTS,
+    row_layout=st.sampled_from(LAYOUTS),
+    weight_layout=st.sampled_from(LAYOUTS),
 )
 @settings(max_examples=250, deadline=None)
 def test_equals_big_integers(num_rows: int, d: int, m: int, seed: int, row_layout: str, weight_layout: str) -> None:
