@@ -135,7 +135,7 @@ class Recording(WrappedModel):
         self.seen: list[Exchange] = []
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        reply = self._served_model.compute(call, rows)
+        reply = self.served_model.compute(call, rows)
         request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
         names = call.direction.name.lower(), call.purpose.name.lower()
         self.seen.append(Exchange(call.group, request, reply.clone(), *names))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from tests.support.loopback_provider import Provider
 from tests.support.repository import ROOT
 from tests.support.ring_products import CALL, REPLY_COLS, assert_served
 from tests.support.ring_rows import ring_rows
+from tests.support.sockets import assert_ends, dial
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S, until
 from wire.errors import AccessError, Unauthenticated, Unavailable
@@ -55,25 +55,13 @@ def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
     return 4
 
 
-def dial(provider: Provider) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", provider.server.port), WAIT_S)
-
-
-def wait_for_the_end(plain: socket.socket) -> None:
-    plain.settimeout(WAIT_S)
-    with contextlib.suppress(ConnectionError):
-        while plain.recv(1 << 12):
-            pass
-    plain.close()
-
-
 def test_connections_that_say_nothing_are_ended(
     monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
 ) -> None:
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 200)
     provider = start(tiny_served_model)
     began = time.monotonic()
-    wait_for_the_end(dial(provider))
+    assert_ends(dial(provider.server.port))
     assert time.monotonic() - began < 20  # gRPC's own patience is two minutes
 
 
@@ -83,8 +71,8 @@ def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_fr
 ) -> None:  # fmt: skip
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 60_000)
     provider = start(tiny_served_model)
-    silent = [dial(provider) for _ in range(few_connections)]
-    wait_for_the_end(dial(provider))
+    silent = [dial(provider.server.port) for _ in range(few_connections)]
+    assert_ends(dial(provider.server.port))
     monkeypatch.setattr(grpc_connection, "_CROWDED_S", 0.1)
     with pytest.raises(Unavailable, match="as many as it takes") as caught:  # and not that the identity is wrong
         provider.connect().manifest()

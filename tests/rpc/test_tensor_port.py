@@ -30,8 +30,9 @@ from tests.support.raw_stream import RawStream
 from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
 from tests.support.ring_products import CALL, ask, assert_served
 from tests.support.ring_rows import COLS, ring_rows
+from tests.support.sockets import assert_ends
 from tests.support.stream_sessions import service_of, session_of, tensors_of
-from tests.support.tensor_port import assert_ends, assert_nothing_left, dial, hear, kind_of, say, stream_threads
+from tests.support.tensor_port import assert_nothing_left, dial, hear, kind_of, say, stream_threads
 from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import VeilbaseError, WireCode

@@ -20,6 +20,8 @@ from wire.ring.seeded_rows import Rows, SeededRows
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 DEFAULT = PARAMETERS["default"]
 TOY = LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True)
+TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
+"""Options of a client that masks with the toy."""
 ETA = 21
 """The largest error of the centred binomial: Σ of 21 bits less Σ of 21 bits."""
 FP32 = 2.0**-22

@@ -17,14 +17,12 @@ from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.build import group_spec, load_alphas
-from tests.support.lattice import TOY
 from tests.support.serving import serving
 from tests.support.wrapped_model import WrappedModel
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
-TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
 BF16 = 2.0**-8
 MODEL_NOISE = 1e-4
 """Of nine groups in a row, 32 wide. One group's result is off by β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12), its own size is
@@ -43,7 +41,7 @@ class Watched(WrappedModel):
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.seen.append((call, rows.clone() if isinstance(rows, torch.Tensor) else rows))
         self.fail(call)
-        return self._served_model.compute(call, rows, *others)
+        return self.served_model.compute(call, rows, *others)
 
     def products(self, direction: Direction | None = None) -> list[torch.Tensor]:
         return [

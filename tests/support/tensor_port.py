@@ -7,9 +7,10 @@ import socket
 import threading
 from typing import Any
 
+from tests.support import sockets
 from tests.support.loopback_provider import Provider
 from tests.support.stream_sessions import service_of, tensors_of
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import until
 from wire import frame
 from wire.frame import Header
 from wire.transport.tls_socket import MessageSocket
@@ -17,20 +18,11 @@ from wire.transport.tls_socket import MessageSocket
 
 def dial(provider: Provider) -> socket.socket:
     assert provider.server.tensor_port is not None
-    return socket.create_connection(("127.0.0.1", provider.server.tensor_port), WAIT_S)
+    return sockets.dial(provider.server.tensor_port)
 
 
 def stream_threads() -> set[int | None]:
     return {one.ident for one in threading.enumerate() if one.name == "veilbase-stream"}
-
-
-def assert_ends(plain: socket.socket) -> None:
-    """The other side ends it, whatever it says before."""
-    plain.settimeout(WAIT_S)
-    with contextlib.suppress(ConnectionError):
-        while plain.recv(1 << 16):
-            pass
-    plain.close()
 
 
 def assert_nothing_left(provider: Provider) -> None:

@@ -11,10 +11,10 @@ class WrappedModel:
     """Hands everything on to a served model, and has every product made by `compute`."""
 
     def __init__(self, served_model: Any) -> None:
-        self._served_model = served_model
+        self.served_model = served_model
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._served_model, name)
+        return getattr(self.served_model, name)
 
     def row_product(self, call: Call) -> None:
         """No call has a shorter way for one row: every product is `compute`'s."""

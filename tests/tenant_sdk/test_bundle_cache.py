@@ -17,17 +17,9 @@ from provider.model import bundle as providers
 from provider.model.served_model import ServedModel
 from tenant_sdk.trust import bundle
 from tenant_sdk.trust.bundle import fetch_bundle
-from tests.support.chat_model import make_chat_model
-from tests.support.serving import make_served_model
+from tests.support.damage import flip
 from wire.errors import ConfigurationError
 from wire.transport.inproc import InprocConnection
-
-
-@pytest.fixture(scope="module")
-def served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    folder = tmp_path_factory.mktemp("model")
-    make_chat_model(folder)
-    return make_served_model(folder, "int8")
 
 
 class Counting(InprocConnection):
@@ -38,12 +30,6 @@ class Counting(InprocConnection):
     def fetch(self, file_name: str) -> Any:
         self.fetched.append(file_name)
         return super().fetch(file_name)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:

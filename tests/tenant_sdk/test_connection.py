@@ -13,17 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
-from provider.net.server import server_options
-from provider.net.service import SERVICE_NAME
 from tenant_sdk import TenantClient
+from tests.support.grpc_stand_in import GrpcStandIn, reply_to
 from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.ring_products import REPLY_COLS
+from tests.support.ring_rows import COLS
 from tests.support.serving import serving
 from tests.support.waiting import WAIT_S
 from wire import frame
@@ -46,7 +46,6 @@ from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
-COLS, REPLY_COLS = 32, 64
 Frames = Iterator[bytes]
 
 
@@ -54,36 +53,22 @@ def rows(num_rows: int = 2, fill: float = 1.0) -> torch.Tensor:
     return torch.full((num_rows, COLS), fill)
 
 
-def reply_to(request: Header, **changes: Any) -> Header:
-    size = request.rows * REPLY_COLS * 4
-    header = Header(FrameType.REPLY, request.request_id, request.call, request.rows, REPLY_COLS, 0, size)
-    return replace(header, **changes)
-
-
 def answer(request: Header, fill: float = 0.5) -> bytes:
     (reply,) = frame.frames(reply_to(request), frame.tensor_bytes(torch.full((request.rows, REPLY_COLS), fill)))
     return reply
 
 
-class FakeProvider:
-    """An honest manifest, and a stream on which a test says what comes."""
+class FakeProvider(GrpcStandIn):
+    """A provider that answers each request as a test says."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest.to_bytes()
         self.script: Callable[[Header], list[bytes]] = lambda request: [answer(request)]
         self.greeting = frame.hello(FrameType.WELCOME)
         self.received: queue.SimpleQueue[Header] = queue.SimpleQueue()
         self.done = threading.Event()
-        self._server = grpc.server(ThreadPoolExecutor(8), options=server_options())
-        handlers = {
-            "Manifest": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([self._manifest])),
-            "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
-        self.url = f"grpc://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
+        super().__init__(manifest.to_bytes())
 
-    def _stream(self, messages: Frames, context: Any) -> Frames:
+    def stream(self, messages: Frames, context: Any) -> Frames:
         next(messages)
         yield self.greeting
         for message in messages:
@@ -97,7 +82,7 @@ class FakeProvider:
 
     def stop(self) -> None:
         self.done.set()
-        assert self._server.stop(0).wait(WAIT_S), "the stand-in's streams have not ended"
+        super().stop()
 
 
 @pytest.fixture
@@ -308,13 +293,13 @@ def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, conne
     first, other = connection.manifest(), "0" * 64
     group = first.groups[0].model_copy(update={"digest": other})
     for _ in range(2):
-        fake._manifest = first.model_copy(update={"groups": (group, *first.groups[1:])}).to_bytes()
+        fake.manifest_bytes = first.model_copy(update={"groups": (group, *first.groups[1:])}).to_bytes()
         for _ in range(2):  # asking again does not help
             with pytest.raises(ConfigurationError, match="other weights") as failure:
                 connection.submit(CALL, rows(), REPLY_COLS)
             assert "\n" not in str(failure.value)
         assert fake.received.empty(), "a request was sent"
-        fake._manifest = first.model_copy(update={"model_id": "a new name", "recording": True}).to_bytes()
+        fake.manifest_bytes = first.model_copy(update={"model_id": "a new name", "recording": True}).to_bytes()
         works(connection)
         fake.next_received()
         fake.script = lambda request: [b"garbage"]  # ends the stream

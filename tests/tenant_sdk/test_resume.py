@@ -189,7 +189,7 @@ class GoesAway(WrappedModel):
             self.stopper = threading.Thread(target=self.stop)
             self.stopper.start()
             assert self.client_knows.wait(WAIT_S)
-        return self._served_model.compute(*arguments)
+        return self.served_model.compute(*arguments)
 
 
 def test_a_grpc_provider_that_stops_and_comes_back(chat_served_model: ServedModel, whole: Any, tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from noise.params import LatticeParameters
 from noise.verify import FAILED
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tests.support.chat_model import make_chat_model
+from tests.support.lattice import TOY_OPTIONS
 from tests.support.lying_bundle import Liar
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora
@@ -33,7 +33,6 @@ from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-TOY = {"parameters": LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True), "allow_toy": True}
 Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
 """(call, honest reply) → another one, or None where this call is answered honestly."""
 
@@ -49,7 +48,7 @@ class Forger(WrappedModel):
 
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.asked.append(call)
-        reply = self._served_model.compute(call, rows, *others)
+        reply = self.served_model.compute(call, rows, *others)
         forged = self.forge(call, reply)
         self.num_forged += forged is not None
         return reply if forged is None else forged
@@ -73,16 +72,6 @@ def lie(purpose: Purpose, direction: Direction, by: int = 1, after: int = 0) -> 
         return changed(reply, by) if seen[0] > after else None
 
     return forge
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_chat_model(tmp_path_factory.mktemp("verified") / "llama")
-
-
-@pytest.fixture(scope="module")
-def served_model(folder: Path) -> ServedModel:
-    return make_served_model(folder, "int8")
 
 
 @dataclass
@@ -113,8 +102,10 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, folder: Path, served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    made = Site(tmp_path, folder, served_model, monkeypatch)
+def site(
+    tmp_path: Path, chat_folder: Path, served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Site]:
+    made = Site(tmp_path, chat_folder, served_model, monkeypatch)
     with made.open:
         yield made
 
@@ -289,7 +280,7 @@ def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger) 
     other = next(info.id for info in client.connect().groups if info.name.endswith("layers.1.mlp.down_proj"))
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj(torch.randn(3, 64))
-        served_model = forger._served_model
+        served_model = forger.served_model
 
         def compute(call: Call, rows: Rows, *_: Any) -> torch.Tensor:
             return served_model.compute(replace(call, group=other), rows)
@@ -418,7 +409,7 @@ def test_explain_tells_of_the_failure(site: Site, forger: Forger, capsys: pytest
 
 def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Site, forger: Forger) -> None:
     """Streamed hints that no budget keeps are fetched for every block, the worker's too."""
-    options = TOY | {"hints": "stream", "hint_ram_bytes": 0}
+    options = TOY_OPTIONS | {"hints": "stream", "hint_ram_bytes": 0}
     client = site.inproc(forger, mask_options=options)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
@@ -553,7 +544,7 @@ def test_a_refused_client_may_connect_to_an_honest_provider_later(
     client.close()
 
 
-def test_what_cannot_be_checked_is_refused(site: Site, folder: Path, forger: Forger) -> None:
+def test_what_cannot_be_checked_is_refused(site: Site, chat_folder: Path, forger: Forger) -> None:
     for options in (
         {"mask": "gaussian-pool"},
         {"mask": "off", "arithmetic": "float"},
@@ -568,8 +559,8 @@ def test_what_cannot_be_checked_is_refused(site: Site, folder: Path, forger: For
     assert forger.asked == []
 
 
-def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Site, folder: Path) -> None:
-    native = make_served_model(folder, "native")
+def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Site, chat_folder: Path) -> None:
+    native = make_served_model(chat_folder, "native")
     with pytest.raises(ConfigurationError, match="ring arithmetic"):
         site.mtls(native, mask="off")
 
@@ -582,6 +573,6 @@ def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, served_model:
         layer(torch.randn(3, 64))
         rows = torch.zeros(3, 64, dtype=torch.int32)
         forger.forge = lambda call, reply: served_model.compute(call, rows)
-        assert forger._served_model.check(Call(0, FORWARD, Arithmetic.RING), 32)
+        assert forger.served_model.check(Call(0, FORWARD, Arithmetic.RING), 32)
         with pytest.raises(VerificationFailed):
             layer(torch.randn(3, 64))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from noise.blocks.slots import Slots, SlotsExhausted
+from tests.support.thread_switches import switching_every
 from tests.support.threads import together
 from wire.errors import MaskError, MaskReused
 
@@ -57,10 +57,8 @@ def test_a_number_that_is_no_count_burns_and_returns_nothing(num_rows: Any) -> N
 @pytest.fixture
 def _eager_switching() -> Iterator[None]:
     """Threads take turns as often as the interpreter can, so that a missing lock shows."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-7)
-    yield
-    sys.setswitchinterval(interval)
+    with switching_every(1e-7):
+        yield
 
 
 @pytest.mark.usefixtures("_eager_switching")

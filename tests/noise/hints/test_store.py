@@ -22,6 +22,7 @@ from noise.hints.file import HEADER_BYTES, Hint
 from noise.hints.store import HintKey, HintStore
 from noise.params import choose
 from noise.polynomial.negacyclic import product, secret_transform
+from tests.support.damage import flip
 from tests.support.exact_hints import KEY, ROWS, Provider, Reply, exact_hint
 from tests.support.forked_child import in_child
 from tests.support.waiting import WAIT_S
@@ -234,12 +235,6 @@ def test_an_unchecked_hint_is_not_trusted_by_a_checking_session(tmp_path: Path) 
     assert len(provider.asked) == 2
     assert provider.get(store).verified
     assert HintStore(tmp_path).get(KEY, (ROWS, 70), nothing, verify=accept).verified
-
-
-def flip(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("offset", [3, 60, 500, HEADER_BYTES - 1])

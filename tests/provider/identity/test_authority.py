@@ -8,9 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from provider.identity.registry import enroll
 from tests.support.file_modes import mode
 from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
 from tests.support.repository import ROOT
+from tests.support.threads import together
 from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, Unauthenticated, WireCode, code_of
 
@@ -115,14 +114,7 @@ def test_processes_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
 
 
 def test_threads_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
-    barrier = threading.Barrier(8)
-
-    def open_state(_: int) -> bytes:
-        barrier.wait(WAIT_S)
-        return StateDir(tmp_path / "state").ca.pem
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(open_state, range(8)))) == 1
+    assert len(set(together(8, lambda: StateDir(tmp_path / "state").ca.pem))) == 1
 
 
 def corrupt_key(state: StateDir) -> None:

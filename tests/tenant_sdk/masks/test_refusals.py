@@ -20,8 +20,8 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
-from tests.support.lattice import TOY
-from tests.support.mask_site import TOY_OPTIONS, Site
+from tests.support.lattice import TOY, TOY_OPTIONS
+from tests.support.mask_site import Site
 from tests.support.parity import adapted, batch
 from tests.support.quick_training import lora
 from wire.errors import (
