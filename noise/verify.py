@@ -97,12 +97,6 @@ class Verifier:
         """Tells whether a check has failed; then every later one fails."""
         return self._failed
 
-    @property
-    def secret_bytes(self) -> int:
-        """Returns the bytes of memory that the projections take."""
-        held = list(self._projections.values())
-        return sum(each.outer.numel() + each.inner.numel() for each in held)
-
     def add_group(self, group_id: int, quantised: torch.Tensor) -> None:
         """Draws the secrets of a group, for both directions, and forgets the weight.
 

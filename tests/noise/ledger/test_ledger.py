@@ -369,8 +369,7 @@ if held:  # as if another thread were inside at that moment: the child must not 
         lock.acquire()
 child = fork()
 if child == 0:
-    asks = [lambda: slots.take(1), lambda: slots.take_up_to(1), lambda: slots.burn(0),
-            lambda: reservation.open_block(8),
+    asks = [lambda: slots.take(1), lambda: slots.take_up_to(1), lambda: reservation.open_block(8),
             lambda: ledger.reserve(seed_id, 1, "x"), lambda: ledger.current_seed("toy", 1000),
             lambda: ledger.renew(seed_id), lambda: ledger.fresh_seed("shares"), lambda: ledger.audit()]
     refused = 0
