@@ -48,3 +48,16 @@ def local(folder: Path) -> PreTrainedModel:
 def grads(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     model(ids, labels=ids).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def losses_of_steps(model: Any, ids: torch.Tensor, learning_rate: float, num_steps: int = 5) -> list[float]:
+    """Trains a model's adapter on one batch and returns the loss before each step."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
