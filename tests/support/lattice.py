@@ -19,7 +19,9 @@ from wire.ring.seeded_rows import Rows, SeededRows
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 DEFAULT = PARAMETERS["default"]
+"""The parameters that a client uses where it names none."""
 TOY = LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True)
+"""Parameters small enough to multiply by hand; no client takes them unless it says so."""
 TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
 """Options of a client that masks with the toy."""
 ETA = 21
@@ -29,19 +31,21 @@ FP32 = 2.0**-22
 
 
 def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:
+    """Returns a random int8 weight, shape (d, m), without -128."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randint(-127, 128, (d, m), generator=generator, dtype=torch.int8)
     return weight
 
 
 def group_of(number: int, weight: torch.Tensor) -> GroupSpec:
+    """Returns the group whose only layer has this weight."""
     alpha = torch.linspace(0.001, 0.01, weight.shape[1])
     digest = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
     return GroupSpec(number, *weight.shape, *max_norms(weight), alpha, digest)
 
 
 class Provider:
-    """Products with its weights; keeps what it was asked for and answers hints through the scheme's own road."""
+    """Makes products with its weights, keeps what it was asked for and answers hints as the scheme asks for them."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.weights = list(weights)
@@ -50,10 +54,12 @@ class Provider:
         self.fail: Callable[[], None] = lambda: None
 
     def matrix(self, call: Call) -> torch.Tensor:
+        """Returns the matrix that a call multiplies by."""
         weight = self.weights[call.group]
         return weight if call.direction is FORWARD else weight.t()
 
     def effect(self, call: Call, rows: Rows, reply_cols: int) -> Answered:
+        """Answers a hint, and notes it."""
         assert isinstance(rows, SeededRows)
         assert (call.purpose, call.arithmetic) == (Purpose.HINT, Arithmetic.RING)
         self.hints.append((call, rows))
@@ -63,6 +69,7 @@ class Provider:
         return Answered(coding.product(rows.expand(matrix.shape[0]), matrix))
 
     def answer(self, masked: Masked) -> torch.Tensor:
+        """Returns the unmasked product of masked rows."""
         (message,) = masked.messages
         assert isinstance(message.rows, torch.Tensor)
         assert message.call.purpose is Purpose.PRODUCT
@@ -70,16 +77,19 @@ class Provider:
 
 
 def sent(masked: Masked) -> torch.Tensor:
+    """Returns the rows that leave the tenant."""
     rows = masked.messages[0].rows
     assert isinstance(rows, torch.Tensor)
     return rows
 
 
 def rows_of(num_rows: int, features: int, seed: int = 3) -> torch.Tensor:
+    """Returns random fp32 rows, shape (num_rows, features)."""
     return torch.randn(num_rows, features, generator=torch.Generator().manual_seed(seed))
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor's numbers as float64."""
     return tensor.to(torch.float64)
 
 

@@ -25,6 +25,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 """A client's options for each mask."""
 Opened = Callable[..., tuple[TenantClient, Overflower]]
+"""Makes a client, and gives it with its provider."""
 
 
 @pytest.fixture
