@@ -27,7 +27,7 @@ def expired_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
 
 
 def unregistered_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    """Returns an identity that the right authority signed and no registry knows, as a crash in `enroll` could leave one."""
+    """Returns an identity that the right authority signed and no registry knows, as a crash could leave one."""
     enroll(provider.state, "ghost", tmp_path / "ghost", provider.url)
     provider.state.tenants_path.write_text("[]\n")
     return TlsIdentity.read(tmp_path / "ghost")
