@@ -12,7 +12,7 @@ import pytest
 from attacks.programs.overflow import Fault, Overflower
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
-from tests.support.lattice import TOY_OPTIONS
+from tests.support.mask_parameters import TOY_OPTIONS
 from wire.frame import Direction
 from wire.transport.inproc import InprocConnection
 
