@@ -13,11 +13,8 @@ from noise.hints.store import HintStore
 from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
 from noise.params import LatticeParameters
-from tests.support.lattice import (
-    DEFAULT,
-    Provider,
-    weight_of,
-)
+from tests.support.lattice import Provider, weight_of
+from tests.support.mask_parameters import DEFAULT
 from tests.support.spies import results_of
 
 

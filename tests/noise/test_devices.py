@@ -20,7 +20,9 @@ from noise.polynomial import kernels as mask_kernels
 from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, RowCodecs, decode_rows, encode_rows
 from tests.support.compiled_kernels import needs_products, needs_transforms
-from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, weight_of, wide
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
 from wire.frame import Arithmetic, Direction, row_of
 from wire.ring import coding, product
 from wire.ring import kernels as wire_kernels

@@ -15,18 +15,9 @@ from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import negacyclic
 from noise.scheme import RowCodecs, decode_rows, encode_rows
 from tests.support.compiled_kernels import needs_products
-from tests.support.lattice import (
-    BACKWARD,
-    DEFAULT,
-    ETA,
-    FORWARD,
-    TOY,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    wide,
-)
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent
+from tests.support.lattice_bounds import ETA, bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
 from wire.errors import InvalidTensor
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, row_of
 from wire.ring import coding

@@ -18,7 +18,9 @@ from noise import lattice, sampling
 from noise.blocks.pool import DEFAULT_BYTES
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
-from tests.support.lattice import DEFAULT, FORWARD, TOY, Provider, bounds, rows_of, sent, weight_of, wide
+from tests.support.lattice import FORWARD, Provider, rows_of, sent, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MaskError, Unavailable, VerificationFailed
 from wire.limits import Limits

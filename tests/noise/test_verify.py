@@ -421,7 +421,7 @@ def test_folding_misses_as_often_as_the_law_says() -> None:
 
 
 def test_one_uniform_column_would_miss_half() -> None:
-    """Why R is binary: the control of the law above, with the check that DESIGN.md warns of."""
+    """The control of the law above: one vector that is not binary (docs/decisions/0005-verification.md)."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.randint(0, 2**32, (TRIALS,), generator=generator)
     missed = int(((columns * 2**31) % 2**32 == 0).sum())

@@ -19,7 +19,8 @@ from provider.model.served_model import ServedModel
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from tests.support.executor_gate import CALL, Answer
+from tests.support.executor_gate import Answer
+from tests.support.ring_products import CALL
 from tests.support.ring_rows import ring_rows
 from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable

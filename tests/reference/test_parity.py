@@ -13,7 +13,7 @@ from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from tenant_sdk import TenantClient
-from tests.support.parity import RELATIVE, TARGETS, adapted, batch, grads, local, lora, relative
+from tests.support.parity import RELATIVE, TARGETS, adapted, batch, grads, local, lora, losses_of_steps, relative
 from tests.support.tiny_models import make_tiny
 from wire.transport.inproc import InprocConnection
 
@@ -66,17 +66,8 @@ def test_layers_that_are_not_served_are_the_tenants_own(
 
 def test_five_optimizer_steps(pair: Any) -> None:
     kind, folder, client = pair
-    histories = []
-    for model in (adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind))):
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2)
-        losses = []
-        for _ in range(5):
-            loss = model(batch(), labels=batch()).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        histories.append(losses)
+    models = adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind))
+    histories = [losses_of_steps(model, batch(), 5e-2) for model in models]
     assert histories[0] == pytest.approx(histories[1], rel=RELATIVE)
     assert histories[0][-1] != pytest.approx(histories[0][0], rel=1e-3), "nothing was trained"
 

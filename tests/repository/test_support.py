@@ -83,16 +83,24 @@ def forbidden_imports(root: Path) -> list[str]:
     ]
 
 
+SENTENCE = re.compile(r"[A-Z`(\d].*?[.:](?=\s|$)", re.DOTALL)
+
+
+def public(tree: ast.Module | ast.ClassDef) -> Iterator[tuple[str, str | None]]:
+    """The name and the docstring of each public function, class and method; a protocol's methods say nothing more."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            if not (isinstance(node.body[0], ast.Expr) and ast.unparse(node.body[0]) == "..."):
+                yield node.name, ast.get_docstring(node)
+            if isinstance(node, ast.ClassDef):
+                yield from ((f"{node.name}.{name}", text) for name, text in public(node))
+
+
 def without_docstring(path: Path) -> list[str]:
-    """Public functions and classes of a file, and the file itself, that do not begin with a sentence."""
+    """What is public in a file, and the file itself, if it does not begin with a sentence."""
     tree = ast.parse(path.read_text())
-    public = [
-        node
-        for node in tree.body
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)) and not node.name.startswith("_")
-    ]
-    said = {path.stem: ast.get_docstring(tree), **{node.name: ast.get_docstring(node) for node in public}}
-    return [name for name, text in said.items() if not re.match(r"[A-Z`(][^\n]*(\n[^\n]+)*[.:](\n|$)", text or "")]
+    said = {path.stem: ast.get_docstring(tree), **dict(public(tree))}
+    return [name for name, text in said.items() if not SENTENCE.match(text or "")]
 
 
 def test_no_test_module_imports_another_one() -> None:
@@ -177,8 +185,28 @@ def test_every_shared_helper_has_a_docstring() -> None:
 
 def test_a_planted_helper_without_a_docstring_is_found(tmp_path: Path) -> None:
     path = tmp_path / "helper.py"
-    path.write_text('"""Helps."""\n\ndef bare():\n    pass\n\nclass Bare:\n    """of a model"""\n\ndef _own(): ...\n')
-    assert without_docstring(path) == ["bare", "Bare"]
+    path.write_text(
+        '''"""Helps."""
+
+def bare():
+    pass
+
+class Bare:
+    """of a model"""
+
+    def act(self):
+        pass
+
+    def _own(self):
+        pass
+
+class Protocol:
+    """Says what others do."""
+
+    def act(self): ...
+'''
+    )
+    assert without_docstring(path) == ["bare", "Bare", "Bare.act"]
 
 
 def test_tests_reach_into_few_private_attributes() -> None:

@@ -83,9 +83,9 @@ class Script(GrpcStandIn):
         """Replies to them on the latest stream, in this order and without a pause; see `expected`."""
         self._outgoing[-1].put([one for request in requests for one in _reply(request)])
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float = TIMEOUT_S) -> None:
         self.reads.set()
-        super().stop()
+        super().stop(wait_s)
 
 
 def _reply(request: Header) -> list[bytes]:

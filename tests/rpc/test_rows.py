@@ -215,7 +215,7 @@ def test_other_shapes_are_refused_or_go_the_long_way(way: Way, cols: int, rows: 
 
 
 def test_a_reply_of_more_than_a_chunk_goes_the_longer_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way writes one frame, and no frame carries more than a chunk (SPEC.md, section 3)."""
+    """The short way writes one frame, and no frame carries more than a chunk (wire/SPEC.md, section 3)."""
     monkeypatch.setattr("provider.net.session.CHUNK_BYTES", 4 * REPLY_COLS - 1)
     rows = ring_rows(1)
     way.send(rows)

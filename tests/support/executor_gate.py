@@ -18,14 +18,13 @@ from provider.operations.meter import Meter
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
+from tests.support.ring_products import CALL
 from tests.support.ring_rows import COLS
 from tests.support.waiting import comes
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring.seeded_rows import Rows, count_rows
 
 RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
-
-CALL = Call(0, Direction.FORWARD, RING)
 
 
 class Gate:
@@ -64,17 +63,19 @@ class Gate:
         kind: RequestClass = RequestClass.FINETUNE,
         seconds: float = 60.0,
     ) -> Answer:
+        """Asks for a product as a tenant does."""
         answer = Answer()
         answer.job = Job(call, rows, tenant, kind, time.monotonic() + seconds, answer.take, 64)
         self.executor.submit(answer.job)
         return answer
 
     def open(self) -> None:
+        """Lets the thread go on."""
         self._may_go.set()
 
 
 class Answer:
-    """What a request came to."""
+    """Keeps what a request came to."""
 
     job: Job
 
@@ -83,10 +84,12 @@ class Answer:
         self._done = threading.Event()
 
     def take(self, outcome: Outcome) -> None:
+        """Notes the outcome; the executor calls this."""
         self.outcomes.append(outcome)
         self._done.set()
 
     def get(self) -> Outcome:
+        """Waits for the outcome, of which there is one."""
         comes(self._done, "an answer")
         assert len(self.outcomes) == 1
         return self.outcomes[0]
@@ -94,6 +97,7 @@ class Answer:
 
 @pytest.fixture
 def gate(served_model: ServedModel) -> Iterator[Gate]:
+    """A gate that is opened at the end, where a test has not done so."""
     made = Gate(served_model)
     yield made
     made.open()

@@ -41,6 +41,6 @@ class GrpcStandIn:
         """Yields what the server sends on one stream; `messages` are what it receives there."""
         raise NotImplementedError
 
-    def stop(self) -> None:
-        """Ends the server and its streams."""
-        assert self._server.stop(0).wait(WAIT_S), "the stand-in's streams have not ended"
+    def stop(self, wait_s: float = WAIT_S) -> None:
+        """Ends the server and its streams, which may take `wait_s` seconds."""
+        assert self._server.stop(0).wait(wait_s), "the stand-in's streams have not ended"

@@ -23,6 +23,8 @@ BROKEN = (grpc.RpcError, OSError)
 
 
 class Link(Protocol):
+    """Sends and receives messages of whatever bytes, on either port."""
+
     def send(self, message: bytes) -> None: ...
     def __iter__(self) -> Iterator[Any]: ...
     def __next__(self) -> bytes: ...
@@ -32,7 +34,7 @@ class Link(Protocol):
 
 
 class GrpcLink:
-    """On the gRPC port."""
+    """Carries messages on the gRPC port."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -41,6 +43,7 @@ class GrpcLink:
         self._call = method(iter(self._outgoing.get, None), timeout=WAIT_S)
 
     def send(self, message: bytes) -> None:
+        """Sends one message."""
         self._outgoing.put(message)
 
     def __iter__(self) -> Iterator[Any]:
@@ -51,25 +54,29 @@ class GrpcLink:
         return message
 
     def half_close(self) -> None:
+        """Ends sending; the provider may still answer."""
         self._outgoing.put(None)
 
     def is_active(self) -> bool:
+        """Tells whether the stream can still be read."""
         return bool(self._call.is_active())
 
     def close(self) -> None:
+        """Ends the stream."""
         self.half_close()
         self._call.cancel()
         self._channel.close()
 
 
 class TensorLink:
-    """On the tensor port."""
+    """Carries messages on the tensor port."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         self.connection = connect(provider, name)
         self._is_active = True
 
     def send(self, message: bytes) -> None:
+        """Sends one message."""
         with contextlib.suppress(OSError):  # as gRPC: the end shows where it is read
             self.connection.send(message)
             give_up_at = time.monotonic() + WAIT_S
@@ -94,20 +101,23 @@ class TensorLink:
         return bytes(message)
 
     def half_close(self) -> None:
+        """Ends sending; the provider may still answer."""
         self.connection.end_sending()
 
     def is_active(self) -> bool:
+        """Tells whether the stream can still be read."""
         with contextlib.suppress(OSError, EOFError, MalformedFrame):
             self.connection.receive()
             return self._is_active
         return False
 
     def close(self) -> None:
+        """Ends the stream."""
         self.connection.release()
 
 
 def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> MessageSocket:
-    """A connection to the tensor port; reading gives up after a while."""
+    """Returns a connection to the tensor port, on which reading gives up after a while."""
     identity = provider.identity(name)
     plain = socket.socket()
     if receive_bytes is not None:
@@ -120,5 +130,5 @@ def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> 
 
 
 def open_link(provider: Provider, name: str) -> Link:
-    """The way that a tenant takes."""
+    """Opens the way that a tenant takes: the tensor port where there is one."""
     return GrpcLink(provider, name) if provider.server.tensor_port is None else TensorLink(provider, name)

@@ -20,6 +20,8 @@ LIMITS = Limits(max_rows=4096, max_tensor_bytes=2 << 20, max_in_flight_bytes=3 <
 
 @dataclass
 class Provider:
+    """Serves on loopback, and makes tenants of its own."""
+
     state: StateDir
     server: Server
     served_model: ServedModel
@@ -29,15 +31,18 @@ class Provider:
 
     @property
     def url(self) -> str:
+        """Where tenants find it."""
         return f"grpcs://127.0.0.1:{self.server.port}"
 
     def identity(self, name: str = "acme") -> TlsIdentity:
+        """Returns the identity of a tenant, which is enrolled the first time."""
         out = self.folder / name
         if not out.exists():
             enroll(self.state, name, out, self.url)
         return TlsIdentity.read(out)
 
     def connect(self, name: str = "acme") -> GrpcConnection:
+        """Returns a connection of a tenant, which is closed with the provider."""
         connection = GrpcConnection(self.url, self.identity(name))
         self.connections.append(connection)
         return connection

@@ -8,11 +8,13 @@ from typing import Any
 from wire.limits import MAX_BUNDLE_BYTES
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
-
+"""A layer of the manifest, as a model calls it."""
 DIGEST = "0123456789abcdef" * 4
+"""A digest of the right form."""
 
 
 def shape(in_features: int, out_features: int) -> dict[str, Any]:
+    """Returns what a manifest says of the weight of a group or layer."""
     return {
         "in_features": in_features,
         "out_features": out_features,
@@ -23,11 +25,12 @@ def shape(in_features: int, out_features: int) -> dict[str, Any]:
 
 
 def layer(name: str, in_features: int, out_features: int) -> dict[str, Any]:
+    """Returns what a manifest says of a linear layer."""
     return {"name": name, "kind": "linear", "bias": True, **shape(in_features, out_features)}
 
 
 def valid() -> dict[str, Any]:
-    """A manifest of two groups."""
+    """Returns a manifest of two groups."""
     return {
         "protocol": 1,
         "model_id": "org/model-7B",

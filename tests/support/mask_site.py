@@ -24,6 +24,7 @@ from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
 BF16 = 2.0**-8
+"""Relative error of rounding to bfloat16."""
 MODEL_NOISE = 1e-4
 """Of nine groups in a row, 32 wide. One group's result is off by β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12), its own size is
 β·α·‖w‖·‖x̃‖/√32, and ‖x̃‖ is nearly 2^31/‖w‖ with ‖w‖ about 400: 1e-5 of itself. Nine of these in a row, if all added up
@@ -31,7 +32,7 @@ and none was damped by a residual connection: 1e-4."""
 
 
 class Watched(WrappedModel):
-    """A provider that keeps what it receives, as a handler of either transport."""
+    """Serves a model, and keeps what it receives, as a handler of either transport."""
 
     def __init__(self, served_model: ServedModel) -> None:
         super().__init__(served_model)
@@ -39,11 +40,13 @@ class Watched(WrappedModel):
         self.fail: Callable[[Call], None] = lambda call: None
 
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
+        """Makes a product, after `fail` has had its chance."""
         self.seen.append((call, rows.clone() if isinstance(rows, torch.Tensor) else rows))
         self.fail(call)
         return self.served_model.compute(call, rows, *others)
 
     def products(self, direction: Direction | None = None) -> list[torch.Tensor]:
+        """Returns the masked rows that it has received, of one direction or of both."""
         return [
             rows
             for call, rows in self.seen
@@ -51,6 +54,7 @@ class Watched(WrappedModel):
         ]  # fmt: skip
 
     def hints(self) -> list[SeededRows]:
+        """Returns the seeds of hints that it was asked for."""
         return [rows for _, rows in self.seen if isinstance(rows, SeededRows)]
 
 
@@ -65,6 +69,7 @@ class Site:
     served: dict[str, Any] = field(default_factory=dict)
 
     def inproc(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
+        """Returns a client of as many providers in this process as there are kinds, and the providers."""
         watched = [Watched(self.served_models[kind]) for kind in kinds]
         waiting = list(watched)
         self.monkeypatch.setattr(
@@ -74,6 +79,7 @@ class Site:
         return self._client(urls if len(urls) > 1 else urls[0], options), watched
 
     def mtls(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
+        """Returns a client of as many providers behind TLS as there are kinds, and the providers."""
         urls, identities, watched = [], [], []
         for kind in kinds:
             watched.append(Watched(self.served_models[kind]))
@@ -94,13 +100,13 @@ class Site:
 
 
 def unmasked(site: Site, kind: str = "llama", **options: Any) -> Any:
-    """A model over the same int8 weights without a mask."""
+    """Returns a model over the same int8 weights without a mask."""
     client, _ = site.inproc(kind, mask="off", arithmetic="ring", **options)
     return client.load_model()
 
 
 def taken(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every mask row that the pool hands out from now on."""
+    """Returns a list of every mask row that the pool hands out from now on."""
     rows: list[bytes] = []
     pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
     take = pool.take
@@ -115,6 +121,7 @@ def taken(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def specs(client: TenantClient) -> dict[int, GroupSpec]:
+    """Returns the groups that a client has calls of, by their number."""
     manifest = client.connect()
     alphas = load_alphas(client._bundle(), manifest)
     return {info.id: group_spec(info, alphas, torch.device("cpu")) for info in manifest.groups}

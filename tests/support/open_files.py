@@ -18,7 +18,7 @@ def _take_all(taken: list[int]) -> None:
 
 @contextlib.contextmanager
 def exhausted() -> Iterator[list[int]]:
-    """No descriptor is left in this process; yields those that were taken, the last of which may be given back."""
+    """Leaves no descriptor in this process; yields those that were taken, the last of which may be given back."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(map(int, os.listdir("/proc/self/fd")))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, limits[1]))

@@ -12,7 +12,7 @@ import pytest
 from attacks.programs.overflow import Fault, Overflower
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
-from tests.support.lattice import TOY_OPTIONS
+from tests.support.mask_parameters import TOY_OPTIONS
 from wire.frame import Direction
 from wire.transport.inproc import InprocConnection
 
@@ -25,6 +25,7 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 """A client's options for each mask."""
 Opened = Callable[..., tuple[TenantClient, Overflower]]
+"""Makes a client, and gives it with its provider."""
 
 
 @pytest.fixture

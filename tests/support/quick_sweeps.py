@@ -12,5 +12,5 @@ QUICK_S = 0.05
 
 @pytest.fixture
 def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`, whose first wait begins when it starts."""
+    """Makes sweeps quick; goes before `provider`, whose first wait begins when it starts."""
     monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)

@@ -13,11 +13,13 @@ ROWS = [
         ("why so?", "no reason"), ("how?", "by boat"), ("which one?", "the third"), ("whose?", "Ada's"),
     )
 ]  # fmt: skip
-
+"""Eight conversations of one question."""
 QUICK: dict[str, Any] = {
     "max_steps": 6, "batch_size": 4, "learning_rate": 2e-2, "warmup_steps": 0, "save_steps": 2, "progress": False,
 }  # fmt: skip
+"""Settings of a run of six steps that saves twice on its way."""
 
 
 def lora(**changes: Any) -> LoraConfig:
+    """Returns a small adapter for every linear layer, with `changes`."""
     return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})

@@ -23,8 +23,9 @@ from provider.parallel.environment import rank_here
 from tests.support.repository import ROOT
 
 TIMEOUT_S = 30.0
-
+"""Seconds that a rank waits for the other one; a test of a lost rank waits as long."""
 ANSWER_S = 60.0
+"""Seconds until the process of rank 1 has ended."""
 
 
 @dataclass
@@ -41,11 +42,12 @@ class Team:
 
     @property
     def dispatcher(self) -> Dispatcher:
+        """What tells rank 1 of a product."""
         return self.served_model._dispatcher
 
 
 class Follower:
-    """Rank 1, one process for one team after the other."""
+    """Runs rank 1, one process for one team after the other."""
 
     def __init__(self, log: Path) -> None:
         with log.open("w") as stderr:
@@ -71,7 +73,7 @@ class Follower:
         self, monkeypatch: pytest.MonkeyPatch, parallel: Any, model: Path, weights: Any = "int8",
         timeout_s: float = TIMEOUT_S, broken_group: int | None = None, other_model: Path | None = None,
     ) -> Team:  # fmt: skip
-        """Both ranks meet and take their shares; `other_model` is what rank 1 has by mistake."""
+        """Has both ranks meet and take their shares; `other_model` is what rank 1 has by mistake."""
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         settings = {"parallel": parallel, "weights": weights, "parallel_timeout_s": timeout_s}
         team = {
@@ -91,10 +93,11 @@ class Follower:
         return Team(served_model, whole)
 
     def answer(self) -> str:
-        """How the last team ended for rank 1."""
+        """Returns how the last team ended for rank 1."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def end(self) -> None:
+        """Ends the process."""
         self.process.kill()
         self.process.communicate(timeout=ANSWER_S)

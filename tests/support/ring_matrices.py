@@ -8,23 +8,23 @@ import numpy as np
 import torch
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
-
 EXTREMES = torch.tensor([LOWEST, LOWEST + 1, -65536, -256, -255, -1, 0, 1, 255, 256, HIGHEST - 1, HIGHEST])
-
+"""Numbers next to where limbs, signs and int32 wrap."""
 LAYOUTS = ("contiguous", "transposed", "strided", "columns")
 """What `laid_out` can do."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A kernel: rows and a weight give their product."""
 
 
 def reference(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Python integers."""
+    """Returns the product mod 2^32 by Python integers."""
     exact = rows.numpy().astype(object) @ weight.numpy().astype(object)
     centred = (exact + 2**31) % 2**32 - 2**31
     return torch.from_numpy(np.asarray(centred, dtype=np.int64)).to(torch.int32).view(rows.shape[0], weight.shape[1])
 
 
 def laid_out(matrix: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers in another memory order."""
+    """Returns the same numbers in another memory order, one of LAYOUTS."""
     if layout == "transposed":
         return matrix.t().contiguous().t()
     if layout == "strided":
@@ -38,7 +38,7 @@ def laid_out(matrix: torch.Tensor, layout: str) -> torch.Tensor:
 
 
 def draw(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half random numbers, half extremes."""
+    """Returns rows and a weight that are half random numbers, half extremes."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(LOWEST, HIGHEST + 1, (num_rows, d), generator=generator)
     extremes = EXTREMES[torch.randint(len(EXTREMES), (num_rows, d), generator=generator)]

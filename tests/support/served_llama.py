@@ -13,7 +13,7 @@ from tests.support.tiny_models import make_tiny
 
 @pytest.fixture(scope="module")
 def served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """Of a tiny Llama."""
+    """A tiny Llama over int8 weights."""
     folder: Path = tmp_path_factory.mktemp("model") / "llama"
     make_tiny("llama", folder)
     return serve_in_process(str(folder))

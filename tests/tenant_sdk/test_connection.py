@@ -80,9 +80,9 @@ class FakeProvider(GrpcStandIn):
     def next_received(self) -> Header:
         return self.received.get(timeout=WAIT_S)
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float = WAIT_S) -> None:
         self.done.set()
-        super().stop()
+        super().stop(wait_s)
 
 
 @pytest.fixture

@@ -20,7 +20,9 @@ from noise.off import Off
 from noise.pad import Pad
 from tenant_sdk import TenantClient
 from tests.support.chat_model import make_chat_model
-from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, sent, weight_of, wide
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
 from tests.support.parity import RELATIVE, adapted, batch, grads, relative
 from tests.support.quick_training import lora
 from wire.frame import Arithmetic, Direction

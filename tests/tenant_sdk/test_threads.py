@@ -19,7 +19,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.model import build
 from tenant_sdk.training import finetune
 from tests.support.chat_model import make_chat_model
-from tests.support.lattice import TOY_OPTIONS
+from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import make_served_model
 from tests.support.thread_switches import switching_every

@@ -20,8 +20,8 @@ from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tests.support.chat_model import make_chat_model
-from tests.support.lattice import TOY_OPTIONS
 from tests.support.lying_bundle import Liar
+from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import make_served_model, serving

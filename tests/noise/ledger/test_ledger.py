@@ -21,6 +21,8 @@ from noise.blocks.slots import SlotsExhausted
 from noise.ledger import file
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
+from tests.support.ledger_blocks import reserve_through_renewals
+from tests.support.repository import ROOT
 from tests.support.threads import together
 from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MaskError
@@ -198,17 +200,6 @@ def test_threads_share_one_time_batches(path: Path) -> None:
 # threads and processes
 
 
-def reserve_through_renewals(ledger: Ledger, num_calls: int, budget: int) -> list[tuple[str, int]]:
-    """(seed, block number) of every block, renewing as a caller does."""
-    seed, blocks = ledger.current_seed("toy", budget), []
-    while len(blocks) < num_calls:
-        try:
-            blocks.append((seed.seed_id, ledger.reserve(seed.seed_id, 1, "worker").first_block))
-        except SeedExhausted:
-            seed = ledger.renew(seed.seed_id)
-    return blocks
-
-
 @pytest.mark.parametrize("one_ledger_each", [False, True])
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])
 def test_threads_never_share_a_block(path: Path, one_ledger_each: bool, compact_bytes: int) -> None:
@@ -236,25 +227,20 @@ def check_blocks(blocks: list[tuple[str, int]], path: Path, budget: int) -> None
 WORKER = """
 import json, sys
 from pathlib import Path
-from noise.ledger.ledger import Ledger, SeedExhausted
+from noise.ledger.ledger import Ledger
+from tests.support.ledger_blocks import reserve_through_renewals
 
 path, num_calls, budget, compact_bytes = Path(sys.argv[1]), *map(int, sys.argv[2:])
 print("ready", flush=True)
 sys.stdin.readline()
 ledger = Ledger.open(path, "acme", compact_bytes=compact_bytes)
-seed, blocks = ledger.current_seed("toy", budget), []
-while len(blocks) < num_calls:
-    try:
-        blocks.append((seed.seed_id, ledger.reserve(seed.seed_id, 1, "worker").first_block))
-    except SeedExhausted:
-        seed = ledger.renew(seed.seed_id)
-print(json.dumps(blocks), flush=True)
+print(json.dumps(reserve_through_renewals(ledger, num_calls, budget)), flush=True)
 """
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], text=True, **pipes)
+    return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], cwd=ROOT, text=True, **pipes)
 
 
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])

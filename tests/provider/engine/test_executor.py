@@ -20,7 +20,8 @@ from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece
-from tests.support.executor_gate import CALL, FLOAT, RING, Answer, Gate
+from tests.support.executor_gate import FLOAT, RING, Answer, Gate
+from tests.support.ring_products import CALL
 from tests.support.ring_rows import COLS, ring_rows
 from tests.support.waiting import WAIT_S, comes, end
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault

@@ -20,7 +20,7 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
-from tests.support.lattice import TOY, TOY_OPTIONS
+from tests.support.mask_parameters import TOY, TOY_OPTIONS
 from tests.support.mask_site import Site
 from tests.support.parity import adapted, batch
 from tests.support.quick_training import lora

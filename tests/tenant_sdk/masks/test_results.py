@@ -10,7 +10,9 @@ import torch
 from peft import LoraConfig
 
 from tenant_sdk.model.planned_calls import NotFiniteWarning
-from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, bounds, wide
+from tests.support.lattice import BACKWARD, FORWARD
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
 from tests.support.mask_site import BF16, MODEL_NOISE, Site, specs, taken, unmasked
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora

@@ -154,6 +154,7 @@ from wire.ring import kernels
 from wire.ring.product import _plain_product
 from tests.support.guarded_memory import guarded
 
+torch.manual_seed(0)
 for num_rows in (1, 2, 3, 50):
     for d, m in [(1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (80, 65), (15, 64), (1030, 520)]:
         rows = guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32))
@@ -170,7 +171,10 @@ def coded(num_rows, d):
         encoded = guarded(torch.zeros(num_rows, d, dtype=torch.int32))
         betas = guarded(kernels.encode(rows, scale, 1e6, 2.0**-100, encoded))
         scaled = rows if scale is None else rows * scale
-        assert ((encoded * betas - scaled).abs() <= 0.6 * betas).all()
+        # Rounding to whole numbers moves a number by a half. Numbers of up to 1e6 are moved too by the roundings of
+        # float32: of the scale, of its reciprocal, of the product, and of the product here.
+        most = 0.5 + 4 * 1e6 * 2.0**-24
+        assert ((encoded.double() * betas - scaled).abs() <= most * betas).all()
         for taken in (effect, None):
             plain = (numbers if taken is None else numbers - taken) * (1 if scale is None else scale) * betas
             assert torch.equal(kernels.decode(numbers, taken, betas, scale), plain)
