@@ -10,7 +10,7 @@ import pytest
 from noise.blocks.slots import Slots, SlotsExhausted
 from tests.support.thread_switches import switching_every
 from tests.support.threads import together
-from wire.errors import MaskError, MaskReused
+from wire.errors import MaskError
 
 
 def test_rows_are_handed_out_once_and_in_order() -> None:
