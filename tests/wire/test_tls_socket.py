@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from provider.net.server import server_options
 from tests.support.forked_child import in_child
-from tests.support.raw_tls import RawPeer
+from tests.support.raw_peer import RawPeer
 from tests.support.tls_authority import HOST, Authority, make_authority
 from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
