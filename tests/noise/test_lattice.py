@@ -12,12 +12,12 @@ import torch
 from noise import sampling
 from noise.off import Off
 from noise.params import PARAMETERS, LatticeParameters
-from noise.polynomial import negacyclic
 from noise.scheme import RowCodecs, decode_rows, encode_rows
 from tests.support.compiled_kernels import needs_products
 from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent
 from tests.support.lattice_bounds import ETA, bounds, wide
 from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.schoolbook import reference_product
 from wire.errors import InvalidTensor
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, row_of
 from wire.ring import coding
@@ -39,9 +39,9 @@ def test_masks_and_effects_are_those_of_the_reference(
     seed = provider.hints[0][1].seed
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(seed, 0, parameters.dimension).expand(matrix.shape[0])
-    assert torch.equal(mask.view(error.shape), negacyclic.reference_product(public, secret) + error.to(torch.int32))
+    assert torch.equal(mask.view(error.shape), reference_product(public, secret) + error.to(torch.int32))
     hint = coding.product(public, matrix)
-    assert torch.equal(effect.view(2, -1, matrix.shape[1]), negacyclic.reference_product(hint, secret))
+    assert torch.equal(effect.view(2, -1, matrix.shape[1]), reference_product(hint, secret))
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])

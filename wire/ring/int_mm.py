@@ -21,9 +21,5 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
         RuntimeError: this machine or device has no such kernel, or it refuses these shapes.
         AttributeError: this torch has none.
     """
-    product: torch.Tensor
-    if out is None:
-        product = torch._int_mm(left, right)  # type: ignore[no-untyped-call]
-    else:
-        product = torch._int_mm(left, right, out=out)  # type: ignore[no-untyped-call]
+    product: torch.Tensor = torch._int_mm(left, right, out=out)  # type: ignore[no-untyped-call]
     return product

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from noise.blocks.workers import alone
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels
-from noise.polynomial.negacyclic import combine, product, reference_product, secret_transform, transform
+from noise.polynomial.negacyclic import combine, product, secret_transform, transform
 from noise.sampling import Csprng, error, ternary
 from tests.support.compiled_kernels import compiled_and_torch, needs_transforms
 from tests.support.repository import ROOT
+from tests.support.schoolbook import reference_product
 from tests.vectors import make_lattice_vectors
 from wire.errors import ConfigurationError, MaskError
 from wire.ring import coding
