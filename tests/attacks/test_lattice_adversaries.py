@@ -42,8 +42,9 @@ from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, encode_rows
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
+from wire.payload import Payload
 from wire.ring import coding
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
@@ -112,7 +113,8 @@ def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatc
 
     asked: list[SeededRows] = []
 
-    def effect(call: Call, rows: Rows, reply_cols: int) -> _Pending:
+    def effect(call: Call, payload: Payload, reply_cols: int) -> _Pending:
+        rows = payload.rows(call)
         assert isinstance(rows, SeededRows)
         asked.append(rows)
         return _Pending(coding.product(rows.expand(40), weight))

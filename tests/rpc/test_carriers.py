@@ -26,6 +26,7 @@ from tests.rpc.test_hostile_tenant import service_of, until
 from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
 from tests.waiting import WAIT_S, comes
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
+from wire.payload import RowsPayload
 from wire.transport.grpc_stream import GrpcStream
 from wire.transport.tls_stream import TensorStream
 
@@ -202,7 +203,7 @@ def test_large_replies_take_turns(provider: Provider) -> None:
     """A reply of many chunks, each of which needs the end of the one before, beside others' replies."""
     connection = provider.connect()
     rows = [ring_rows(count) for count in (4096, 2048, 1)]
-    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows * 3]
+    pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows * 3]
     for one, reply in zip(rows * 3, pending, strict=True):
         assert torch.equal(reply.result(), provider.core.compute(CALL, one))
 

@@ -24,6 +24,7 @@ from tests.rpc.conftest import Provider
 from tests.rpc.test_hostile_tenant import until
 from tests.rpc.test_stream import CALL, REPLY_COLS, assert_served, ring_rows
 from wire.errors import AccessError, Unauthenticated, Unavailable
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -35,7 +36,7 @@ TIMEOUT_S = 60.0
 
 
 def ask(connection: GrpcConnection) -> None:
-    assert connection.submit(CALL, ring_rows(3), REPLY_COLS).result().shape == (3, REPLY_COLS)
+    assert connection.submit(CALL, RowsPayload(ring_rows(3)), REPLY_COLS).result().shape == (3, REPLY_COLS)
 
 
 def ask_on(connection: GrpcConnection) -> None:

@@ -25,6 +25,7 @@ from provider.shards.join import JoiningShard
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
+from tests.support.payloads import payload_of
 from tests.waiting import comes, end, until
 from wire import frame
 from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
@@ -74,8 +75,8 @@ class Site:
 
     def product(self, call: Call, rows: torch.Tensor | SeededRows) -> torch.Tensor:
         info = self.core.manifest().groups[call.group]
-        reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
-        return self.connection.submit(call, rows, reply_cols).result()
+        cols, reply_cols = info.widths(call.direction)
+        return self.connection.submit(call, payload_of(rows, cols), reply_cols).result()
 
     def rows(self, call: Call, count: int) -> torch.Tensor:
         info = self.core.manifest().groups[call.group]

@@ -13,6 +13,7 @@ from provider.model.served_model import ServedModel
 from provider.net.service import MAX_CALLS_PER_TENANT
 from tests.rpc.conftest import LIMITS, Provider
 from tests.rpc.links import TIMEOUT_S, open_link
+from tests.support.payloads import payload_of
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -26,6 +27,8 @@ from wire.errors import (
 )
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
+from wire.payload import RowsPayload
+from wire.ring.seeded_rows import Rows
 from wire.transport import grpc_connection
 from wire.transport.connection import Connection
 
@@ -37,8 +40,9 @@ def ring_rows(num_rows: int, cols: int = COLS) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, (num_rows, cols), dtype=torch.int32)
 
 
-def ask(connection: Connection, rows: torch.Tensor, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
-    return connection.submit(call, rows, reply_cols).result()
+def ask(connection: Connection, rows: Rows, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
+    cols = rows.shape[1] if isinstance(rows, torch.Tensor) else {COLS: REPLY_COLS, REPLY_COLS: COLS}[reply_cols]
+    return connection.submit(call, payload_of(rows, cols), reply_cols).result()
 
 
 def assert_served(connection: Connection, core: ServedModel) -> None:
@@ -117,7 +121,10 @@ def test_many_requests_in_flight(provider: Provider) -> None:
     groups = provider.core.manifest().groups
     asked = [(Call(group.id, Direction.FORWARD, Arithmetic.RING), group) for group in groups for _ in range(20)]
     rows = [ring_rows(index % 40, group.in_features) for index, (_, group) in enumerate(asked)]
-    pending = [connection.submit(call, x, group.out_features) for (call, group), x in zip(asked, rows, strict=True)]
+    pending = [
+        connection.submit(call, RowsPayload(x), group.out_features)
+        for (call, group), x in zip(asked, rows, strict=True)
+    ]
     for (call, _), x, one in zip(asked, rows, pending, strict=True):
         assert torch.equal(one.result(), provider.core.compute(call, x))
 
@@ -174,7 +181,7 @@ def test_small_and_large_requests_alternate(provider: Provider) -> None:
         rows = ring_rows(num_rows)
         assert torch.equal(ask(connection, rows), provider.core.compute(CALL, rows))
     mixed = [ring_rows(num_rows) for num_rows in (1, 100, 2, 300, 3, 1, 1, 700)]
-    pending = [connection.submit(CALL, rows, REPLY_COLS) for rows in mixed]
+    pending = [connection.submit(CALL, RowsPayload(rows), REPLY_COLS) for rows in mixed]
     for one, rows in zip(pending, mixed, strict=True):
         assert torch.equal(one.result(), provider.core.compute(CALL, rows))
 
@@ -463,7 +470,7 @@ def test_pending_requests_fail_when_the_provider_goes(
 
     assert_served(connection, tiny_core)
     monkeypatch.setattr("provider.model.served_model.products.compute", slow)
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
     assert begun.wait(TIMEOUT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()

@@ -31,6 +31,7 @@ from tests.support.tensor_port import (
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
+from wire.payload import RowsPayload
 from wire.transport.grpc_stream import GrpcStream
 from wire.transport.tls_stream import TensorStream
 
@@ -141,7 +142,7 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
     monkeypatch.setattr(lane.replica, "product", slow)
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
     assert begun.wait(TIMEOUT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()

@@ -18,7 +18,7 @@ from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from tests.rpc.conftest import Provider
 from tests.rpc.test_cli import Serving, model  # noqa: F401 - model is a fixture
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from tests.rpc.test_stream import CALL, RawStream, ask, assert_served, ring_rows
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
 from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -254,7 +254,7 @@ def test_our_own_ends_negotiate_tls_1_3(provider: Provider) -> None:
     relay = Relay(provider.server.port)
     connection = GrpcConnection(f"grpcs://127.0.0.1:{relay.port}", provider.identity())
     rows = ring_rows(2)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), provider.core.compute(CALL, rows))
+    assert torch.equal(ask(connection, rows), provider.core.compute(CALL, rows))
     connection.close()
     relay.close()
     assert selected_version(relay.from_server) == TLS_1_3

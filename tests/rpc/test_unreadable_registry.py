@@ -22,7 +22,7 @@ from tests.provider.test_registry import Fault
 from tests.rpc.conftest import Provider
 from tests.rpc.links import TIMEOUT_S, GrpcLink, TensorLink
 from tests.rpc.test_hostile_tenant import QUICK_S, service_of
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, assert_served, ring_rows
+from tests.rpc.test_stream import CALL, RawStream, ask, assert_served, ring_rows
 from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType
@@ -158,7 +158,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 
     monkeypatch.setattr(patience, "with_jitter", pause)
     rows = ring_rows(3)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), reached.core.compute(CALL, rows))
+    assert torch.equal(ask(connection, rows), reached.core.compute(CALL, rows))
     assert len(pauses) == 3
 
 

@@ -13,9 +13,10 @@ from noise import sampling
 from noise.params import PARAMETERS, LatticeParameters
 from noise.scheme import GroupSpec, Masked, encode_rows
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.payload import Payload
 from wire.ring import coding
 from wire.ring.quantise import max_norms
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 DEFAULT = PARAMETERS["default"]
@@ -60,7 +61,8 @@ class Provider:
         weight = self.weights[call.group]
         return weight if call.direction is FORWARD else weight.t()
 
-    def effect(self, call: Call, rows: Rows, reply_cols: int) -> _Done:
+    def effect(self, call: Call, payload: Payload, reply_cols: int) -> _Done:
+        rows = payload.rows(call)
         assert isinstance(rows, SeededRows)
         assert (call.purpose, call.arithmetic) == (Purpose.HINT, Arithmetic.RING)
         self.hints.append((call, rows))

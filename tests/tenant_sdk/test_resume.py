@@ -28,6 +28,7 @@ from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from tests.waiting import until
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
 from wire.frame import Call
+from wire.payload import Payload
 
 CALLS_A_STEP = 16
 """More than the half of a step's calls: 9 groups forward, and most of them backward."""
@@ -64,11 +65,11 @@ class Breaking:
         connection: Any = client._open().connections[0]
         submit = connection.submit
 
-        def breaking(call: Call, rows: torch.Tensor, cols: int) -> Any:
+        def breaking(call: Call, payload: Payload, cols: int) -> Any:
             self.count += 1
             if self.count >= self.at:
                 raise Unavailable("the provider is gone")
-            return submit(call, rows, cols)
+            return submit(call, payload, cols)
 
         monkeypatch.setattr(connection, "submit", breaking)
 

@@ -25,6 +25,7 @@ from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, InvalidTensor, NotFinite, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.limits import Limits
+from wire.payload import Payload
 from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -283,11 +284,11 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
     connection: Any = client._open().connections[0]
     submit, counted = connection.submit, [0]
 
-    def breaking(call: Call, rows: Any, cols: int) -> Any:
+    def breaking(call: Call, payload: Payload, cols: int) -> Any:
         counted[0] += 1
         if counted[0] > 2 * a_step + 3:
             raise Unavailable("the provider is gone")
-        return submit(call, rows, cols)
+        return submit(call, payload, cols)
 
     monkeypatch.setattr(connection, "submit", breaking)
     with pytest.warns(NotFiniteWarning), pytest.raises(Unavailable):

@@ -31,6 +31,7 @@ from tests.tenant_sdk import tiny
 from tests.tenant_sdk.tiny import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError
 from wire.frame import Direction
+from wire.payload import Payload
 
 TOLERANCE = 1e-4
 TEXTS = [{"text": "abc def"}, {"text": "a longer line of text"}, {"text": "owl"}, {"text": "Port Hale"}]
@@ -194,13 +195,13 @@ def test_no_backward_call_below_the_lowest_adapter(
     connection, backward = chat_client._open().connections[0], set()
     num_forward, submit = 0, connection.submit
 
-    def spy(call: Any, rows: torch.Tensor, cols: int) -> Any:
+    def spy(call: Any, payload: Payload, cols: int) -> Any:
         nonlocal num_forward
         if call.direction is Direction.BACKWARD:
             backward.add(call.group)
         else:
             num_forward += 1
-        return submit(call, rows, cols)
+        return submit(call, payload, cols)
 
     monkeypatch.setattr(connection, "submit", spy)
     result = chat_client.finetune(
