@@ -14,18 +14,10 @@ from noise.off import Off
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import negacyclic
 from noise.scheme import RowEncoder, decode_rows, encode_rows
-from tests.support.lattice import (
-    BACKWARD,
-    DEFAULT,
-    ETA,
-    FORWARD,
-    TOY,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    wide,
-)
+from tests.support.compiled_kernels import needs_products
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent
+from tests.support.lattice_bounds import ETA, bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
 from wire.errors import InvalidTensor
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import MessagePayload
@@ -167,10 +159,8 @@ def test_rows_are_scaled_alone(make: Any, provider: Provider) -> None:
 
 # ---- one row, by the short way --------------------------------------------------------------------------------------
 
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
 
-
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Provider, direction: Direction) -> None:
     scheme, spec = make(), provider.groups[1]
@@ -200,7 +190,7 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
         taken.clear()
 
 
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_costs_nothing_by_the_short_way_either(
     make: Any, provider: Provider, bad: float
@@ -213,7 +203,7 @@ def test_a_row_that_is_not_finite_costs_nothing_by_the_short_way_either(
     assert (provider.hints, scheme._ledger.audit()) == ([], [])
 
 
-@needs_kernels
+@needs_products
 def test_the_two_ways_share_no_slot(make: Any, provider: Provider) -> None:
     scheme, spec = make(TOY), provider.groups[0]
     rows, seen = torch.zeros(3, spec.in_features), []
@@ -238,7 +228,7 @@ def test_a_group_of_another_session_has_a_codec_of_its_own(make: Any, provider: 
     assert other.codec is not first.codec
 
 
-@needs_kernels
+@needs_products
 def test_what_does_not_fit_a_message_goes_the_other_way(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     encoder, spec = RowEncoder(), provider.groups[0]
     row = rows_of(1, spec.in_features)

@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_linear import RemoteLinear, RemoteWeightError
-from tests.conftest import make_tiny
-from tests.reference.test_parity import batch, relative
+from tests.support.parity import batch, relative
+from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor
 from wire.frame import Call, Direction
 from wire.limits import Limits
