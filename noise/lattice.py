@@ -328,7 +328,7 @@ class Lattice:
             "assumption": "decision Module-LWE with a ternary secret; AES-256-CTR keyed by the operating system",
             "parameters": f"{chosen.name}: q=2^32, {chosen.rank}x{chosen.ring_degree}, sigma={chosen.sigma}",
             "bits": f"{chosen.bits} estimated ({chosen.source})",
-            "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of masks and effects ready, in memory only",
+            "pool": self.pool.describe("masks"),
             "hints": "streamed, not stored",
         }
         if self.keeps_hints:

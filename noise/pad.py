@@ -96,7 +96,7 @@ class Pad:
             "assumption": "AES-256-CTR, keyed by the operating system for each block, is a pseudorandom generator",
             "bits": "256-bit keys",
             "secrets": f"a key of its own for at most {BLOCK_ROWS} rows, counted by the ledger: no budget to spend",
-            "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of pads and effects ready, in memory only",
+            "pool": self.pool.describe("pads"),
         }
 
     def close(self) -> None:
