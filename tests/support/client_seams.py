@@ -1,4 +1,4 @@
-"""What clients open and ask, seen where the SDK passes it on: by the functions that open it, not by a client's state."""
+"""What clients open and ask, seen where the SDK passes it on: at the functions that open it, not in a client."""
 
 from __future__ import annotations
 
