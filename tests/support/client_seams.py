@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 import tenant_sdk.client
+from noise.blocks.pool import Block
 from tenant_sdk.session import Session, open_session
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows
@@ -44,9 +46,19 @@ def before_requests(monkeypatch: pytest.MonkeyPatch, act: Callable[[Call, Rows |
     monkeypatch.setattr(InprocConnection, "submit", watched)
 
 
-def wait_for_mask_makers() -> None:
-    """Waits until no thread makes masks any more: their pools are closed, or each meets an error of its own."""
-    for thread in threading.enumerate():
-        if thread.name == "veilbase-masks":
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive(), "a thread still makes masks"
+def ready_blocks() -> list[Block]:
+    """Returns all blocks of masks in this process that have rows left, whichever client has them."""
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is Block and each.slots.remaining]
+
+
+def mask_makers() -> set[threading.Thread]:
+    """Returns the threads of this process that make masks ahead of use, whichever client has them."""
+    return {thread for thread in threading.enumerate() if thread.name == "veilbase-masks"}
+
+
+def wait_for_ends(threads: Iterable[threading.Thread]) -> None:
+    """Waits until all of these threads have ended."""
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), f"{thread.name} still runs"

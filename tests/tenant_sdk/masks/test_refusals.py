@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import pickle
 import warnings
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from noise.blocks.pool import Block
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from provider.identity.authority import StateDir
@@ -24,6 +22,7 @@ from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
 from tests.reference.test_parity import adapted, batch
+from tests.support.client_seams import ready_blocks
 from tests.support.mask_site import (
     FORWARD,
     TOY,
@@ -210,7 +209,7 @@ def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[s
         model(batch())
     session = site.sessions[-1]
     scheme: Any = session.scheme
-    ready = [each for each in gc.get_objects() if type(each) is Block and each.slots.remaining]
+    ready = ready_blocks()
     block = ready[0]
     for secret in (client, session, scheme, scheme.pool, block, session.verifier, session.executor, model):
         with pytest.raises((TypeError, pickle.PicklingError, AttributeError)):

@@ -16,7 +16,7 @@ from noise.params import LatticeParameters
 from provider.identity.registry import enroll
 from tenant_sdk import TenantClient
 from tests.reference.test_parity import batch, relative
-from tests.support.client_seams import wait_for_mask_makers
+from tests.support.client_seams import mask_makers, wait_for_ends
 from tests.support.mask_site import (
     MODEL_NOISE,
     Site,
@@ -52,6 +52,7 @@ class Few(LatticeParameters):
 
 
 def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_path: Path) -> None:
+    others = mask_makers()
     few = Few("few", 16, 2, 3.2, 0, "a test", toy=True)
     client, (watched,) = site.mtls("llama", mask_options={"parameters": few, "allow_toy": True})
     model, want = client.load_model(), unmasked(site)
@@ -61,7 +62,7 @@ def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_pat
     # The pool reserves ahead: its worker may have drawn a seed and not yet have the hint. It ends its turn with it.
     scheme: Any = site.sessions[0].scheme
     scheme.pool.close()
-    wait_for_mask_makers()
+    wait_for_ends(mask_makers() - others)
     client.close()
     seeds = audited(tmp_path / "tenant0" / "ledger", tmp_path / "tenant0")
     assert all(seed.used <= 50 for seed in seeds)
