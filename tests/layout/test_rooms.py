@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 FOLDERS = sorted(
     str(init.parent.relative_to(ROOT))

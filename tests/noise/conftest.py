@@ -13,11 +13,9 @@ from noise.hints.store import HintStore
 from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
 from noise.params import LatticeParameters
-from tests.support.lattice import (
-    DEFAULT,
-    Provider,
-    weight_of,
-)
+from tests.support.lattice import Provider, weight_of
+from tests.support.mask_parameters import DEFAULT
+from tests.support.spies import results_of
 
 
 @pytest.fixture
@@ -49,17 +47,4 @@ def make(tmp_path: Path, provider: Provider) -> Any:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
     """The secrets and errors that are drawn, in order."""
-    seen: dict[str, list[torch.Tensor]] = {"secret": [], "error": []}
-    ternary, error = sampling.ternary, sampling.error
-
-    def spy_ternary(*arguments: Any) -> torch.Tensor:
-        seen["secret"].append(ternary(*arguments))
-        return seen["secret"][-1]
-
-    def spy_error(*arguments: Any) -> torch.Tensor:
-        seen["error"].append(error(*arguments))
-        return seen["error"][-1]
-
-    monkeypatch.setattr(sampling, "ternary", spy_ternary)
-    monkeypatch.setattr(sampling, "error", spy_error)
-    return seen
+    return {"secret": results_of(monkeypatch, sampling, "ternary"), "error": results_of(monkeypatch, sampling, "error")}

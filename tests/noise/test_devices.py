@@ -19,7 +19,10 @@ from noise.pad import Pad
 from noise.polynomial import kernels as mask_kernels
 from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, RowCodecs, decode_rows, encode_rows
-from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, weight_of, wide
+from tests.support.compiled_kernels import needs_products, needs_transforms
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
 from wire.frame import Arithmetic, Direction, row_of
 from wire.ring import coding, product
 from wire.ring import kernels as wire_kernels
@@ -27,11 +30,9 @@ from wire.ring.seeded_rows import SeededRows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FORMS = [
-    pytest.param(True, id="compiled", marks=pytest.mark.skipif(
-        not (mask_kernels.available() and wire_kernels.available()), reason="no compiled kernels on this machine"
-    )),
+    pytest.param(True, id="compiled", marks=[needs_transforms, needs_products]),
     pytest.param(False, id="torch"),
-]  # fmt: skip
+]
 CACHED: list[Any] = [
     negacyclic._twist, negacyclic._untwist, negacyclic._rounder, product.int_mm_is_exact, product.int_mm_is_fast
 ]  # fmt: skip
@@ -191,7 +192,7 @@ def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.M
     assert [alpha.device for alpha in seen if alpha is not None] == [META, CPU]
 
 
-@pytest.mark.skipif(not wire_kernels.available(), reason="no compiled kernels on this machine")
+@needs_products
 def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales that began on another device do not take the shorter way from rows on the CPU."""
     kept = spec.alpha.clone()

@@ -14,21 +14,13 @@ from noise.off import Off
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import negacyclic
 from noise.scheme import RowCodecs, decode_rows, encode_rows
-from tests.support.lattice import (
-    BACKWARD,
-    DEFAULT,
-    ETA,
-    FORWARD,
-    TOY,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    wide,
-)
+from tests.support.compiled_kernels import needs_products
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent
+from tests.support.lattice_bounds import ETA, bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
 from wire.errors import InvalidTensor
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, row_of
-from wire.ring import coding, kernels
+from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
 
 # ---- exactness ------------------------------------------------------------------------------------------------------
@@ -166,10 +158,8 @@ def test_rows_are_scaled_alone(make: Any, provider: Provider) -> None:
 
 # ---- one row, by the short way --------------------------------------------------------------------------------------
 
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
 
-
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Provider, direction: Direction) -> None:
     scheme, spec = make(), provider.groups[1]
@@ -197,7 +187,7 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
         taken.clear()
 
 
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_costs_nothing_by_the_short_way_either(
     make: Any, provider: Provider, bad: float
@@ -210,7 +200,7 @@ def test_a_row_that_is_not_finite_costs_nothing_by_the_short_way_either(
     assert (provider.hints, scheme._ledger.audit()) == ([], [])
 
 
-@needs_kernels
+@needs_products
 def test_the_two_ways_share_no_slot(make: Any, provider: Provider) -> None:
     scheme, spec = make(TOY), provider.groups[0]
     rows, seen = torch.zeros(1, spec.in_features), []

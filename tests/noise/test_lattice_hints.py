@@ -18,18 +18,10 @@ from noise import lattice, sampling
 from noise.blocks.pool import DEFAULT_BYTES
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
-from tests.support.lattice import (
-    DEFAULT,
-    FORWARD,
-    TIMEOUT_S,
-    TOY,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    weight_of,
-    wide,
-)
+from tests.support.lattice import FORWARD, Provider, rows_of, sent, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MaskError, Unavailable, VerificationFailed
 from wire.limits import Limits
 
@@ -240,16 +232,16 @@ def test_closing_while_the_worker_makes_masks(make: Any, provider: Provider) -> 
 
     def hold() -> None:
         reached.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(WAIT_S)
 
     provider.fail = hold
     scheme._hints.forget(scheme._epoch.seed.seed)  # so that the worker has to ask the provider
     scheme.mask(spec, FORWARD, rows_of(511, 40))
-    assert reached.wait(TIMEOUT_S)
+    assert reached.wait(WAIT_S)
     scheme.close()
     go_on.set()
     worker = scheme.pool._worker
     assert worker is not None
-    worker.join(TIMEOUT_S)
+    worker.join(WAIT_S)
     assert not worker.is_alive()
     assert scheme.pool.ready_bytes == 0

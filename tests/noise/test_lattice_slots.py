@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,17 +13,10 @@ import torch
 
 from noise import sampling
 from noise.polynomial import negacyclic
-from tests.support.lattice import (
-    BACKWARD,
-    DEFAULT,
-    FORWARD,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    weight_of,
-    wide,
-)
+from tests.support.forked_child import in_child
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
 from wire.errors import InvalidTensor, MaskError, MaskReused, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring import coding
@@ -247,24 +239,13 @@ def test_eight_threads_and_a_worker(make: Any, provider: Provider) -> None:
 def test_a_forked_child_is_refused_and_the_parent_goes_on(make: Any, provider: Provider) -> None:
     scheme, spec, rows = make(background=True), provider.groups[0], rows_of(2, 40)
     scheme.mask(spec, FORWARD, rows)
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        said = []
+
+    def child() -> str:
         for use in (lambda: scheme.mask(spec, FORWARD, rows), lambda: scheme.prepare(spec, FORWARD, 9000)):
-            try:
+            with pytest.raises(MaskReused):
                 use()
-                said.append("no error")
-            except MaskReused:
-                said.append("refused")
-            except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-                said.append(type(exc).__name__)
-        os.write(write, " ".join(said).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        assert pipe.read() == b"refused refused"
-    os.waitpid(pid, 0)
+        return "refused twice"
+
+    assert in_child(child) == "refused twice"
     exact, bound, _ = bounds(spec, FORWARD, provider.weights[0], rows, DEFAULT, 128)
     assert bool(((wide(provider.answer(scheme.mask(spec, FORWARD, rows))) - exact).abs() <= bound).all())

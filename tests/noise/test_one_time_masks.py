@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,30 +19,20 @@ from noise.off import Off
 from noise.pad import BLOCK_ROWS, Pad
 from noise.scheme import GroupSpec, Masked, encode_rows
 from noise.shares import Shares
-from wire.errors import ConfigurationError, InvalidTensor, MaskError
+from tests.support.forked_child import in_child
+from tests.support.lattice import group_of, weight_of
+from wire.errors import ConfigurationError, InvalidTensor, MaskError, MaskReused
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring import coding
-from wire.ring.quantise import max_norms
 from wire.ring.seeded_rows import SeededRows
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randint(-127, 128, (d, m), generator=generator, dtype=torch.int8)
-    return weight
-
-
 WEIGHTS = [weight_of(40, 24, 1), weight_of(3, 56, 2)]
 
 
-def group_of(number: int) -> GroupSpec:
-    weight = WEIGHTS[number]
-    return GroupSpec(number, *weight.shape, *max_norms(weight), torch.linspace(0.001, 0.01, weight.shape[1]))
-
-
-GROUPS = [group_of(0), group_of(1)]
+GROUPS = [group_of(number, weight) for number, weight in enumerate(WEIGHTS)]
 
 
 def product(call: Call, rows: torch.Tensor) -> torch.Tensor:
@@ -154,20 +143,13 @@ def test_eight_threads_never_share_a_row_or_a_seed(scheme: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_gets_no_mask(scheme: Any) -> None:
     scheme.mask(GROUPS[0], FORWARD, rows_of(2, 40))
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
+
+    def child() -> str:
+        with pytest.raises(MaskReused):
             scheme.mask(GROUPS[0], FORWARD, rows_of(2, 40))
-            said = "no error"
-        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-            said = type(exc).__name__
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        assert pipe.read() == b"MaskReused"
-    os.waitpid(pid, 0)
+        return "refused"
+
+    assert in_child(child) == "refused"
     masked = scheme.mask(GROUPS[0], FORWARD, rows_of(2, 40))
     plain = Off(Arithmetic.RING).mask(GROUPS[0], FORWARD, rows_of(2, 40))
     assert torch.equal(masked.unmask(answers(masked)), plain.unmask(answers(plain)))

@@ -22,7 +22,8 @@ import torch
 from noise import sampling
 from noise.params import PARAMETERS, LatticeParameters
 from noise.sampling import Csprng, centred_binomial, discrete_gaussian, error, error_bound, ternary
-from tests.waiting import end
+from tests.support.forked_child import in_child
+from tests.support.waiting import end
 from wire.errors import ConfigurationError
 
 RNG = Csprng()
@@ -117,17 +118,7 @@ def test_the_limit_of_one_key_is_2_36_bytes() -> None:
 
 def child_bytes(rng: Csprng) -> bytes:
     """What a forked child draws next."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, bytes(rng.array(64)))
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        made = pipe.read()
-    os.waitpid(child, 0)
+    made = bytes.fromhex(in_child(lambda: bytes(rng.array(64)).hex()))
     assert len(made) == 64
     return made
 

@@ -13,7 +13,9 @@ import torch
 
 from noise import verify
 from noise.verify import FAILED, Verifier
-from tests.noise.blocks.test_pool import in_child
+from tests.support.forked_child import in_child
+from tests.support.lattice import weight_of
+from tests.support.ring_rows import ring_rows
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
 from wire.ring import coding
@@ -28,16 +30,6 @@ FOLDED = verify._FOLD_FROM
 def _folds_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it would be slow, and so is not done."""
     monkeypatch.setattr(verify, "int_mm_is_fast", int_mm_is_exact)
-
-
-def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-127, 128, (d, m), generator=generator, dtype=torch.int8)
-
-
-def ring_rows(num_rows: int, features: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (num_rows, features), generator=generator).to(torch.int32)
 
 
 def exact(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -375,7 +367,7 @@ def test_folding_misses_as_often_as_the_law_says() -> None:
 
 
 def test_one_uniform_column_would_miss_half() -> None:
-    """Why R is binary: the control of the law above, with the check that DESIGN.md warns of."""
+    """The control of the law above: one vector that is not binary (docs/decisions/0005-verification.md)."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.randint(0, 2**32, (TRIALS,), generator=generator)
     missed = int(((columns * 2**31) % 2**32 == 0).sum())

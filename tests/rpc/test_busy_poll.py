@@ -11,18 +11,22 @@ import pytest
 
 import provider.net.service as provider_service
 from provider.identity.registry import revoke
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, connect
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of, until
-from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
+from tests.support.links import connect
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.stream_sessions import service_of
 from tests.support.tensor_port import hear
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import FrameType, Header
 from wire.transport import busy_poll, tls_socket
 from wire.transport.busy_poll import BusyPoll
 
-ENDLESS_S = 10 * TIMEOUT_S
+ENDLESS_S = 10 * WAIT_S
 
 
 class Patient(BusyPoll):
@@ -55,7 +59,7 @@ def test_replies_of_any_size_come(patient: None, provider: Provider) -> None:
     connection = provider.connect()
     for count in (1, 1, 300, 1, 4096, 1):
         rows = ring_rows(count)
-        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+        assert ask(connection, rows).equal(provider.served_model.compute(CALL, rows))
     assert Patient.looks > 6
 
 
@@ -75,7 +79,7 @@ def test_a_reply_that_another_thread_made_is_sent(
     connection = provider.connect()
     rows = ring_rows(300)
     for _ in range(3):
-        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+        assert ask(connection, rows).equal(provider.served_model.compute(CALL, rows))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -131,8 +135,8 @@ def test_an_end_is_noticed(patient: None, provider: Provider, event: str) -> Non
 
 def test_a_tenant_that_closes_while_it_looks_ends(patient: None, provider: Provider) -> None:
     connection = provider.connect()
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     began = time.monotonic()
     connection.close()
     until(lambda: not service_of(provider)._sessions, "the end of the session")
-    assert time.monotonic() - began < TIMEOUT_S
+    assert time.monotonic() - began < WAIT_S

@@ -14,49 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import make_tiny
+from tests.support.provider_command import Serving, one_line_error, run
+from tests.support.ring_products import CALL
+from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, VeilbaseError
-from wire.frame import Arithmetic, Call, Direction
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
-
-TIMEOUT_S = 60
-CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    make_tiny("llama", folder)
-    return folder
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "provider", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-
-
-def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
-    assert done.returncode == 1, done.stderr
-    assert done.stdout == ""
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("provider: ")
-    return lines[0]
-
-
-class Serving:
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-m", "provider", "serve", "--threads", "1", *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        word, self.url = self.process.stdout.readline().split()
-        assert word == "ready"
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
-        self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=TIMEOUT_S)
-        return self.process.returncode, out, err
 
 
 @pytest.fixture
@@ -195,7 +158,7 @@ for command in {commands}:
     app([*command, *{state}], standalone_mode=False)
 assert not {{'torch', 'grpc', 'transformers'}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert "revoked 1 certificate of acme" in done.stdout
 
@@ -208,6 +171,6 @@ def test_stopping_while_it_loads(model: Path, tmp_path: Path) -> None:
     assert process.stderr is not None
     assert "loading" in process.stderr.readline()
     process.terminate()
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     assert "Traceback" not in err

@@ -21,12 +21,14 @@ import provider.net.service as service_module
 import provider.net.session as session_module
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.service import MAX_CALLS_PER_TENANT, ProviderService
+from provider.net.service import MAX_CALLS_PER_TENANT
 from provider.net.session import Session
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
-from tests.rpc.test_stream import CALL, COLS, RawStream, assert_served
-from tests.waiting import until
+from tests.support.loopback_provider import Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, assert_served
+from tests.support.ring_rows import COLS
+from tests.support.stream_sessions import service_of, session_of
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
@@ -39,24 +41,11 @@ SMALLEST_WINDOW = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-QUICK_S = 0.05
-"""Sweeps come this often here, every two seconds otherwise."""
 LARGE_ROWS, SMALL_ROWS = 4096, 8
 """A reply of 1 MiB, made by the worker; one of 2 KiB, made by the thread that reads."""
 NUM_REQUESTS = 12
 FIRST = 3
 """The first request that a stuck session has not seen."""
-
-
-def service_of(provider: Provider) -> ProviderService:
-    assert provider.server._service is not None
-    return provider.server._service
-
-
-def session_of(provider: Provider, tenant: str) -> Session:
-    service = service_of(provider)
-    until(lambda: any(one.tenant == tenant for one in list(service._sessions)), f"a session of {tenant}")
-    return next(one for one in list(service._sessions) if one.tenant == tenant)
 
 
 class Deaf:
@@ -72,7 +61,7 @@ class Deaf:
         """Another stream; later `send`s go there."""
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method = self._channel.stream_stream(STREAM_METHOD)
-        call = method(iter(outgoing.get, None), timeout=10 * TIMEOUT_S)  # its end must not be what a test waits for
+        call = method(iter(outgoing.get, None), timeout=10 * WAIT_S)  # its end must not be what a test waits for
         self._streams.append((call, outgoing))
         self.send(frame.hello(FrameType.HELLO))
         return call
@@ -113,14 +102,14 @@ class Replies:
 
     def wait_taken(self, number: int) -> None:
         for _ in range(number):
-            assert self.taken.acquire(timeout=TIMEOUT_S), "a reply was never made"
+            assert self.taken.acquire(timeout=WAIT_S), "a reply was never made"
 
 
 @pytest.fixture
-def replies(tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
+def replies(tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
     """Goes before `provider`, which takes `product` as it is when it starts."""
     made = Replies()
-    product, answer = tiny_core.compute, Session._answer
+    product, answer = tiny_served_model.compute, Session._answer
 
     def watched(call: Call, rows: torch.Tensor) -> torch.Tensor:
         # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
@@ -133,15 +122,9 @@ def replies(tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
         if session.tenant == DEAF:
             made.taken.release()
 
-    monkeypatch.setattr(tiny_core, "compute", watched)
+    monkeypatch.setattr(tiny_served_model, "compute", watched)
     monkeypatch.setattr(Session, "_answer", counted)
     return made
-
-
-@pytest.fixture
-def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture
@@ -167,10 +150,10 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
 
 
 def test_streams_above_the_limit_hold_no_thread(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
-    running = start(tiny_core)
+    running = start(tiny_served_model)
     service, deaf = service_of(running), Deaf(running)
     for _ in range(MAX_CALLS_PER_TENANT):
         deaf.open()
@@ -181,17 +164,17 @@ def test_streams_above_the_limit_hold_no_thread(
         assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
         assert refused.details() == "too many calls at once"  # ours, not gRPC's for all threads busy
     assert dict(service._calls) == {DEAF: MAX_CALLS_PER_TENANT}
-    assert_served(running.connect("modest"), tiny_core)
+    assert_served(running.connect("modest"), tiny_served_model)
     deaf.close()
     until(lambda: not service._calls.get(DEAF), "its calls are over")
     assert not [one for one in list(service._sessions) if one.tenant == DEAF]
 
 
 def test_many_tenants_that_take_all_they_can_leave_a_thread_for_the_next(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_THREADS", 64)
-    service = service_of(start(tiny_core))
+    service = service_of(start(tiny_served_model))
     for number in range(19):
         while service._take_place(f"t{number}"):
             pass
@@ -230,12 +213,12 @@ def test_replies_that_nobody_wants_any_more_are_freed(
     assert not session._requests
     assert session._output.qsize() <= 2 * NUM_REQUESTS  # what is left there has no size
     assert session in service_of(provider)._sessions
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)
 
 
 def test_a_reply_that_is_half_sent_is_freed_with_its_stream(replies: Replies, provider: Provider) -> None:
     stream = RawStream(provider)
-    widest = max(provider.core.manifest().groups, key=lambda group: group.out_features)
+    widest = max(provider.served_model.manifest().groups, key=lambda group: group.out_features)
     rows = torch.zeros(LARGE_ROWS, widest.in_features, dtype=torch.int32)
     stream.send(*stream.request(1, rows, replace(CALL, group=widest.id)))
     first = stream.receive()
@@ -259,7 +242,7 @@ def fails(session: Session, _deaf: Deaf, _replies: Replies, monkeypatch: pytest.
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(session, "sweep", broken)
-    assert failed.wait(TIMEOUT_S)
+    assert failed.wait(WAIT_S)
 
 
 FEW = 8
@@ -339,4 +322,4 @@ def test_a_revoked_tenant_that_never_reads_is_dropped(
     until(lambda: not service._calls, "its thread is free")
     assert session._held_bytes == 0
     until(lambda: replies.num_alive() == 0, "the end of its replies")
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)

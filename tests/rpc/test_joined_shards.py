@@ -25,7 +25,7 @@ from provider.shards.join import JoiningShard
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
-from tests.waiting import comes, end, until
+from tests.support.waiting import comes, end, until
 from wire import frame
 from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
@@ -39,15 +39,15 @@ RING = Arithmetic.RING
 class Site:
     """A provider of two shards that has no weights, and hosts that join it."""
 
-    def __init__(self, core: ServedModel, folder: Path) -> None:
-        self.core, self.folder = core, folder
+    def __init__(self, served_model: ServedModel, folder: Path) -> None:
+        self.served_model, self.folder = served_model, folder
         self.state = StateDir(folder / "state")
-        self.plan = make_plan(core.manifest().groups, 2)
+        self.plan = make_plan(served_model.manifest().groups, 2)
         self.server = Server("127.0.0.1", 0, self.state)
-        front = ServedModel(core.served)
+        front = ServedModel(served_model.served)
         front.let_weights_go()
         self.service: ProviderService = self.server.start(
-            front, [Shard(ids, [], make_scheduler(core.served, Policy(), profiled=False)) for ids in self.plan]
+            front, [Shard(ids, [], make_scheduler(served_model.served, Policy(), profiled=False)) for ids in self.plan]
         )
         self.url = f"grpcs://127.0.0.1:{self.server.port}"
         self.connection = GrpcConnection(self.url, self.identity("acme"))
@@ -70,15 +70,15 @@ class Site:
         return joining
 
     def load(self, assignment: Assignment) -> dict[int, ServedGroup]:
-        return {group: self.core.served.groups[group] for group in assignment.digests}
+        return {group: self.served_model.served.groups[group] for group in assignment.digests}
 
     def product(self, call: Call, rows: torch.Tensor | SeededRows) -> torch.Tensor:
-        info = self.core.manifest().groups[call.group]
+        info = self.served_model.manifest().groups[call.group]
         reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
         return self.connection.submit(call, rows, reply_cols).result()
 
     def rows(self, call: Call, count: int) -> torch.Tensor:
-        info = self.core.manifest().groups[call.group]
+        info = self.served_model.manifest().groups[call.group]
         cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
         if call.arithmetic is Arithmetic.FLOAT:
             return torch.randn(count, cols)
@@ -94,8 +94,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tiny_core: ServedModel, tmp_path: Path) -> Iterator[Site]:
-    made = Site(tiny_core, tmp_path)
+def site(tiny_served_model: ServedModel, tmp_path: Path) -> Iterator[Site]:
+    made = Site(tiny_served_model, tmp_path)
     yield made
     made.close()
 
@@ -103,19 +103,19 @@ def site(tiny_core: ServedModel, tmp_path: Path) -> Iterator[Site]:
 def test_every_product_of_joined_shards_is_the_same(site: Site) -> None:
     site.join(0)
     site.join(1)
-    for group in range(len(site.core.manifest().groups)):
+    for group in range(len(site.served_model.manifest().groups)):
         for direction in Direction:
             for arithmetic in Arithmetic:
                 call = Call(group, direction, arithmetic)
                 for count in (0, 1, 7):
                     rows = site.rows(call, count)
-                    assert torch.allclose(site.product(call, rows), site.core.compute(call, rows))
+                    assert torch.allclose(site.product(call, rows), site.served_model.compute(call, rows))
             hint = Call(group, direction, RING, Purpose.HINT)
             seeded = SeededRows(bytes(32), 3, 9)
-            assert torch.equal(site.product(hint, seeded), site.core.compute(hint, seeded))
+            assert torch.equal(site.product(hint, seeded), site.served_model.compute(hint, seeded))
     call = Call(0, Direction.FORWARD, RING)
     rows = site.rows(call, 4096)  # several pieces, and frames
-    assert torch.equal(site.product(call, rows), site.core.compute(call, rows))
+    assert torch.equal(site.product(call, rows), site.served_model.compute(call, rows))
 
 
 def test_a_fault_of_a_request_is_no_loss(site: Site) -> None:
@@ -133,7 +133,7 @@ def test_a_host_that_leaves_and_one_that_comes(site: Site) -> None:
     first = site.join(0)
     call = Call(0, Direction.FORWARD, RING)
     rows = site.rows(call, 20)
-    expected = site.core.compute(call, rows)
+    expected = site.served_model.compute(call, rows)
     assert torch.equal(site.product(call, rows), expected)
     first.stop()
     until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
@@ -153,7 +153,7 @@ def test_one_of_two_hosts_is_lost(site: Site) -> None:
     one.stop()
     for _ in range(30):
         rows = site.rows(call, 20)
-        assert torch.equal(site.product(call, rows), site.core.compute(call, rows))
+        assert torch.equal(site.product(call, rows), site.served_model.compute(call, rows))
     until(lambda: site.service.num_replicas[0] == (1, 1), "the loss to be known")
 
 
@@ -274,7 +274,7 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
 
     def words() -> Iterator[bytes]:
         yield pack(Join(protocol=PROTOCOL_VERSION, shard=0))
-        yield pack(Ready(digests={one: site.core.fingerprints[one] for one in site.plan[0]}))
+        yield pack(Ready(digests={one: site.served_model.fingerprints[one] for one in site.plan[0]}))
         comes(asked, "a request")
         header = headers[0]
         reply = Header(FrameType.REPLY, header.request_id, header.call, header.rows, 64, 0, header.rows * 64 * 4)
@@ -312,14 +312,14 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
     comes(asked, "a request")
     site.join(0, "another")
     end(asking)
-    assert torch.equal(answers[0], site.core.compute(call, rows))
+    assert torch.equal(answers[0], site.served_model.compute(call, rows))
     answered.set()
     end(thread)
 
 
-def test_without_tls_nobody_joins(tiny_core: ServedModel) -> None:
+def test_without_tls_nobody_joins(tiny_served_model: ServedModel) -> None:
     server = Server("127.0.0.1", 0, None)
-    server.start(tiny_core)
+    server.start(tiny_served_model)
     try:
         with pytest.raises(ConfigurationError, match="takes none"):
             JoiningShard(f"grpc://127.0.0.1:{server.port}", None, 0, lambda assignment: {}).run()

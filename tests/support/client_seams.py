@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import tenant_sdk.client
 from noise.blocks.pool import Block
-from tenant_sdk.session import Session, open_session
+from tenant_sdk.session import Session
+from tests.support.spies import results_of
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows
 from wire.transport.connection import Pending
 from wire.transport.inproc import InprocConnection
 
-TIMEOUT_S = 60.0
-
 
 def opened_sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     """Returns a list to which the session of every client is added when the client opens it."""
-    opened: list[Session] = []
-
-    def keeping(*arguments: object) -> Session:
-        opened.append(open_session(*arguments))  # type: ignore[arg-type]
-        return opened[-1]
-
-    monkeypatch.setattr(tenant_sdk.client, "open_session", keeping)
-    return opened
+    return results_of(monkeypatch, tenant_sdk.client, "open_session")
 
 
 def before_requests(monkeypatch: pytest.MonkeyPatch, act: Callable[[Call, Rows | bytearray], object]) -> None:
@@ -55,10 +47,3 @@ def ready_blocks() -> list[Block]:
 def mask_makers() -> set[threading.Thread]:
     """Returns the threads of this process that make masks ahead of use, whichever client has them."""
     return {thread for thread in threading.enumerate() if thread.name == "veilbase-masks"}
-
-
-def wait_for_ends(threads: Iterable[threading.Thread]) -> None:
-    """Waits until all of these threads have ended."""
-    for thread in threads:
-        thread.join(TIMEOUT_S)
-        assert not thread.is_alive(), f"{thread.name} still runs"

@@ -22,6 +22,7 @@ from noise.ledger.ledger import Ledger
 from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels, negacyclic
 from noise.scheme import GroupSpec
+from tests.support.answered import Answered
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
 from wire.ring import coding
@@ -34,23 +35,15 @@ ROWS = 600
 """More than a block."""
 
 
-class _Sent:
-    def __init__(self, reply: torch.Tensor) -> None:
-        self._reply = reply
-
-    def result(self) -> torch.Tensor:
-        return self._reply
-
-
 @contextlib.contextmanager
 def tenant(folder: Path, parameters: LatticeParameters, in_pieces: bool) -> Iterator[Lattice]:
     """The scheme of noise/ as a session makes it, with a provider that answers hints."""
     weights = [torch.randint(-127, 128, each, dtype=torch.int8) for each in WIDTHS]
 
-    def effect(call: Call, rows: Rows, reply_cols: int) -> _Sent:
+    def effect(call: Call, rows: Rows, reply_cols: int) -> Answered:
         assert isinstance(rows, SeededRows)
         weight = weights[call.group] if call.direction is Direction.FORWARD else weights[call.group].t().contiguous()
-        return _Sent(coding.product(rows.expand(weight.shape[0]), weight))
+        return Answered(coding.product(rows.expand(weight.shape[0]), weight))
 
     store = HintStore(folder / "hints")
     pool_bytes = 1 if in_pieces else 1 << 28

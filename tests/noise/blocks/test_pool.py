@@ -6,10 +6,8 @@ import contextlib
 import copy
 import gc
 import itertools
-import os
 import pickle
 import random
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +19,13 @@ import torch
 from noise.blocks.pool import Block, MaskPool
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
+from tests.support.forked_child import in_child
+from tests.support.waiting import WAIT_S
 from wire.errors import MaskError, MaskReused, Unavailable
 from wire.frame import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 BLOCK_ROWS = 8
-TIMEOUT_S = 60.0
 WORKER = "veilbase-masks"
 
 
@@ -90,7 +89,7 @@ def numbers(taken: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
 
 def wait_until(pool: MaskPool, condition: Callable[[], bool]) -> None:
     with pool._state:
-        assert pool._state.wait_for(condition, TIMEOUT_S), "the worker did not get there"
+        assert pool._state.wait_for(condition, WAIT_S), "the worker did not get there"
 
 
 def ready_rows(pool: MaskPool, number: int = 0, direction: Direction = FORWARD) -> int:
@@ -110,7 +109,7 @@ def test_eight_threads_never_share_a_row(make_pool: Any, background: bool, budge
 
     def work(seed: int) -> list[int]:
         draw, mine = random.Random(seed), []
-        start.wait(TIMEOUT_S)
+        start.wait(WAIT_S)
         for _ in range(60):
             spec, direction = draw.choice(keys)
             wanted = draw.choice([1, 1, 2, 7, 8, 9, 30])
@@ -172,7 +171,7 @@ def test_callers_that_wait_for_a_maker_that_fails_are_freed(make_pool: Any, mill
     go_on = threading.Event()
 
     def fail() -> None:
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(WAIT_S)
         raise Unavailable("gone")
 
     mill.before = fail
@@ -185,7 +184,7 @@ def test_callers_that_wait_for_a_maker_that_fails_are_freed(make_pool: Any, mill
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(work) for _ in range(4)]
         go_on.set()
-        assert [each.result(TIMEOUT_S) for each in waiting] == ["gone"] * 4
+        assert [each.result(WAIT_S) for each in waiting] == ["gone"] * 4
 
 
 def test_an_error_in_the_worker_comes_up_at_the_next_caller_who_needs_a_row(make_pool: Any, mill: Mill) -> None:
@@ -200,7 +199,7 @@ def test_an_error_in_the_worker_comes_up_at_the_next_caller_who_needs_a_row(make
 
     mill.before = fail
     assert numbers(pool.take(group(), FORWARD, BLOCK_ROWS - 2)) == list(range(2, BLOCK_ROWS))
-    assert failed.wait(TIMEOUT_S), "the worker was to refill"
+    assert failed.wait(WAIT_S), "the worker was to refill"
     assert numbers(pool.take(group(), FORWARD, 1)) == [BLOCK_ROWS]  # what was ready is still good
     with pytest.raises(Unavailable, match="gone"):
         pool.take(group(), FORWARD, 1)
@@ -218,7 +217,7 @@ def test_the_worker_refills_in_the_order_of_use(make_pool: Any, mill: Mill) -> N
     for spec in specs:
         pool.prepare(spec, FORWARD, BLOCK_ROWS)
     go_on = threading.Event()
-    mill.before = lambda: None if go_on.wait(TIMEOUT_S) else pytest.fail("held too long")
+    mill.before = lambda: None if go_on.wait(WAIT_S) else pytest.fail("held too long")
     for number in (2, 0, 3, 1):
         pool.take(specs[number], FORWARD, BLOCK_ROWS - 1)
     go_on.set()
@@ -316,9 +315,9 @@ def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill) -> No
     pool._state.wait = sleep  # type: ignore[method-assign]
     pool.prepare(first, FORWARD, BLOCK_ROWS)
     pool.take(first, FORWARD, BLOCK_ROWS - 1)
-    assert sleeps.acquire(timeout=TIMEOUT_S)
+    assert sleeps.acquire(timeout=WAIT_S)
     pool.take(second, FORWARD, BLOCK_ROWS)  # both are wanted from now on, and there is no room
-    assert sleeps.acquire(timeout=TIMEOUT_S)
+    assert sleeps.acquire(timeout=WAIT_S)
     assert mill.by_worker() == []
     pool.take(first, FORWARD, 1)
     wait_until(pool, lambda: ready_rows(pool, 0) == BLOCK_ROWS)
@@ -402,20 +401,20 @@ def test_closing_drops_all_while_the_worker_works(make_pool: Any, mill: Mill) ->
 
     def hold() -> None:
         in_maker.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(WAIT_S)
 
     mill.before = hold
     pool.take(group(), FORWARD, BLOCK_ROWS - 1)
-    assert in_maker.wait(TIMEOUT_S)
+    assert in_maker.wait(WAIT_S)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pool.take, group(), FORWARD, 1)
         pool.close()
         with pytest.raises(MaskError, match="closed"):
-            waiting.result(TIMEOUT_S)
+            waiting.result(WAIT_S)
     go_on.set()
     worker = pool._worker
     assert worker is not None
-    worker.join(TIMEOUT_S)
+    worker.join(WAIT_S)
     assert not worker.is_alive()
     assert (pool.ready_bytes, len(pool._shelves)) == (0, 0), "what the worker was making must not be kept"
     for use in (lambda: pool.take(group(), FORWARD, 1), lambda: pool.prepare(group(), FORWARD, 1)):
@@ -431,28 +430,8 @@ def test_a_forgotten_pool_ends_its_worker(mill: Mill) -> None:
     assert worker is not None
     del pool
     gc.collect()
-    worker.join(TIMEOUT_S)
+    worker.join(WAIT_S)
     assert not worker.is_alive()
-
-
-def in_child(work: Callable[[], str]) -> str:
-    """What `work` says in a forked child; `hung` if it never does."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, lambda *_: (os.write(write, b"hung"), os._exit(1)))
-        signal.alarm(10)
-        try:
-            answer = work()
-        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-            answer = f"{type(exc).__name__}: {exc}"
-        os.write(write, answer.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read().decode()
-    os.waitpid(pid, 0)
-    return answer
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -466,7 +445,7 @@ def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, held
     def hold() -> None:
         with pool._state:
             holding.set()
-            go_on.wait(TIMEOUT_S)
+            go_on.wait(WAIT_S)
 
     def child() -> str:
         said = [f"{len(pool._shelves)} shelves, {pool.ready_bytes} bytes"]
@@ -482,7 +461,7 @@ def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, held
     with ThreadPoolExecutor(1) as threads:
         if held:
             threads.submit(hold)
-            assert holding.wait(TIMEOUT_S)
+            assert holding.wait(WAIT_S)
         answer = in_child(child)
         go_on.set()
     assert answer == "0 shelves, 0 bytes, refused, refused, closed"

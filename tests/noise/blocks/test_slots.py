@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from noise.blocks.slots import Slots, SlotsExhausted
+from tests.support.thread_switches import switching_every
+from tests.support.threads import together
 from wire.errors import MaskError, MaskReused
-
-TIMEOUT_S = 60
-
-
-def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
-    """Runs `work` in that many threads, all let go at once."""
-    gate = threading.Barrier(num_threads)
-
-    def run(_: int) -> Any:
-        gate.wait(TIMEOUT_S)
-        return work()
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(run, range(num_threads)))
 
 
 def test_rows_are_handed_out_once_and_in_order() -> None:
@@ -72,10 +57,8 @@ def test_a_number_that_is_no_count_burns_and_returns_nothing(num_rows: Any) -> N
 @pytest.fixture
 def _eager_switching() -> Iterator[None]:
     """Threads take turns as often as the interpreter can, so that a missing lock shows."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-7)
-    yield
-    sys.setswitchinterval(interval)
+    with switching_every(1e-7):
+        yield
 
 
 @pytest.mark.usefixtures("_eager_switching")

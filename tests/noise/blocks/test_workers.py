@@ -12,7 +12,7 @@ import torch
 
 from noise.blocks import workers
 from noise.blocks.workers import share
-from tests.waiting import end
+from tests.support.waiting import end
 
 
 @pytest.fixture(params=[1, 2, 4])

@@ -22,52 +22,12 @@ from noise.hints.file import HEADER_BYTES, Hint
 from noise.hints.store import HintKey, HintStore
 from noise.params import choose
 from noise.polynomial.negacyclic import product, secret_transform
-from tests.noise.blocks.test_pool import in_child
-from tests.waiting import WAIT_S
+from tests.support.damage import flip
+from tests.support.exact_hints import KEY, ROWS, Provider, Reply, exact_hint
+from tests.support.forked_child import in_child
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, Unavailable, VerificationFailed
 from wire.frame import Direction
-
-ROWS = 48
-KEY = HintKey("a" * 64, bytes(range(32)), 3, Direction.FORWARD)
-EDGES = [-(2**31), 2**31 - 1, -1, 0, 1, 127, 128, -128, -129, 2**31 - 128, 2**31 - 129, 2047, 2048, -2048, 511, 512]
-
-
-def exact_hint(features: int, rows: int = ROWS) -> torch.Tensor:
-    """int32, shape (rows, features), every edge of rounding among its numbers."""
-    generator = torch.Generator().manual_seed(features)
-    hint = torch.randint(-(2**31), 2**31, (rows, features), generator=generator).to(torch.int32)
-    hint.view(-1)[: len(EDGES)] = torch.tensor(EDGES, dtype=torch.int64).to(torch.int32)
-    return hint
-
-
-class Provider:
-    """Serves the rows of a hint, and fails when it is told to."""
-
-    def __init__(self, hint: torch.Tensor, fail_at: int | None = None) -> None:
-        self.hint, self.fail_at = hint, fail_at
-        self.asked: list[range] = []
-        self.in_flight = self.most_in_flight = 0
-
-    def fetch(self, first_row: int, num_rows: int) -> Reply:
-        self.asked.append(range(first_row, first_row + num_rows))
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        return Reply(self, len(self.asked) - 1)
-
-    def get(self, store: HintStore, key: HintKey = KEY, **options: object) -> Hint:
-        return store.get(key, (self.hint.shape[0], self.hint.shape[1]), self.fetch, **options)  # type: ignore[arg-type]
-
-
-class Reply:
-    def __init__(self, provider: Provider, number: int) -> None:
-        self.provider, self.number = provider, number
-
-    def result(self) -> torch.Tensor:
-        self.provider.in_flight -= 1
-        if self.number == self.provider.fail_at:
-            raise Unavailable("the provider went away")
-        rows = self.provider.asked[self.number]
-        return self.provider.hint[rows.start : rows.stop]
 
 
 def accept(first_row: int, rows: torch.Tensor) -> None:
@@ -275,12 +235,6 @@ def test_an_unchecked_hint_is_not_trusted_by_a_checking_session(tmp_path: Path) 
     assert len(provider.asked) == 2
     assert provider.get(store).verified
     assert HintStore(tmp_path).get(KEY, (ROWS, 70), nothing, verify=accept).verified
-
-
-def flip(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("offset", [3, 60, 500, HEADER_BYTES - 1])

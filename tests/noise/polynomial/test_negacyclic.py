@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +15,17 @@ from noise.params import PARAMETERS, LatticeParameters
 from noise.polynomial import kernels, negacyclic
 from noise.polynomial.negacyclic import combine, product, reference_product, secret_transform, transform
 from noise.sampling import Csprng, error, ternary
+from tests.support.compiled_kernels import compiled_and_torch, needs_transforms
+from tests.support.repository import ROOT
 from tests.vectors import make_lattice_vectors
 from wire.errors import ConfigurationError, MaskError
 from wire.ring import coding
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
-VECTORS = Path(__file__).parents[2] / "vectors"
+VECTORS = ROOT / "tests" / "vectors"
 RNG = Csprng()
 
-
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled transforms on this machine")
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(True, marks=needs_kernels, id="compiled"), pytest.param(False, id="torch")]
-)
-def is_compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """The compiled form and torch's."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not request.param:
-            patch.setattr(kernels, "available", lambda: False)
-        yield request.param
+is_compiled = compiled_and_torch(kernels, needs_transforms)
 
 
 pytestmark = pytest.mark.usefixtures("is_compiled")

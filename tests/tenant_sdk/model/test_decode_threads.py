@@ -16,7 +16,7 @@ from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
 from tenant_sdk.model import decode_threads
 from tenant_sdk.model.decode_threads import watch
-from tests.waiting import end
+from tests.support.waiting import end
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring.threads import all_cores, return_cores, spare_cores
 from wire.transport.inproc import InprocConnection

@@ -13,10 +13,10 @@ from peft import LoraConfig, get_peft_model
 
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.remote_linear import RemoteLinear, RemoteWeightError
-from tests.conftest import make_tiny
-from tests.reference.test_parity import batch, relative
 from tests.support.client_seams import before_requests
-from tests.tenant_sdk import tiny
+from tests.support.parity import batch, relative
+from tests.support.serving import make_served_model
+from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor
 from wire.frame import Call, Direction
 from wire.limits import Limits
@@ -157,8 +157,8 @@ def test_large_calls_are_split_by_rows(
     with torch.no_grad():
         want = client.load_model()(batch()).logits
     calls.clear()
-    core = tiny.make_core(tmp_path, limits=Limits(max_rows=5))
-    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(core))
+    served_model = make_served_model(tmp_path, limits=Limits(max_rows=5))
+    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(served_model))
     with TenantClient("inproc:narrow", weights="native", mask="off", arithmetic="float") as narrow, torch.no_grad():
         assert relative(narrow.load_model()(batch()).logits, want) < 1e-6
     assert len(calls) == (2 * GROUPS_A_BLOCK + 1) * 5  # 24 rows

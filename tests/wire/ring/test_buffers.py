@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.waiting import end
+from tests.support.waiting import end
 from wire.ring import buffers
 from wire.ring.buffers import unwritten, unwritten_tensor
 

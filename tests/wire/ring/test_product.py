@@ -9,23 +9,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.vectors import load
-from tests.waiting import WAIT_S, end
+from tests.support.compiled_kernels import needs_products
+from tests.support.golden_vectors import load
+from tests.support.int_mm_faults import missing, saturating
+from tests.support.ring_matrices import HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
+from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
 from wire.ring import coding
 from wire.ring import kernels as compiled
 from wire.ring import product as kernels
 
-LOWEST, HIGHEST = -(2**31), 2**31 - 1
-EXTREMES = torch.tensor([LOWEST, LOWEST + 1, -65536, -256, -255, -1, 0, 1, 255, 256, HIGHEST - 1, HIGHEST])
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-needs_compiled = pytest.mark.skipif(not compiled.available(), reason="no compiled kernels on this machine")
 needs_int_mm = pytest.mark.skipif(not kernels.int_mm_is_exact(), reason="this machine's _int_mm is not exact")
 
 
@@ -51,8 +49,8 @@ ANYWHERE = [kernels._plain_product, kernels._product_by_int32, by_float64]
 KERNELS = [
     coding.product,
     *ANYWHERE,
-    pytest.param(by_compiled, marks=needs_compiled),
-    pytest.param(by_avx2, marks=needs_compiled),
+    pytest.param(by_compiled, marks=needs_products),
+    pytest.param(by_avx2, marks=needs_products),
     *(pytest.param(kernel, marks=needs_int_mm) for kernel in LIMBS),
 ]
 
@@ -60,7 +58,7 @@ KERNELS = [
 @pytest.fixture(
     params=[
         pytest.param("limbs", marks=needs_int_mm),
-        pytest.param("compiled", marks=needs_compiled),
+        pytest.param("compiled", marks=needs_products),
         "neither",
     ]
 )
@@ -80,48 +78,13 @@ def in_new_thread(work: Callable[[], bool]) -> bool:
     return found == [True]
 
 
-def reference(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Python integers."""
-    exact = rows.numpy().astype(object) @ weight.numpy().astype(object)
-    centred = (exact + 2**31) % 2**32 - 2**31
-    return torch.from_numpy(np.asarray(centred, dtype=np.int64)).to(torch.int32).view(rows.shape[0], weight.shape[1])
-
-
-def laid_out(matrix: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers in another memory order."""
-    if layout == "transposed":
-        return matrix.t().contiguous().t()
-    if layout == "strided":
-        wide = torch.zeros(matrix.shape[0] * 2, matrix.shape[1] * 3, dtype=matrix.dtype)
-        view = wide[::2, ::3]
-        return view.copy_(matrix)
-    if layout == "columns":
-        wide = torch.zeros(matrix.shape[0], matrix.shape[1] + 5, dtype=matrix.dtype)
-        return wide[:, 2 : 2 + matrix.shape[1]].copy_(matrix)
-    return matrix.contiguous()
-
-
-def draw(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half random numbers, half extremes."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(LOWEST, HIGHEST + 1, (num_rows, d), generator=generator)
-    extremes = EXTREMES[torch.randint(len(EXTREMES), (num_rows, d), generator=generator)]
-    rows = torch.where(torch.rand(num_rows, d, generator=generator) < 0.5, rows, extremes).to(torch.int32)
-    weight = torch.randint(-127, 128, (d, m), generator=generator)
-    weight = torch.where(torch.rand(d, m, generator=generator) < 0.3, torch.where(weight < 0, -127, 127), weight)
-    return rows, weight.to(torch.int8)
-
-
-LAYOUTS = st.sampled_from(["contiguous", "transposed", "strided", "columns"])
-
-
 @given(
     num_rows=st.integers(0, 6),
     d=st.integers(1, 70),
     m=st.integers(1, 40),
     seed=st.integers(0, 2**32),
-    row_layout=LAYOUTS,
-    weight_layout=LAYOUTS,
+    row_layout=st.sampled_from(LAYOUTS),
+    weight_layout=st.sampled_from(LAYOUTS),
 )
 @settings(max_examples=250, deadline=None)
 def test_equals_big_integers(num_rows: int, d: int, m: int, seed: int, row_layout: str, weight_layout: str) -> None:
@@ -194,16 +157,6 @@ def _fresh_self_test() -> Iterator[None]:
     yield
     for test in (kernels.int_mm_is_exact, kernels.int_mm_is_fast):
         test.cache_clear()
-
-
-def saturating(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As on processors without VNNI: sums of neighbours saturate at 16 bits."""
-    pairs = limbs.to(torch.int64)[:, :, None] * weight.to(torch.int64)[None]
-    return (pairs[:, ::2] + pairs[:, 1::2]).clamp(-(2**15), 2**15 - 1).sum(1).to(torch.int32)
-
-
-def missing(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("_int_mm is not implemented")
 
 
 @pytest.mark.usefixtures("_fresh_self_test")

@@ -10,17 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.wire.ring.test_product import (
-    EXTREMES,
-    HIGHEST,
-    LOWEST,
-    Product,
-    draw,
-    laid_out,
-    missing,
-    reference,
-    saturating,
-)
+from tests.support.int_mm_faults import missing, saturating
+from tests.support.ring_matrices import EXTREMES, HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
 from wire.ring import coding, product_cuda
 from wire.ring import product as kernels
 
@@ -28,7 +19,6 @@ CPU = torch.device("cpu")
 is_trustworthy = kernels.int_mm_is_exact() and product_cuda.is_exact(CPU)
 needs_int_mm = pytest.mark.skipif(not is_trustworthy, reason="this machine's _int_mm is not exact")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-LAYOUTS = st.sampled_from(["contiguous", "transposed", "strided", "columns"])
 SHAPES = [(1, 1, 1), (1, 17, 5), (5, 64, 48), (16, 8, 9), (17, 9, 8), (33, 100, 30)]
 
 
@@ -55,8 +45,8 @@ def full_range(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, 
     d=st.integers(1, 70),
     m=st.integers(1, 40),
     seed=st.integers(0, 2**32),
-    row_layout=LAYOUTS,
-    weight_layout=LAYOUTS,
+    row_layout=st.sampled_from(LAYOUTS),
+    weight_layout=st.sampled_from(LAYOUTS),
 )
 @settings(max_examples=150, deadline=None)
 def test_equals_big_integers(num_rows: int, d: int, m: int, seed: int, row_layout: str, weight_layout: str) -> None:
