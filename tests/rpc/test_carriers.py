@@ -87,7 +87,7 @@ def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
     stream.receive()
     stream.close()
     until(lambda: not service_of(provider)._sessions, "the end of the session")
-    until(lambda: not service_of(provider)._calls, "its thread is free")
+    until(lambda: not service_of(provider).status().calls, "its thread is free")
     assert_served(provider.connect(), provider.served_model)
 
 
@@ -221,7 +221,7 @@ def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
         stream.receive()
     for stream in streams:
         stream.close()
-    until(lambda: not service_of(provider)._calls, "their threads are free")
+    until(lambda: not service_of(provider).status().calls, "their threads are free")
 
     def left() -> set[int | None]:
         return {

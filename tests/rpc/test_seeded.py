@@ -191,14 +191,11 @@ def test_rows_in_place_of_a_seed_fail_alone(provider: Provider, raw: HintStream)
 
 
 def test_a_refused_seed_holds_no_place(provider: Provider, raw: HintStream) -> None:
-    service = provider.server._service
-    assert service is not None
     raw.send(raw.hint(1, SeededRows(SEED, 0, 5), rows=4))
     raw.expect_error(1, WireCode.INVALID_TENSOR)
     assert_goes_on(raw, provider.served_model)
-    (session,) = service._sessions
-    assert not session._requests
-    assert session._held_bytes == 0
+    status = provider.service.status()
+    assert (status.num_streams, status.num_requests, status.held_bytes) == (1, 0, 0)
 
 
 def limited(served_model: ServedModel, limits: Limits) -> ServedModel:

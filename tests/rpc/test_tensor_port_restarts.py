@@ -65,8 +65,8 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
-    until(lambda: service_of(provider)._is_draining, "the drain")
-    until(lambda: all(one._draining for one in list(service_of(provider)._sessions)), "every stream knows")
+    until(lambda: service_of(provider).status().is_draining, "the drain")
+    until(lambda: all(one.status().is_draining for one in service_of(provider).sessions), "every stream knows")
     stream.send(*stream.request(2, ring_rows(50)))
     assert stream.receive().request_id == 2
     late = RawStream(provider, "late", greet=False)

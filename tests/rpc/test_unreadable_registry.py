@@ -58,7 +58,7 @@ def wait_for_sweeps(provider: Provider) -> None:
     """Two: the first may have begun before."""
     swept = threading.Semaphore(0)
     service = service_of(provider)
-    (session, *_) = service._sessions
+    (session, *_) = service.sessions
     sweep = session.sweep
 
     def noted(now: float) -> None:
@@ -220,5 +220,6 @@ def test_a_shard_that_is_in_is_sent_away_once_nobody_can_say() -> None:
     def unreadable() -> None:
         raise registry.RegistryUnreadable
 
-    assert service_module._is_refused(Access("host", unreadable))
-    assert not service_module._is_refused(Access("host", lambda: None))
+    assert not Access("host", unreadable).may_stay()
+    assert not Access("host", lambda: WireCode.NOT_PERMITTED).may_stay()
+    assert Access("host", lambda: None).may_stay()
