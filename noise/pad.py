@@ -16,6 +16,7 @@ from noise.blocks.slots import Slots
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
 
@@ -67,7 +68,7 @@ class Pad:
             return decode_rows(group, direction, replies[0], scales, effect.to(replies[0].device))
 
         call = Call(group.id, direction, Arithmetic.RING)
-        return Masked((Message(call, encoded.to("cpu") + pad),), unmask)
+        return Masked((Message(call, RowsPayload(encoded.to("cpu") + pad)),), unmask)
 
     def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
         weight = self._weight_of(group.id)
@@ -87,9 +88,6 @@ class Pad:
     def prepare(self, group: GroupSpec, direction: Direction, num_rows: int) -> None:
         """Makes rows before they are needed, as far as the pool's budget allows."""
         self.pool.prepare(group, direction, num_rows)
-
-    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
-        """Returns None always, since this mask has no shorter way for one row; see `MaskScheme.mask_row`."""
 
     def describe(self) -> Mapping[str, str]:
         """Describes scheme and assumption."""

@@ -142,18 +142,6 @@ class Verifier:
             self._fail()
         self._check_usable()  # Another thread may have met a forgery meanwhile.
 
-    def request_features(self, group_id: int, direction: Direction) -> int:
-        """Returns the trusted number of columns of a request; a hint's rows are expanded to so many before `check`.
-
-        Raises:
-            VerificationFailed: there is no such group, or a check has failed already.
-        """
-        self._check_usable()
-        projection = self._projections.get((group_id, direction))
-        if projection is None:
-            self._fail()
-        return projection.inputs
-
     def close(self) -> None:
         """Drops the secrets."""
         self._closed = True

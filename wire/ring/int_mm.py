@@ -21,5 +21,7 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
         RuntimeError: this machine or device has no such kernel, or it refuses these shapes.
         AttributeError: this torch has none.
     """
-    product: torch.Tensor = torch._int_mm(left, right, out=out)  # type: ignore[no-untyped-call]
+    product: torch.Tensor = (
+        torch._int_mm(left, right) if out is None else torch._int_mm(left, right, out=out)  # type: ignore[no-untyped-call]
+    )
     return product
