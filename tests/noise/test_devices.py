@@ -212,9 +212,9 @@ def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.M
 @needs_products
 def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales that began on another device do not take the shorter way from rows on the CPU."""
-    kept = spec.alpha.clone()
     away = replace(spec, alpha=torch.empty_like(spec.alpha, device=META))
-    away._moved[CPU] = kept  # a tensor without data cannot be copied back
+    back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back
+    monkeypatch.setattr(GroupSpec, "alpha_on", lambda group, device: back[device])
     for direction in (FORWARD, BACKWARD):
         row = rows_of(1, spec.widths(direction)[0])
         encoded = RowEncoder().encode(away, direction, row)
