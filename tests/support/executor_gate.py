@@ -50,6 +50,7 @@ class Gate:
         self.batches.clear()
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        """Makes a product once `open` was called, and notes the call and its number of rows."""
         if not self._may_go.is_set():
             self._stands.set()
             comes(self._may_go, "`open`")
