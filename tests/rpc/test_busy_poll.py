@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 import provider.net.service as provider_service
 from provider.identity.registry import revoke
+from provider.model.served_model import ServedModel
+from provider.shards.router import ShardedExecutor
 from tests.support.links import connect
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
@@ -64,22 +67,26 @@ def test_replies_of_any_size_come(patient: None, provider: Provider) -> None:
 
 
 def test_a_reply_that_another_thread_made_is_sent(
-    patient: None, provider: Provider, monkeypatch: pytest.MonkeyPatch
+    patient: None,
+    start: Callable[[ServedModel], Provider],
+    tiny_served_model: ServedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The provider looks while it is made, as if it had not seen that the core is wanted."""
-    monkeypatch.setattr(service_of(provider)._executor, "is_idle", lambda: True)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    product = lane.replica.product  # type: ignore[attr-defined]
+    monkeypatch.setattr(ShardedExecutor, "is_idle", lambda executor: True)
+    product, threads = tiny_served_model.compute, set()
 
     def slow(*arguments: Any) -> Any:
+        threads.add(threading.current_thread().name)
         time.sleep(0.05)
         return product(*arguments)
 
-    monkeypatch.setattr(lane.replica, "product", slow)
-    connection = provider.connect()
+    monkeypatch.setattr(tiny_served_model, "compute", slow)
+    connection = start(tiny_served_model).connect()
     rows = ring_rows(300)
     for _ in range(3):
-        assert ask(connection, rows).equal(provider.served_model.compute(CALL, rows))
+        assert ask(connection, rows).equal(product(CALL, rows))
+    assert threads == {"veilbase-compute"}
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -130,7 +137,7 @@ def test_an_end_is_noticed(patient: None, provider: Provider, event: str) -> Non
         revoke(provider.state, "raw")
         stream.expect_error(0, WireCode.NOT_PERMITTED)
     stream.close()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
 
 
 def test_a_tenant_that_closes_while_it_looks_ends(patient: None, provider: Provider) -> None:
@@ -138,5 +145,5 @@ def test_a_tenant_that_closes_while_it_looks_ends(patient: None, provider: Provi
     assert_served(connection, provider.served_model)
     began = time.monotonic()
     connection.close()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
     assert time.monotonic() - began < WAIT_S

@@ -28,6 +28,7 @@ from tests.support.ring_rows import COLS, ring_rows
 from tests.support.stream_sessions import service_of
 from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
+from wire.payload import RowsPayload
 from wire.transport.grpc_stream import GrpcStream
 from wire.transport.tls_stream import TensorStream
 
@@ -87,7 +88,7 @@ def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
     stream.receive()
     stream.close()
     until(lambda: not service_of(provider)._sessions, "the end of the session")
-    until(lambda: not service_of(provider)._calls, "its thread is free")
+    until(lambda: not service_of(provider).status().calls, "its thread is free")
     assert_served(provider.connect(), provider.served_model)
 
 
@@ -206,7 +207,7 @@ def test_large_replies_take_turns(provider: Provider) -> None:
     """A reply of many chunks, each of which needs the end of the one before, beside others' replies."""
     connection = provider.connect()
     rows = [ring_rows(count) for count in (4096, 2048, 1)]
-    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows * 3]
+    pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows * 3]
     for one, reply in zip(rows * 3, pending, strict=True):
         assert torch.equal(reply.result(), provider.served_model.compute(CALL, one))
 
@@ -221,7 +222,7 @@ def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
         stream.receive()
     for stream in streams:
         stream.close()
-    until(lambda: not service_of(provider)._calls, "their threads are free")
+    until(lambda: not service_of(provider).status().calls, "their threads are free")
 
     def left() -> set[int | None]:
         return {

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from provider.engine.executor import RETRY_S, Executor
 from provider.engine.profile import make_scheduler
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
@@ -22,12 +22,16 @@ from provider.net.server import Server
 from provider.net.service import ProviderService
 from provider.schedule.policy import Policy
 from provider.shards.join import JoiningShard
+from provider.shards.listener import ShardListener
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
+from tests.support.payloads import payload_of
+from tests.support.raw_stream import RawStream
+from tests.support.spies import results_of
 from tests.support.waiting import comes, end, until
 from wire import frame
-from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
+from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, WireCode
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.grpc_connection import GrpcConnection, open_channel
@@ -39,8 +43,9 @@ RING = Arithmetic.RING
 class Site:
     """A provider of two shards that has no weights, and hosts that join it."""
 
-    def __init__(self, served_model: ServedModel, folder: Path) -> None:
-        self.served_model, self.folder = served_model, folder
+    def __init__(self, served_model: ServedModel, folder: Path, joins: Sequence[None]) -> None:
+        """Args: joins: grows with each replica that has joined an executor."""
+        self.served_model, self.folder, self._joins = served_model, folder, joins
         self.state = StateDir(folder / "state")
         self.plan = make_plan(served_model.manifest().groups, 2)
         self.server = Server("127.0.0.1", 0, self.state)
@@ -60,13 +65,12 @@ class Site:
 
     def join(self, shard: int, name: str = "host") -> JoiningShard:
         """One more host, once the provider counts on it."""
-        lanes = self.service._executor.executors[shard]._lanes
-        before = {lane.replica for lane in list(lanes)}
+        before = len(self._joins)
         joining = JoiningShard(self.url, self.identity(name, "shard"), shard, self.load)
         thread = threading.Thread(target=joining.run)
         thread.start()
         self._joining.append((joining, thread))
-        until(lambda: any(lane.replica not in before for lane in list(lanes)), "the shard that joins")
+        until(lambda: len(self._joins) > before, "the shard that joins")
         return joining
 
     def load(self, assignment: Assignment) -> dict[int, ServedGroup]:
@@ -74,8 +78,8 @@ class Site:
 
     def product(self, call: Call, rows: torch.Tensor | SeededRows) -> torch.Tensor:
         info = self.served_model.manifest().groups[call.group]
-        reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
-        return self.connection.submit(call, rows, reply_cols).result()
+        cols, reply_cols = info.widths(call.direction)
+        return self.connection.submit(call, payload_of(rows, cols), reply_cols).result()
 
     def rows(self, call: Call, count: int) -> torch.Tensor:
         info = self.served_model.manifest().groups[call.group]
@@ -94,8 +98,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tiny_served_model: ServedModel, tmp_path: Path) -> Iterator[Site]:
-    made = Site(tiny_served_model, tmp_path)
+def site(tiny_served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tiny_served_model, tmp_path, results_of(monkeypatch, Executor, "join"))
     yield made
     made.close()
 
@@ -170,9 +174,12 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
     call = Call(0, Direction.FORWARD, RING)
     site.product(call, site.rows(call, 20))
     revoke(site.state, "host")
-    site.service._executor.executors[0]._is_joined = False  # nobody else is expected
-    with pytest.raises(Unavailable):
-        site.product(call, site.rows(call, 20))
+    stream = RawStream(site, "acme")  # type: ignore[arg-type]
+    stream.send(*stream.request(1, site.rows(call, 20), call))
+    last = stream.receive()
+    assert (last.kind, last.request_id, last.code) == (FrameType.ERROR, 1, WireCode.UNAVAILABLE)
+    assert last.deadline_ms == 1000 * RETRY_S  # another host may come
+    stream.close()
     until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
 
 
@@ -195,22 +202,29 @@ def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> 
     assert site.service.num_replicas[0] == (0, 1)
 
 
-def test_a_host_that_says_nothing_is_shown_out(site: Site) -> None:
+def test_a_host_that_says_nothing_is_shown_out(quick_sweeps: None, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is revoked at once, others when their time is over."""
+    late_s, swept, sweep = 0.0, [], ShardListener.sweep
+
+    def sweep_late(listener: ShardListener, now: float) -> None:
+        sweep(listener, now + late_s)
+        swept.append(late_s)
+
+    monkeypatch.setattr(ShardListener, "sweep", sweep_late)
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
-        listener = site.service._shard_listener
-        assert listener is not None
-        until(lambda: len(listener._visits) == 1, "the visit")
-        listener.sweep(time.monotonic())
-        assert len(listener._visits) == 1
-        listener.sweep(time.monotonic() + 30)
+        until(lambda: site.service.status().num_joining == 1, "the visit")
+        before = len(swept)
+        until(lambda: len(swept) > before + 1, "a whole sweep")
+        assert site.service.status().num_joining == 1
+        late_s = 30
         with pytest.raises(grpc.RpcError):
             next(silent)
-    until(lambda: not listener._visits, "the end of the visit")
+    until(lambda: site.service.status().num_joining == 0, "the end of the visit")
+    late_s = 0
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
-        until(lambda: len(listener._visits) == 1, "the visit")
+        until(lambda: site.service.status().num_joining == 1, "the visit")
         revoke(site.state, "host")
         with pytest.raises(grpc.RpcError):
             next(silent)  # the provider looks by itself

@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,14 +23,18 @@ import torch
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from provider import serve as serve_module
 from provider.config import load_settings
+from provider.engine import profile
 from provider.model.served_model import ServedModel
+from provider.model.weights import PreparedModel
 from provider.net import server as server_module
 from provider.net import service as service_module
 from provider.net.server import Server
-from provider.net.service import ProviderService
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
+from provider.schedule.policy import Policy
+from provider.schedule.scheduler import Scheduler
+from provider.serve import serve
+from provider.shards.router import Shard
 from tests.support.loopback_provider import Provider
 from tests.support.provider_command import (
     Serving,
@@ -42,6 +47,7 @@ from tests.support.ring_rows import COLS, ring_rows
 from tests.support.waiting import WAIT_S, end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType, Header, Purpose
+from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -154,31 +160,42 @@ def test_a_drain_ends_when_its_time_is_over(
 
 
 def test_what_the_operator_set_reaches_the_scheduler(
-    tiny_served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a settings file to the policy and the shares of the scheduler that runs."""
     (tmp_path / "provider.yaml").write_text(
         "slo_ms: 7\nmax_wait_ms: 3\nbatching: opportunistic\ntenant_limits: {local: {weight: 5}}\n"
     )
-    started: list[ProviderService] = []
+    asked: list[tuple[Policy, Callable[[str], float]]] = []
+    make_scheduler = profile.make_scheduler
 
-    def started_with(self: Server, *arguments: object) -> ProviderService:
-        started.append(start_server(self, *arguments))  # type: ignore[arg-type]
-        return started[0]
+    def asked_for(
+        served: PreparedModel, policy: Policy, profiled: bool, weight_of: Callable[[str], float], **others: Any
+    ) -> Scheduler:
+        asked.append((policy, weight_of))
+        schedulers.append(make_scheduler(served, policy, profiled, weight_of, **others))
+        return schedulers[-1]
 
-    start_server = Server.start
-    monkeypatch.setattr(Server, "start", started_with)
-    monkeypatch.setattr(serve_module, "_make_model", lambda settings: tiny_served_model)
-    monkeypatch.setattr(serve_module, "_wait_for_the_end", lambda server: None)
+    class Started(Exception):
+        """The server was started, and this test has seen enough."""
+
+    def start(server: Server, served_model: ServedModel, shards: Sequence[Shard], *others: object) -> None:
+        assert [one.scheduler for one in shards] == schedulers
+        raise Started
+
+    schedulers: list[Scheduler] = []
+    monkeypatch.setattr(profile, "make_scheduler", asked_for)
+    monkeypatch.setattr(Server, "start", start)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        serve_module.serve(load_settings({"port": 0}, tmp_path / "provider.yaml"))
+        with pytest.raises(Started):
+            serve(load_settings({"port": 0, "model": str(model)}, tmp_path / "provider.yaml"))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    scheduler = started[0]._executor.executors[0]._scheduler
-    assert (scheduler._policy.slo_s, scheduler._policy.max_wait_s) == (0.007, 0.003)
-    assert (scheduler._weight_of("local"), scheduler._weight_of("other")) == (5.0, 1.0)
+    ((policy, weight_of),) = asked
+    assert (policy.slo_s, policy.max_wait_s) == (0.007, 0.003)
+    assert (weight_of("local"), weight_of("other")) == (5.0, 1.0)
 
 
 # ---- accounts and log ------------------------------------------------------------------------------------------------
@@ -296,7 +313,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
         assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
         connection = GrpcConnection(serving.url, TlsIdentity.read(tmp_path / "acme"))
         for _ in range(3):
-            connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+            connection.submit(CALL, RowsPayload(torch.ones(20, 32, dtype=torch.int32)), 64).result()
 
         assert run("status", "--check", "--state", state).stdout == ""
         shown = run("status", "--state", state).stdout
@@ -369,14 +386,14 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
     connection = GrpcConnection(serving.url)
     call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
     try:
-        pending = [connection.submit(call, seeded, 64) for _ in range(12)]
+        pending = [connection.submit(call, SeedPayload(seeded, 32), 64) for _ in range(12)]
         first = pending[0].result()
         serving.process.send_signal(signal.SIGTERM)
         assert all(torch.equal(one.result(), first) for one in pending[1:])
         serving.process.communicate(timeout=WAIT_S)
         assert serving.process.returncode == 0
         with pytest.raises(Unavailable):
-            connection.submit(call, seeded, 64).result()
+            connection.submit(call, SeedPayload(seeded, 32), 64).result()
     finally:
         connection.close()
         serving.process.kill()

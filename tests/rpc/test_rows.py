@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from provider.engine.replica import Here, RowProduct
 from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.session import Session
+from provider.operations.meter import Meter
 from provider.operations.usage import TenantUsage
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
 from tests.support.compiled_kernels import needs_products
 from tests.support.ring_products import CALL, REPLY_COLS
 from tests.support.ring_rows import COLS, ring_rows
+from tests.support.waiting import comes
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
@@ -28,15 +31,19 @@ pytestmark = needs_products
 
 
 class Way:
-    """One session and its executor; `before` is called before each product of the short way."""
+    """One session and its executor; `before` is called before each product of the short way, `before_long` before each
+    of the long one."""
 
     def __init__(self, served_model: ServedModel, told: bool = False) -> None:
         self.served_model, self.before = served_model, lambda: None  # type: tuple[ServedModel, Callable[[], None]]
+        self.before_long: Callable[[], None] = lambda: None
         self.num_short = self.num_long = 0
         self.told: list[tuple[object, ...]] = []
         here = Here(self._product, row_product=self._row_product)
         scheduler = make_scheduler(served_model.served, Policy(max_wait_s=0.0), profiled=False)
-        self.executor = Executor([here], scheduler, (lambda *what: self.told.append(what)) if told else None)
+        self.meter = Meter()
+        completed = (lambda *what: self.told.append(what)) if told else None
+        self.executor = Executor([here], scheduler, completed, self.meter)
         self.admission, self.usage = Admission({"acme": TenantLimits(max_rows_in_flight=50)}), TenantUsage()
         self.session = Session(
             "acme", Limits(), self.admission.of("acme"), self.usage, served_model.check, self.executor, lambda: None
@@ -47,6 +54,7 @@ class Way:
 
     def _product(self, call: Call, rows: frame.Rows) -> torch.Tensor:
         self.num_long += 1
+        self.before_long()
         return self.served_model.compute(call, rows)
 
     def _row_product(self, call: Call) -> RowProduct | None:
@@ -74,13 +82,13 @@ class Way:
 
     @property
     def rows_in_flight(self) -> int:
-        quota = self.admission.of("acme")._quota
-        return 0 if quota is None else quota._rows_in_flight
+        return self.admission.of("acme").in_flight().num_rows
 
     @property
     def holds_nothing(self) -> bool:
-        admission = self.admission.of("acme")
-        return self.rows_in_flight == admission.num_decode == self.session._held_bytes == 0 and self.session.is_idle
+        admission, status = self.admission.of("acme"), self.session.status()
+        held = (*admission.in_flight(), admission.num_decode, status.num_requests, status.held_bytes)
+        return held == (0, 0, 0, 0, 0) and status.is_idle
 
 
 @pytest.fixture
@@ -103,7 +111,7 @@ def test_the_reply_and_what_is_counted(way: Way) -> None:
     total = way.usage.total()
     assert (total.requests["decode"], total.rows["decode"]) == (5, 5)
     assert (total.bytes_up, total.bytes_down) == (5 * 4 * COLS, 5 * 4 * REPLY_COLS)
-    assert way.executor._meter.snapshot()[0] == 5
+    assert way.meter.snapshot()[0] == 5
 
 
 @pytest.mark.parametrize(
@@ -145,7 +153,7 @@ def test_a_reply_that_is_not_taken_is_counted(way: Way) -> None:
     assert way.holds_nothing
     for count in range(1, 4):
         way.send(ring_rows(1))
-        assert (way.num_short, way.rows_in_flight, len(way.session._requests)) == (1, count, count)
+        assert (way.num_short, way.rows_in_flight, way.session.status().num_requests) == (1, count, count)
     for _ in range(4):
         way.answer()
     assert way.holds_nothing
@@ -180,12 +188,15 @@ def test_a_stream_that_ends_meanwhile_holds_nothing(way: Way, then: str) -> None
 
 
 def test_a_replica_that_is_busy_goes_the_long_way(way: Way) -> None:
-    (lane,) = way.executor._lanes
-    lane.is_busy = True
+    begun, may_end = threading.Event(), threading.Event()
+    way.before_long = lambda: (begun.set(), comes(may_end, "the end of the test"))  # type: ignore[assignment, func-returns-value]
+    way.send(ring_rows(30))
+    comes(begun, "the product that keeps it busy")
     way.send(ring_rows(1))
-    assert (way.num_short, way.rows_in_flight) == (0, 1)
+    assert (way.num_short, way.rows_in_flight) == (0, 31)
     way.session.close()
     assert way.holds_nothing
+    may_end.set()
 
 
 def test_a_stream_that_ends_before_the_long_way_holds_nothing(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from provider.model.served_model import ServedModel
-from provider.net.service import MAX_CALLS_PER_TENANT
+from provider.net.calls import MAX_CALLS_PER_TENANT
 from tests.support.loopback_provider import LIMITS, Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
 from tests.support.ring_rows import COLS, ring_rows
+from tests.support.stream_sessions import session_of
 from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import (
@@ -29,6 +30,7 @@ from wire.errors import (
 )
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection
 
 
@@ -60,7 +62,10 @@ def test_many_requests_in_flight(provider: Provider) -> None:
     groups = provider.served_model.manifest().groups
     asked = [(Call(group.id, Direction.FORWARD, Arithmetic.RING), group) for group in groups for _ in range(20)]
     rows = [ring_rows(index % 40, group.in_features) for index, (_, group) in enumerate(asked)]
-    pending = [connection.submit(call, x, group.out_features) for (call, group), x in zip(asked, rows, strict=True)]
+    pending = [
+        connection.submit(call, RowsPayload(x), group.out_features)
+        for (call, group), x in zip(asked, rows, strict=True)
+    ]
     for (call, _), x, one in zip(asked, rows, pending, strict=True):
         assert torch.equal(one.result(), provider.served_model.compute(call, x))
 
@@ -117,7 +122,7 @@ def test_small_and_large_requests_alternate(provider: Provider) -> None:
         rows = ring_rows(num_rows)
         assert torch.equal(ask(connection, rows), provider.served_model.compute(CALL, rows))
     mixed = [ring_rows(num_rows) for num_rows in (1, 100, 2, 300, 3, 1, 1, 700)]
-    pending = [connection.submit(CALL, rows, REPLY_COLS) for rows in mixed]
+    pending = [connection.submit(CALL, RowsPayload(rows), REPLY_COLS) for rows in mixed]
     for one, rows in zip(pending, mixed, strict=True):
         assert torch.equal(one.result(), provider.served_model.compute(CALL, rows))
 
@@ -291,12 +296,12 @@ def garbage(raw: RawStream) -> dict[str, list[bytes]]:
 def test_a_frame_that_cannot_be_read_ends_its_stream_only(provider: Provider, raw: RawStream, kind: str) -> None:
     other = provider.connect("other")
     assert_served(other, provider.served_model)
+    session = session_of(provider, "other")
     raw.send(*garbage(raw)[kind])
     raw.expect_error(0, WireCode.MALFORMED)
     raw.expect_end()
     assert_served(other, provider.served_model)
-    assert other._stream is not None
-    assert other._stream.failure is None
+    assert [one for one in provider.service.sessions if one.tenant == "other"] == [session]  # it came only once
 
 
 @pytest.mark.parametrize(
@@ -333,19 +338,17 @@ def test_an_oversized_message_is_refused_by_grpc(provider: Provider) -> None:
 
 
 def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
-    service = provider.server._service
-    assert service is not None
     stream = RawStream(provider)
     stream.send(stream.request(1, ring_rows(4096))[0][: CHUNK_BYTES // 4])
     stream.send(*stream.request(2, ring_rows(1)))
     assert stream.receive().request_id == 2
-    (session,) = service._sessions
+    (session,) = provider.service.sessions
     ended = threading.Event()
     session.close, close = lambda: (close(), ended.set()), session.close  # type: ignore[method-assign]
     stream.close()
     assert ended.wait(WAIT_S)
-    assert not session._requests
-    assert session._held_bytes == 0
+    status = session.status()
+    assert (status.num_requests, status.held_bytes) == (0, 0)
 
 
 def test_streams_of_one_tenant_are_bounded(provider: Provider) -> None:
@@ -410,7 +413,7 @@ def test_pending_requests_fail_when_the_provider_goes(
 
     assert_served(connection, tiny_served_model)
     monkeypatch.setattr("provider.model.served_model.products.compute", slow)
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()

@@ -29,6 +29,7 @@ from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
+from wire.payload import RowsPayload
 from wire.transport.grpc_stream import GrpcStream
 from wire.transport.tls_stream import TensorStream
 
@@ -65,8 +66,8 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
-    until(lambda: service_of(provider)._is_draining, "the drain")
-    until(lambda: all(one._draining for one in list(service_of(provider)._sessions)), "every stream knows")
+    until(lambda: service_of(provider).status().is_draining, "the drain")
+    until(lambda: all(one.status().is_draining for one in service_of(provider).sessions), "every stream knows")
     stream.send(*stream.request(2, ring_rows(50)))
     assert stream.receive().request_id == 2
     late = RawStream(provider, "late", greet=False)
@@ -139,7 +140,7 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
     monkeypatch.setattr(lane.replica, "product", slow)
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()

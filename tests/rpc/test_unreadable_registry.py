@@ -23,7 +23,7 @@ from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
 from tests.support.registry_fault import Fault
-from tests.support.ring_products import CALL, REPLY_COLS, assert_served
+from tests.support.ring_products import CALL, ask, assert_served
 from tests.support.ring_rows import ring_rows
 from tests.support.stream_sessions import service_of
 from tests.support.waiting import WAIT_S
@@ -58,7 +58,7 @@ def wait_for_sweeps(provider: Provider) -> None:
     """Two: the first may have begun before."""
     swept = threading.Semaphore(0)
     service = service_of(provider)
-    (session, *_) = service._sessions
+    (session, *_) = service.sessions
     sweep = session.sweep
 
     def noted(now: float) -> None:
@@ -162,7 +162,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 
     monkeypatch.setattr(patience, "with_jitter", pause)
     rows = ring_rows(3)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), reached.served_model.compute(CALL, rows))
+    assert torch.equal(ask(connection, rows), reached.served_model.compute(CALL, rows))
     assert len(pauses) == 3
 
 
@@ -220,5 +220,6 @@ def test_a_shard_that_is_in_is_sent_away_once_nobody_can_say() -> None:
     def unreadable() -> None:
         raise registry.RegistryUnreadable
 
-    assert service_module._is_refused(Access("host", unreadable))
-    assert not service_module._is_refused(Access("host", lambda: None))
+    assert not Access("host", unreadable).may_stay()
+    assert not Access("host", lambda: WireCode.NOT_PERMITTED).may_stay()
+    assert Access("host", lambda: None).may_stay()

@@ -11,15 +11,14 @@ from tests.support.waiting import until
 
 def service_of(provider: Provider) -> ProviderService:
     """Returns the service of a provider that runs."""
-    assert provider.server._service is not None
-    return provider.server._service
+    return provider.service
 
 
 def session_of(provider: Provider, tenant: str) -> Session:
     """Waits for a session of a tenant, and returns it."""
     service = service_of(provider)
-    until(lambda: any(one.tenant == tenant for one in list(service._sessions)), f"a session of {tenant}")
-    return next(one for one in list(service._sessions) if one.tenant == tenant)
+    until(lambda: any(one.tenant == tenant for one in service.sessions), f"a session of {tenant}")
+    return next(one for one in service.sessions if one.tenant == tenant)
 
 
 def tensors_of(provider: Provider) -> TensorPort:

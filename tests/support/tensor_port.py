@@ -30,8 +30,8 @@ def stream_threads() -> set[int | None]:
 def assert_nothing_left(provider: Provider) -> None:
     """Waits until every session, place and connection of a provider is gone."""
     service = service_of(provider)
-    until(lambda: not service._sessions, "the end of the sessions")
-    until(lambda: not service._calls, "their places are free")
+    until(lambda: not service.sessions, "the end of the sessions")
+    until(lambda: not service.status().calls, "their places are free")
     until(lambda: not tensors_of(provider)._open, "the end of the connections")
     assert not tensors_of(provider)._guests
 
