@@ -44,8 +44,9 @@ from tests.support.answered import Answered
 from tests.support.spies import results_of
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
+from wire.payload import Payload
 from wire.ring import coding
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
@@ -99,7 +100,8 @@ def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatc
     spec = GroupSpec(0, 40, 24, 700.0, 700.0, torch.full((24,), 0.01), "0" * 64)
     asked: list[SeededRows] = []
 
-    def effect(call: Call, rows: Rows, reply_cols: int) -> Answered:
+    def effect(call: Call, payload: Payload, reply_cols: int) -> Answered:
+        rows = payload.rows(call)
         assert isinstance(rows, SeededRows)
         asked.append(rows)
         return Answered(coding.product(rows.expand(40), weight))

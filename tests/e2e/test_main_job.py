@@ -21,6 +21,7 @@ from tests.support.chat_model import character_tokenizer, make_chat_model
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, TransportError
+from wire.transport.grpc_connection import GrpcConnection
 
 
 class Process:
@@ -61,7 +62,9 @@ def provider(tmp_path: Path, *arguments: Any) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
 
 
-def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Path) -> None:
+def test_kill_restart_resume_revoke(
+    serve: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = serve()
     identity, out = tmp_path / "acme", tmp_path / "adapters" / "support"
     provider(tmp_path, "enroll", "acme", "--out", identity)
@@ -73,8 +76,7 @@ def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Pat
     ) as client:
         whole = client.finetune(data, lora(), tmp_path / "whole", **settings)
         # SIGKILL, from another thread than the one that waits for a reply, once there is a checkpoint
-        connection: Any = client._open().connections[0]
-        submit, saved = connection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
+        submit, saved = GrpcConnection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
         killer = threading.Thread(target=first.end, args=(signal.SIGKILL,))
 
         def kill_once(*arguments: Any) -> Any:
@@ -83,7 +85,7 @@ def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Pat
                 killer.join(WAIT_S)
             return submit(*arguments)
 
-        connection.submit = kill_once
+        monkeypatch.setattr(GrpcConnection, "submit", kill_once)
         with pytest.raises(TransportError) as failure:
             client.finetune(data, lora(), out, **settings)
         assert "\n" not in str(failure.value)

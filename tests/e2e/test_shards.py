@@ -32,6 +32,7 @@ from tests.support.serving import make_served_model, serving
 from tests.support.waiting import WAIT_S, comes, end, until
 from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 from wire.transport.grpc_connection import GrpcConnection
 
 pytestmark = pytest.mark.slow
@@ -161,7 +162,9 @@ def test_layers_of_other_shards_go_on(model: Path) -> None:
     def product(group: int, num_rows: int = 20) -> torch.Tensor:
         info = connection.manifest().groups[group]
         rows = torch.ones(num_rows, info.in_features, dtype=torch.int32)
-        return connection.submit(Call(group, Direction.FORWARD, Arithmetic.RING), rows, info.out_features).result()
+        return connection.submit(
+            Call(group, Direction.FORWARD, Arithmetic.RING), RowsPayload(rows), info.out_features
+        ).result()
 
     try:
         last = len(connection.manifest().groups) - 1

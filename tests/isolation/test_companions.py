@@ -53,8 +53,8 @@ def test_one_tenants_nan_is_its_own_fault(gate: Gate, served_model: ServedModel)
 
 def test_a_product_that_fails_is_tried_for_each_alone(served_model: ServedModel) -> None:
     class Fragile(Gate):
-        def _product(self, call: Call, rows: Rows) -> torch.Tensor:
-            reply = super()._product(call, rows)
+        def product(self, call: Call, rows: Rows) -> torch.Tensor:
+            reply = super().product(call, rows)
             if isinstance(rows, torch.Tensor) and bool((rows == 7).any()):
                 raise RemoteFault("the provider failed while computing")
             return reply

@@ -196,15 +196,14 @@ def test_a_pad_is_the_expanded_key_and_its_own_product(make_pad: Any, monkeypatc
     assert all(key.num_rows <= BLOCK_ROWS for key in keys)
 
 
-def test_pads_are_made_ahead_and_bounded(make_pad: Any) -> None:
+def test_pads_are_made_ahead_and_bounded(make_pad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row_bytes = 4 * (40 + 24)
     scheme = make_pad(pool_bytes=3 * BLOCK_ROWS * row_bytes)
     scheme.prepare(GROUPS[0], FORWARD, 2 * BLOCK_ROWS)
     assert scheme.pool.ready_bytes == 2 * BLOCK_ROWS * row_bytes
-    made = scheme.pool._make
-    scheme.pool._make = None  # nothing more is needed
-    scheme.mask(GROUPS[0], FORWARD, rows_of(2 * BLOCK_ROWS, 40))
-    scheme.pool._make = made
+    with monkeypatch.context() as patch:
+        patch.setattr(pad_module, "SeededRows", lambda *_: pytest.fail("nothing more is needed"))
+        scheme.mask(GROUPS[0], FORWARD, rows_of(2 * BLOCK_ROWS, 40))
     scheme.prepare(GROUPS[0], FORWARD, 100 * BLOCK_ROWS)
     assert scheme.pool.ready_bytes == 0, "as many do not fit"
 
@@ -239,7 +238,7 @@ def test_one_provider_gets_a_seed_and_the_other_rows(shares: Shares) -> None:
     assert not torch.equal(hidden.rows, encoded)
 
 
-def test_every_call_has_a_seed_of_its_own_counted_before_use(shares: Shares, ledger: Ledger) -> None:
+def test_every_call_has_a_seed_of_its_own_counted_before_use(shares: Shares, ledger: Ledger, tmp_path: Path) -> None:
     seeds: list[bytes] = []
     for _ in range(30):
         _, second = shares.mask(GROUPS[0], FORWARD, torch.zeros(2, 40)).messages
@@ -249,9 +248,8 @@ def test_every_call_has_a_seed_of_its_own_counted_before_use(shares: Shares, led
     (counted,) = ledger.audit()
     assert (counted.parameters, counted.seed) == ("shares", b"")
     assert counted.used >= 30
-    assert not any(seed in Path(ledger._path).read_bytes() for seed in seeds), (
-        "a share's seed is secret from provider 1"
-    )
+    written = (tmp_path / "ledger").read_bytes()
+    assert not any(seed in written for seed in seeds), "a share's seed is secret from provider 1"
 
 
 def test_replies_in_the_wrong_order_or_alone_are_not_the_product(shares: Shares) -> None:

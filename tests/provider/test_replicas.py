@@ -198,19 +198,20 @@ def test_a_fault_that_nobody_foresaw_is_an_answer(served_model: ServedModel, cap
     assert "1.5" not in caplog.text
 
 
-def test_one_that_joined_is_waited_for(served_model: ServedModel) -> None:
+def test_one_that_joined_is_waited_for(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with executor_of(served_model) as executor:
         assert executor.num_replicas == (0, 1)
         early = submit(executor, ring_rows(3)).get()
         assert isinstance(early, Unavailable)
         assert early.retry_s == RETRY_S  # for as long as it takes until the first one comes
-        executor.join(Scripted(served_model, lost))
+        leaving = Scripted(served_model, lost)
+        executor.join(leaving)
         gone = submit(executor, ring_rows(3)).get()
         assert isinstance(gone, Unavailable)
-        until(lambda: not executor._lanes, "the end of the lost one's thread")
+        until(lambda: leaving.is_closed, "the end of the lost one's thread")
         assert submit(executor, ring_rows(3)).get().retry_s == RETRY_S  # type: ignore[union-attr]
         assert not executor.is_given_up
-        executor._empty_since_s -= 1000
+        monkeypatch.setattr("provider.engine.executor.REJOIN_S", 0.0)  # as if that long had passed
         late = submit(executor, ring_rows(3)).get()
         assert isinstance(late, Unavailable)
         assert late.retry_s == 0
@@ -223,9 +224,8 @@ def test_without_a_replica_requests_are_refused_at_once(served_model: ServedMode
     with executor_of(served_model, Scripted(served_model, lost)) as executor:
         first = submit(executor, ring_rows(3)).get()
         assert isinstance(first, Unavailable)
-        until(lambda: not executor._lanes, "the end of the lost one's thread")
+        until(lambda: executor.is_given_up, "the end of the lost one's thread")
         assert executor.num_replicas == (0, 1)
-        assert executor.is_given_up
         assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
         empty = submit(executor, ring_rows(0)).get()  # which needs nobody
         assert isinstance(empty, torch.Tensor)

@@ -31,6 +31,7 @@ from tests.support.tensor_port import carrier_of
 from tests.support.waiting import WAIT_S, comes, until
 from tests.support.wrapped_model import SwitchedModel
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
+from wire.payload import RowsPayload
 
 
 @pytest.fixture(params=["tensor port", "grpc"])
@@ -219,7 +220,7 @@ def test_large_replies_take_turns(provider: Provider) -> None:
     """A reply of many chunks, each of which needs the end of the one before, beside others' replies."""
     connection = provider.connect()
     rows = [ring_rows(count) for count in (4096, 2048, 1)]
-    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows * 3]
+    pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows * 3]
     for one, reply in zip(rows * 3, pending, strict=True):
         assert torch.equal(reply.result(), provider.served_model.compute(CALL, one))
 

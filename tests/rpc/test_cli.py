@@ -18,6 +18,7 @@ from tests.support.provider_command import Serving, one_line_error, run
 from tests.support.ring_products import CALL
 from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, VeilbaseError
+from wire.payload import RowsPayload
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
@@ -43,7 +44,7 @@ def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
     manifest = connection.manifest()
     assert manifest.recording
     assert manifest.model_id == "tiny"
-    reply = connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+    reply = connection.submit(CALL, RowsPayload(torch.ones(20, 32, dtype=torch.int32)), 64).result()
     assert reply.shape == (20, 64)
     (line,) = [json.loads(line) for line in (tmp_path / "seen" / "index.jsonl").read_text().splitlines()]
     assert (line["tenant"], line["layer"], line["rows"]) == ("acme", 0, 20)
@@ -51,7 +52,7 @@ def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
     assert "acme" in run("tenants", "--state", state).stdout
     assert run("revoke", "acme", "--state", state).returncode == 0
     with pytest.raises(NotPermitted):
-        connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+        connection.submit(CALL, RowsPayload(torch.ones(20, 32, dtype=torch.int32)), 64).result()
     assert "revoked" in run("tenants", "--state", state).stdout
     connection.close()
 
@@ -68,11 +69,11 @@ def test_without_tls_the_tenant_is_local_and_sigint_stops(model: Path, tmp_path:
     assert serving.url.startswith("grpc://127.0.0.1:")
     connection = GrpcConnection(serving.url)
     assert connection.manifest().weights == "native"
-    assert connection.submit(CALL, torch.ones(1, 32, dtype=torch.int32), 64).result().shape == (1, 64)
+    assert connection.submit(CALL, RowsPayload(torch.ones(1, 32, dtype=torch.int32)), 64).result().shape == (1, 64)
     code, _, err = serving.stop(signal.SIGINT)
     assert code == 0, err
     with pytest.raises(VeilbaseError):
-        connection.submit(CALL, torch.ones(1, 32, dtype=torch.int32), 64).result()
+        connection.submit(CALL, RowsPayload(torch.ones(1, 32, dtype=torch.int32)), 64).result()
     connection.close()
 
 

@@ -27,6 +27,7 @@ from wire import frame
 from wire.errors import DeadlineExceeded, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
+from wire.payload import RowsPayload
 from wire.transport.connection import Pending
 from wire.transport.grpc_connection import GrpcConnection
 
@@ -112,7 +113,7 @@ def connection(script: Script) -> Iterator[GrpcConnection]:
 
 
 def submit(connection: GrpcConnection, num_rows: int) -> Pending:
-    return connection.submit(CALL, torch.zeros(num_rows, COLS), REPLY_COLS)
+    return connection.submit(CALL, RowsPayload(torch.zeros(num_rows, COLS)), REPLY_COLS)
 
 
 def works(script: Script, connection: GrpcConnection) -> None:

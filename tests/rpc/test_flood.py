@@ -26,6 +26,7 @@ from tests.support.sockets import assert_ends, dial
 from tests.support.tiny_models import make_tiny
 from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S, until
 from wire.errors import AccessError, Unauthenticated, Unavailable
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -36,7 +37,7 @@ NEWCOMER_S, REVOKED_S = 15.0, 1.0
 
 
 def ask(connection: GrpcConnection) -> None:
-    assert connection.submit(CALL, ring_rows(3), REPLY_COLS).result().shape == (3, REPLY_COLS)
+    assert connection.submit(CALL, RowsPayload(ring_rows(3)), REPLY_COLS).result().shape == (3, REPLY_COLS)
 
 
 def ask_on(connection: GrpcConnection) -> None:

@@ -26,6 +26,7 @@ from provider.shards.listener import ShardListener
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
+from tests.support.payloads import payload_of
 from tests.support.raw_stream import RawStream
 from tests.support.spies import results_of
 from tests.support.waiting import comes, end, until
@@ -77,8 +78,8 @@ class Site:
 
     def product(self, call: Call, rows: torch.Tensor | SeededRows) -> torch.Tensor:
         info = self.served_model.manifest().groups[call.group]
-        reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
-        return self.connection.submit(call, rows, reply_cols).result()
+        cols, reply_cols = info.widths(call.direction)
+        return self.connection.submit(call, payload_of(rows, cols), reply_cols).result()
 
     def rows(self, call: Call, count: int) -> torch.Tensor:
         info = self.served_model.manifest().groups[call.group]

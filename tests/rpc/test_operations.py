@@ -48,6 +48,7 @@ from tests.support.ring_rows import COLS, ring_rows
 from tests.support.waiting import WAIT_S, end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType, Header, Purpose
+from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -313,7 +314,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
         assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
         connection = GrpcConnection(serving.url, TlsIdentity.read(tmp_path / "acme"))
         for _ in range(3):
-            connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+            connection.submit(CALL, RowsPayload(torch.ones(20, 32, dtype=torch.int32)), 64).result()
 
         assert run("status", "--check", "--state", state).stdout == ""
         shown = run("status", "--state", state).stdout
@@ -387,14 +388,14 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
     connection = GrpcConnection(serving.url)
     call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
     try:
-        pending = [connection.submit(call, seeded, 64) for _ in range(12)]
+        pending = [connection.submit(call, SeedPayload(seeded, 32), 64) for _ in range(12)]
         first = pending[0].result()
         serving.process.send_signal(signal.SIGTERM)
         assert all(torch.equal(one.result(), first) for one in pending[1:])
         serving.process.communicate(timeout=WAIT_S)
         assert serving.process.returncode == 0
         with pytest.raises(Unavailable):
-            connection.submit(call, seeded, 64).result()
+            connection.submit(call, SeedPayload(seeded, 32), 64).result()
     finally:
         connection.close()
         serving.process.kill()

@@ -29,7 +29,8 @@ from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_RETRY_S
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.payload import MessagePayload, Payload, RowsPayload, SeedPayload
+from wire.ring.seeded_rows import SeededRows
 from wire.transport import retry
 from wire.transport.retry import MAX_WAIT_S, RetriedRequest, with_jitter
 
@@ -199,10 +200,11 @@ def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
     for num_rows in (1, 200):
-        assert connection.submit(hint, SeededRows(bytes(32), 0, num_rows), REPLY_COLS).result().shape[0] == num_rows
+        seed = SeedPayload(SeededRows(bytes(32), 0, num_rows), COLS)
+        assert connection.submit(hint, seed, REPLY_COLS).result().shape[0] == num_rows
     back = Call(0, Direction.BACKWARD, Arithmetic.RING, Purpose.HINT)
     with pytest.raises(NotPermitted):
-        connection.submit(back, SeededRows(bytes(32), 0, 1), COLS).result()
+        connection.submit(back, SeedPayload(SeededRows(bytes(32), 0, 1), REPLY_COLS), COLS).result()
 
 
 def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(
@@ -221,8 +223,8 @@ def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: Se
     provider = start_with(start, tiny_served_model)
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
-    connection.submit(hint, SeededRows(bytes(32), 0, 1), REPLY_COLS).result()
-    connection.submit(hint, SeededRows(bytes(32), 0, 17), REPLY_COLS).result()
+    connection.submit(hint, SeedPayload(SeededRows(bytes(32), 0, 1), COLS), REPLY_COLS).result()
+    connection.submit(hint, SeedPayload(SeededRows(bytes(32), 0, 17), COLS), REPLY_COLS).result()
     histograms = provider.service.meter.snapshot()[1]
     counts = {one.name: sum(histograms[latency_name(one)].counts) for one in RequestClass}
     assert counts == {"DECODE": 1, "PREFILL": 0, "FINETUNE": 1}
@@ -297,7 +299,7 @@ def test_the_client_waits_and_gets_every_answer(start: StartWith, tiny_served_mo
     connection = provider.connect()
     rows = [ring_rows(100) for _ in range(10)]  # 400 pass at once, 600 take a second and a half
     began = time.monotonic()
-    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows]
+    pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows]
     for one, x in zip(pending, rows, strict=True):
         assert torch.equal(one.result(), tiny_served_model.compute(CALL, x))
     assert 1.4 <= time.monotonic() - began <= 15
@@ -350,8 +352,8 @@ class Refusing:
         self.failure: VeilbaseError | None = None
         self._clock, self._takes_s = clock, takes_s
 
-    def submit(self, call: Call, rows: Rows, cols: int, reply_cols: int) -> Refusing:
-        self.given.append((call, rows, cols, reply_cols))
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Refusing:
+        self.given.append((call, payload, reply_cols))
         return self
 
     def result(self) -> torch.Tensor:
@@ -363,14 +365,14 @@ class Refusing:
 
 
 def retried(stream: Refusing, rows: torch.Tensor) -> RetriedRequest:
-    return RetriedRequest(stream, CALL, rows, COLS, REPLY_COLS)  # type: ignore[arg-type]
+    return RetriedRequest(stream, CALL, RowsPayload(rows), REPLY_COLS)  # type: ignore[arg-type]
 
 
 def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock) -> None:
     stream, rows = Refusing(QuotaExceeded("no", 0.5), QuotaExceeded("no", 2.0)), ring_rows(3)
     assert torch.equal(retried(stream, rows).result(), torch.ones(1))
     assert len(stream.given) == 3
-    assert all(given[1] is rows for given in stream.given)
+    assert all(given[1].rows(CALL) is rows for given in stream.given)
     assert [given for given in stream.given if given != stream.given[0]] == []
     assert 0.5 <= clock.slept[0] <= 0.625
     assert 2.0 <= clock.slept[1] <= 2.5
@@ -379,12 +381,13 @@ def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock)
 def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_served_model: ServedModel) -> None:
     provider = start_with(start, tiny_served_model, rows_per_s=10)
     connection, rows = provider.connect(), ring_rows(1)
-    message = bytearray(frame.HEADER_BYTES) + rows.numpy().tobytes()
+    payload = MessagePayload(COLS)
+    payload.numbers[:] = rows.numpy().tobytes()
     expected = tiny_served_model.compute(CALL, rows)
     began = time.monotonic()
     for _ in range(15):  # 10 pass at once
-        assert torch.equal(connection.submit(CALL, message, REPLY_COLS).result(), expected)
-        assert message[frame.HEADER_BYTES :] == rows.numpy().tobytes()
+        assert torch.equal(connection.submit(CALL, payload, REPLY_COLS).result(), expected)
+        assert payload.numbers == rows.numpy().tobytes()
     assert time.monotonic() - began >= 0.4
 
 

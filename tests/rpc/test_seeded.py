@@ -18,12 +18,13 @@ from provider.model.served_model import ServedModel
 from provider.operations.recording import Recorder
 from tests.support.loopback_provider import LIMITS, Provider
 from tests.support.raw_stream import RawStream
-from tests.support.ring_products import REPLY_COLS
+from tests.support.ring_products import REPLY_COLS, ask
 from tests.support.ring_rows import COLS, ring_rows
 from wire import frame
 from wire.errors import InvalidTensor, UnknownLayer, WireCode
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
+from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 from wire.transport.inproc import InprocConnection
 
@@ -123,9 +124,7 @@ def test_hints_and_products_in_flight(provider: Provider, raw: HintStream) -> No
 def test_through_the_client(provider: Provider, call: Call, reply_cols: int) -> None:
     connection = provider.connect()
     rows = SeededRows(SEED, 5, 1000)
-    assert torch.equal(
-        connection.submit(call, rows, reply_cols).result(), product_of(provider.served_model, rows, call)
-    )
+    assert torch.equal(ask(connection, rows, call, reply_cols), product_of(provider.served_model, rows, call))
 
 
 def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,27 +238,28 @@ def test_a_cancelled_hint_is_not_answered(provider: Provider, raw: HintStream) -
 def test_the_same_in_process(tiny_served_model: ServedModel, call: Call, reply_cols: int) -> None:
     connection = InprocConnection(tiny_served_model)
     rows = SeededRows(SEED, 11, 6)
-    assert torch.equal(connection.submit(call, rows, reply_cols).result(), product_of(tiny_served_model, rows, call))
+    assert torch.equal(ask(connection, rows, call, reply_cols), product_of(tiny_served_model, rows, call))
     assert (connection.traffic.bytes_up, connection.traffic.bytes_down) == (PACKED_BYTES, 6 * reply_cols * 4)
 
 
 def test_bad_hints_in_process(tiny_served_model: ServedModel) -> None:
     connection = InprocConnection(tiny_served_model)
     rows = SeededRows(SEED, 0, 2)
+    seed = SeedPayload(rows, COLS)
     with pytest.raises(UnknownLayer):
-        connection.submit(replace(HINT, arithmetic=Arithmetic.FLOAT), rows, REPLY_COLS)
+        connection.submit(replace(HINT, arithmetic=Arithmetic.FLOAT), seed, REPLY_COLS)
     with pytest.raises(InvalidTensor):
-        connection.submit(replace(HINT, purpose=Purpose.PRODUCT), rows, REPLY_COLS)
+        connection.submit(replace(HINT, purpose=Purpose.PRODUCT), seed, REPLY_COLS)
     with pytest.raises(InvalidTensor):
-        connection.submit(HINT, ring_rows(2), REPLY_COLS)
+        connection.submit(HINT, RowsPayload(ring_rows(2)), REPLY_COLS)
     with pytest.raises(InvalidTensor):
-        connection.submit(HINT, rows, REPLY_COLS + 1)
+        connection.submit(HINT, seed, REPLY_COLS + 1)
 
 
 def test_a_recorded_hint_is_what_came(tiny_served_model: ServedModel, tmp_path: Path) -> None:
     recording = ServedModel(tiny_served_model.served, Recorder(tmp_path / "seen", tiny_served_model.manifest()))
     rows = SeededRows(SEED, 3, 6)
-    reply = InprocConnection(recording).submit(BACKWARD, rows, COLS).result()
+    reply = InprocConnection(recording).submit(BACKWARD, SeedPayload(rows, REPLY_COLS), COLS).result()
     recording.record("acme", BACKWARD, rows, reply)
     recording.close()
     (line,) = [json.loads(line) for line in (tmp_path / "seen" / "index.jsonl").read_text().splitlines()]

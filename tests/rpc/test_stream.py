@@ -30,6 +30,7 @@ from wire.errors import (
 )
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection
 
 
@@ -61,7 +62,10 @@ def test_many_requests_in_flight(provider: Provider) -> None:
     groups = provider.served_model.manifest().groups
     asked = [(Call(group.id, Direction.FORWARD, Arithmetic.RING), group) for group in groups for _ in range(20)]
     rows = [ring_rows(index % 40, group.in_features) for index, (_, group) in enumerate(asked)]
-    pending = [connection.submit(call, x, group.out_features) for (call, group), x in zip(asked, rows, strict=True)]
+    pending = [
+        connection.submit(call, RowsPayload(x), group.out_features)
+        for (call, group), x in zip(asked, rows, strict=True)
+    ]
     for (call, _), x, one in zip(asked, rows, pending, strict=True):
         assert torch.equal(one.result(), provider.served_model.compute(call, x))
 
@@ -118,7 +122,7 @@ def test_small_and_large_requests_alternate(provider: Provider) -> None:
         rows = ring_rows(num_rows)
         assert torch.equal(ask(connection, rows), provider.served_model.compute(CALL, rows))
     mixed = [ring_rows(num_rows) for num_rows in (1, 100, 2, 300, 3, 1, 1, 700)]
-    pending = [connection.submit(CALL, rows, REPLY_COLS) for rows in mixed]
+    pending = [connection.submit(CALL, RowsPayload(rows), REPLY_COLS) for rows in mixed]
     for one, rows in zip(pending, mixed, strict=True):
         assert torch.equal(one.result(), provider.served_model.compute(CALL, rows))
 
@@ -409,7 +413,7 @@ def test_pending_requests_fail_when_the_provider_goes(
 
     assert_served(connection, tiny_served_model)
     monkeypatch.setattr("provider.model.served_model.products.compute", slow)
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()

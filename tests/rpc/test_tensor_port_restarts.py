@@ -30,6 +30,7 @@ from tests.support.wrapped_model import SwitchedModel
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
+from wire.payload import RowsPayload
 
 # ---- stops and restarts ---------------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
     switched.make = slow
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()

@@ -19,7 +19,7 @@ from tests.support.loopback_provider import Provider
 from tests.support.provider_command import Serving
 from tests.support.raw_stream import RawStream
 from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
-from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_products import CALL, ask, assert_served
 from tests.support.ring_rows import ring_rows
 from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
@@ -236,7 +236,7 @@ def test_our_own_ends_negotiate_tls_1_3(provider: Provider) -> None:
     relay = Relay(provider.server.port)
     connection = GrpcConnection(f"grpcs://127.0.0.1:{relay.port}", provider.identity())
     rows = ring_rows(2)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), provider.served_model.compute(CALL, rows))
+    assert torch.equal(ask(connection, rows), provider.served_model.compute(CALL, rows))
     connection.close()
     relay.close()
     assert selected_version(relay.from_server) == TLS_1_3

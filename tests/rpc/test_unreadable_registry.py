@@ -23,7 +23,7 @@ from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
 from tests.support.registry_fault import Fault
-from tests.support.ring_products import CALL, REPLY_COLS, assert_served
+from tests.support.ring_products import CALL, ask, assert_served
 from tests.support.ring_rows import ring_rows
 from tests.support.stream_sessions import service_of
 from tests.support.waiting import WAIT_S
@@ -162,7 +162,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 
     monkeypatch.setattr(patience, "with_jitter", pause)
     rows = ring_rows(3)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), reached.served_model.compute(CALL, rows))
+    assert torch.equal(ask(connection, rows), reached.served_model.compute(CALL, rows))
     assert len(pauses) == 3
 
 

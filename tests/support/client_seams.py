@@ -14,7 +14,7 @@ from noise.blocks.pool import Block
 from tenant_sdk.session import Session
 from tests.support.spies import results_of
 from wire.frame import Call
-from wire.ring.seeded_rows import Rows
+from wire.payload import Payload
 from wire.transport.connection import Pending
 from wire.transport.inproc import InprocConnection
 
@@ -24,16 +24,16 @@ def opened_sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
     return results_of(monkeypatch, tenant_sdk.client, "open_session")
 
 
-def before_requests(monkeypatch: pytest.MonkeyPatch, act: Callable[[Call, Rows | bytearray], object]) -> None:
+def before_requests(monkeypatch: pytest.MonkeyPatch, act: Callable[[Call, Payload], object]) -> None:
     """Has `act` called with each request to any `inproc:` provider, before that gets it.
 
     What `act` raises, the caller gets in place of a reply.
     """
     submit = InprocConnection.submit
 
-    def watched(connection: InprocConnection, call: Call, rows: Rows | bytearray, *others: Any) -> Pending:
-        act(call, rows)
-        return submit(connection, call, rows, *others)
+    def watched(connection: InprocConnection, call: Call, payload: Payload, *others: Any) -> Pending:
+        act(call, payload)
+        return submit(connection, call, payload, *others)
 
     monkeypatch.setattr(InprocConnection, "submit", watched)
 

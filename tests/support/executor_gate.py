@@ -40,15 +40,17 @@ class Gate:
         self.recorded: list[tuple[str, Call, Rows, torch.Tensor | None]] = []
         self.meter = Meter()
         self._served_model, self._may_go, self._stands = served_model, threading.Event(), threading.Event()
-        scheduler = Scheduler(policy or Policy(max_wait_s=0.001), latency_model(served_model.served, profiled=False))
+        latency = latency_model(served_model.served, profiled=False)
+        self.scheduler = Scheduler(policy or Policy(max_wait_s=0.001), latency)
         self.executor = Executor(
-            [Here(self._product)], scheduler, lambda *what: self.recorded.append(what), self.meter, charge
+            [Here(self.product)], self.scheduler, lambda *what: self.recorded.append(what), self.meter, charge
         )
         self.blocker = self.submit(torch.zeros(1, COLS, dtype=torch.int32), Call(1, Direction.FORWARD, RING))
         comes(self._stands, "the product that holds the thread")
         self.batches.clear()
 
-    def _product(self, call: Call, rows: Rows) -> torch.Tensor:
+    def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        """Waits while the gate is shut, notes what is multiplied, and makes the product."""
         if not self._may_go.is_set():
             self._stands.set()
             comes(self._may_go, "`open`")

@@ -1,4 +1,4 @@
-"""Stands in for `torch._int_mm` on machines where it is wrong or missing."""
+"""Stands in for `wire.ring.int_mm.multiply` on machines where it is wrong or missing."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def saturating(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def missing(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Fails as `torch._int_mm` does where it is not implemented."""
     raise RuntimeError("_int_mm is not implemented")
+
+
+def gone(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Fails as a torch does that has no such function."""
+    raise AttributeError("module 'torch' has no attribute '_int_mm'")

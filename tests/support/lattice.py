@@ -10,9 +10,10 @@ import torch
 from noise.scheme import GroupSpec, Masked
 from tests.support.answered import Answered
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.payload import Payload
 from wire.ring import coding
 from wire.ring.quantise import max_norms
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -45,8 +46,9 @@ class Provider:
         weight = self.weights[call.group]
         return weight if call.direction is FORWARD else weight.t()
 
-    def effect(self, call: Call, rows: Rows, reply_cols: int) -> Answered:
+    def effect(self, call: Call, payload: Payload, reply_cols: int) -> Answered:
         """Answers a hint, and notes it."""
+        rows = payload.rows(call)
         assert isinstance(rows, SeededRows)
         assert (call.purpose, call.arithmetic) == (Purpose.HINT, Arithmetic.RING)
         self.hints.append((call, rows))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from provider.model.served_model import ServedModel
-from tests.support.ring_rows import ring_rows
+from tests.support.payloads import payload_of
+from tests.support.ring_rows import COLS, ring_rows
 from wire.frame import Arithmetic, Call, Direction
+from wire.ring.seeded_rows import Rows
 from wire.transport.connection import Connection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
@@ -15,9 +17,10 @@ REPLY_COLS = 64
 """Columns of a reply of that group."""
 
 
-def ask(connection: Connection, rows: torch.Tensor, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
+def ask(connection: Connection, rows: Rows, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
     """Returns the reply to one request."""
-    return connection.submit(call, rows, reply_cols).result()
+    cols = COLS if reply_cols == REPLY_COLS else REPLY_COLS
+    return connection.submit(call, payload_of(rows, cols), reply_cols).result()
 
 
 def assert_served(connection: Connection, served_model: ServedModel) -> None:

@@ -41,6 +41,7 @@ from wire.errors import (
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
 from wire.manifest import Manifest
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection, multiplexer
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -100,7 +101,9 @@ def connection(fake: FakeProvider) -> Iterator[GrpcConnection]:
 
 
 def works(connection: GrpcConnection) -> None:
-    assert torch.equal(connection.submit(CALL, rows(), REPLY_COLS).result(), torch.full((2, REPLY_COLS), 0.5))
+    assert torch.equal(
+        connection.submit(CALL, RowsPayload(rows()), REPLY_COLS).result(), torch.full((2, REPLY_COLS), 0.5)
+    )
 
 
 # ---- deadlines ------------------------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ def test_a_request_that_is_never_answered(
     works(connection)
     monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
-    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(2)]
+    pending = [connection.submit(CALL, RowsPayload(rows()), REPLY_COLS) for _ in range(2)]
     # first the one that does not read: its end must not depend on the other's
     for one in reversed(pending):
         with pytest.raises((DeadlineExceeded, Unavailable)) as failure:
@@ -132,7 +135,7 @@ def test_cancel_is_sent_for_what_expired(
     assert fake.next_received().request_id == 1
     monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
-    pending = connection.submit(CALL, rows(), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(rows()), REPLY_COLS)
     assert fake.next_received().kind is FrameType.REQUEST
     cancel = fake.next_received()  # nobody waits for the reply: the watchdog alone ends it
     assert (cancel.kind, cancel.request_id) == (FrameType.CANCEL, 2)
@@ -150,7 +153,7 @@ def test_a_handshake_that_is_never_answered(
     connection.manifest()
     fake.greeting = Header(FrameType.REPLY, 77).pack()  # for an unknown id: skipped
     with pytest.raises(Unavailable, match="handshake"):
-        connection.submit(CALL, rows(), REPLY_COLS).result()
+        connection.submit(CALL, RowsPayload(rows()), REPLY_COLS).result()
     monkeypatch.undo()
     fake.greeting = frame.hello(FrameType.WELCOME)
     works(connection)
@@ -190,7 +193,7 @@ BAD_REPLIES: dict[str, tuple[type[VeilbaseError], Callable[[Header], list[bytes]
 def test_a_bad_reply_is_one_error(fake: FakeProvider, connection: GrpcConnection, name: str) -> None:
     kind, fake.script = BAD_REPLIES[name]
     with pytest.raises(kind) as failure:
-        connection.submit(CALL, rows(), REPLY_COLS).result()
+        connection.submit(CALL, RowsPayload(rows()), REPLY_COLS).result()
     assert "\n" not in str(failure.value)
     fake.script = lambda request: [answer(request)]
     works(connection)
@@ -199,7 +202,7 @@ def test_a_bad_reply_is_one_error(fake: FakeProvider, connection: GrpcConnection
 def test_a_bad_reply_ends_all_that_waits(fake: FakeProvider, connection: GrpcConnection) -> None:
     works(connection)
     fake.script = lambda request: [b"garbage"] if request.request_id == 4 else []
-    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(3)]
+    pending = [connection.submit(CALL, RowsPayload(rows()), REPLY_COLS) for _ in range(3)]
     with ThreadPoolExecutor(3) as waiting:
         errors = [future.exception(WAIT_S) for future in [waiting.submit(one.result) for one in pending]]
     assert [type(error) for error in errors] == [MalformedFrame] * 3
@@ -224,7 +227,7 @@ def test_replies_in_any_order(fake: FakeProvider, connection: GrpcConnection) ->
         return [answer(one, float(one.request_id)) for one in reversed(held)] if len(held) == 8 else []
 
     fake.script = backwards
-    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(8)]
+    pending = [connection.submit(CALL, RowsPayload(rows()), REPLY_COLS) for _ in range(8)]
     assert [float(one.result()[0, 0]) for one in pending] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -246,11 +249,11 @@ def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
     narrow.script = lambda request: [answer(request, float(request.request_id))]
     connection = GrpcConnection(narrow.url)
     with pytest.raises(LimitExceeded):
-        connection.submit(CALL, rows(3 * NUM_ROWS), REPLY_COLS)
+        connection.submit(CALL, RowsPayload(rows(3 * NUM_ROWS)), REPLY_COLS)
     pending: list[Any] = []
     before = connection.traffic.snapshot().bytes_down  # the manifest and WELCOME
     for number in range(8):
-        pending.append(connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS))
+        pending.append(connection.submit(CALL, RowsPayload(rows(NUM_ROWS)), REPLY_COLS))
         num_read = (connection.traffic.snapshot().bytes_down - before) / REPLY_BYTES
         assert num_read >= number - 1, "three were in flight"
     assert [float(one.result()[0, 0]) for one in pending] == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -261,9 +264,11 @@ def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkey
     monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     narrow.script = lambda request: []
     connection = GrpcConnection(narrow.url)
-    pending = [connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS) for _ in range(2)]
+    pending = [connection.submit(CALL, RowsPayload(rows(NUM_ROWS)), REPLY_COLS) for _ in range(2)]
     with pytest.raises((DeadlineExceeded, Unavailable)):
-        connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS).result()  # room, once the first two have expired
+        connection.submit(
+            CALL, RowsPayload(rows(NUM_ROWS)), REPLY_COLS
+        ).result()  # room, once the first two have expired
     for one in pending:
         with pytest.raises((DeadlineExceeded, Unavailable)):
             one.result()
@@ -299,7 +304,7 @@ def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, conne
         fake.manifest_bytes = first.model_copy(update={"groups": (group, *first.groups[1:])}).to_bytes()
         for _ in range(2):  # asking again does not help
             with pytest.raises(ConfigurationError, match="other weights") as failure:
-                connection.submit(CALL, rows(), REPLY_COLS)
+                connection.submit(CALL, RowsPayload(rows()), REPLY_COLS)
             assert "\n" not in str(failure.value)
         assert fake.received.empty(), "a request was sent"
         fake.manifest_bytes = first.model_copy(update={"model_id": "a new name", "recording": True}).to_bytes()

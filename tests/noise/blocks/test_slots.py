@@ -10,7 +10,7 @@ import pytest
 from noise.blocks.slots import Slots, SlotsExhausted
 from tests.support.thread_switches import switching_every
 from tests.support.threads import together
-from wire.errors import MaskError, MaskReused
+from wire.errors import MaskError
 
 
 def test_rows_are_handed_out_once_and_in_order() -> None:
@@ -29,19 +29,6 @@ def test_take_up_to_gives_what_is_left() -> None:
     assert [list(slots.take_up_to(3)), list(slots.take_up_to(3)), list(slots.take_up_to(3))] == [[0, 1, 2], [3, 4], []]
 
 
-def test_burning_a_row_twice_is_refused_and_skipped_rows_are_abandoned() -> None:
-    slots = Slots(8)
-    slots.burn(3)
-    for row in (3, 1, -1):
-        with pytest.raises(MaskReused):
-            slots.burn(row)
-    assert list(slots.take(2)) == [4, 5]
-    with pytest.raises(MaskReused):
-        slots.burn(5)
-    with pytest.raises(SlotsExhausted):
-        slots.burn(8)
-
-
 @pytest.mark.parametrize("num_rows", [-1, 0.5, "1", None])
 def test_a_number_that_is_no_count_burns_and_returns_nothing(num_rows: Any) -> None:
     slots = Slots(4)
@@ -49,8 +36,6 @@ def test_a_number_that_is_no_count_burns_and_returns_nothing(num_rows: Any) -> N
     for ask in (slots.take, slots.take_up_to):
         with pytest.raises((MaskError, TypeError)):
             ask(num_rows)
-    with pytest.raises((MaskReused, TypeError)):
-        slots.burn(num_rows)
     assert list(slots.take(3)) == [1, 2, 3]
 
 

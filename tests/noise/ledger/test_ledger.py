@@ -289,10 +289,12 @@ def test_compaction_keeps_the_totals_and_bounds_the_file(path: Path) -> None:
 def test_records_after_a_compaction_go_to_the_new_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = opened(path, compact_bytes=1)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
-    with ledger._transaction():
-        ledger._append(file.reserve_record(seed_id, 2, "compacts"))
-        monkeypatch.setattr(os, "replace", disk_full)
-        ledger._append(file.reserve_record(seed_id, 4, "does not"))
+    before = path.stat().st_ino
+    ledger.reserve(seed_id, 2, "compacts")
+    compacted = path.stat().st_ino
+    monkeypatch.setattr(os, "replace", disk_full)
+    ledger.reserve(seed_id, 4, "does not")
+    assert path.stat().st_ino == compacted != before
     assert used(path) == {seed_id: 6}
 
 
@@ -355,8 +357,7 @@ if held:  # as if another thread were inside at that moment: the child must not 
         lock.acquire()
 child = fork()
 if child == 0:
-    asks = [lambda: slots.take(1), lambda: slots.take_up_to(1), lambda: slots.burn(0),
-            lambda: reservation.open_block(8),
+    asks = [lambda: slots.take(1), lambda: slots.take_up_to(1), lambda: reservation.open_block(8),
             lambda: ledger.reserve(seed_id, 1, "x"), lambda: ledger.current_seed("toy", 1000),
             lambda: ledger.renew(seed_id), lambda: ledger.fresh_seed("shares"), lambda: ledger.audit()]
     refused = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from noise.polynomial import kernels
 from noise.polynomial.negacyclic import reference_product
 from noise.sampling import Csprng, ternary
+from tests.support.cached import forget
 from tests.support.compiled_kernels import needs_transforms
 from tests.support.repository import ROOT
 from wire.errors import ConfigurationError
@@ -35,14 +37,27 @@ def test_setting_up_has_built_them() -> None:
     assert kernels.available()
 
 
+@pytest.fixture
+def _loaded_anew() -> Iterator[None]:
+    forget(kernels)
+    yield
+    forget(kernels)
+
+
+@needs_transforms
+@pytest.mark.usefixtures("_loaded_anew")
 def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VEILBASE_KERNELS", "none")
-    assert kernels._library.__wrapped__() is None
+    assert not kernels.available()
+    with pytest.raises(ConfigurationError, match="no compiled transforms"):
+        kernels.transform(torch.zeros(2, 1, dtype=torch.int32), 1, 2)
 
 
+@needs_transforms
+@pytest.mark.usefixtures("_loaded_anew")
 def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_kernels.so")
-    assert kernels._library.__wrapped__() is None
+    assert not kernels.available()
 
 
 @needs_transforms

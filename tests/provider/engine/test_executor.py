@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from provider.engine.executor import Executor
 from provider.engine.job import Job, Outcome
 from provider.engine.profile import latency_model
-from provider.engine.replica import Here, Replica
+from provider.engine.replica import Here
 from provider.model.served_model import ServedModel
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
@@ -126,13 +127,13 @@ def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pyte
     """Else a tenant that cancels, or sends what is refused, would teach the scheduler that rows cost nothing."""
     gate = Gate(served_model, Policy(max_wait_s=0.0))
     measured: list[int] = []
-    computed = gate.executor._scheduler.computed
+    computed = gate.scheduler.computed
 
     def note(batch: Batch, seconds: float) -> None:
         measured.append(batch.num_rows)
         computed(batch, seconds)
 
-    monkeypatch.setattr(gate.executor._scheduler, "computed", note)
+    monkeypatch.setattr(gate.scheduler, "computed", note)
     call = Call(0, Direction.FORWARD, FLOAT)
     bad = gate.submit(torch.full((2000, COLS), float("nan")), call, "a")
     late = gate.submit(ring_rows(2001), tenant="b", seconds=-1)
@@ -151,7 +152,7 @@ def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pyte
 def test_a_scheduler_that_breaks_answers_everybody_and_goes_on(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = gate.executor._scheduler
+    scheduler = gate.scheduler
     next_batch, left = scheduler.next_batch, [1]
 
     def broken(now_s: float) -> Batch | None:
@@ -179,14 +180,14 @@ def test_a_batch_that_breaks_the_thread_is_survived(
     served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = Gate(served_model)
-    products = gate.executor._products
+    count = gate.meter.batch
 
-    def broken(replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
-        if batch.num_rows == 13:
+    def broken(pieces: Sequence[Piece], began_s: float, seconds: float) -> None:
+        if pieces[0].num_rows == 13:
             raise ValueError("secret 123.456")
-        return products(replica, batch)
+        count(pieces, began_s, seconds)
 
-    monkeypatch.setattr(gate.executor, "_products", broken)
+    monkeypatch.setattr(gate.meter, "batch", broken)
     broken_one = gate.submit(ring_rows(13), tenant="a")
     gate.open()
     assert isinstance(broken_one.get(), RemoteFault)

@@ -131,7 +131,7 @@ def test_hints_are_made_in_pieces_of_bounded_size(
         pieces.append(rows.shape[0])
         return exact(rows, weight)
 
-    monkeypatch.setattr("provider.engine.products._HINT_SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr("provider.engine.products.HINT_SCRATCH_BYTES", scratch_bytes)
     monkeypatch.setattr("provider.engine.products.coding.product", product)
     assert torch.equal(served_model.compute(call, seeded), whole)
     assert sum(pieces) == 75
@@ -160,7 +160,7 @@ def test_wide_weights_are_converted_in_pieces(
     rows = random_rows(served_model, Call(0, FORWARD, FLOAT), 3)
     grads = random_rows(served_model, Call(0, BACKWARD, FLOAT), 3)
     whole = [served_model.compute(Call(0, FORWARD, FLOAT), rows), served_model.compute(Call(0, BACKWARD, FLOAT), grads)]
-    monkeypatch.setattr("provider.engine.products._BLOCK_ELEMENTS", 32 * 10)
+    monkeypatch.setattr("provider.engine.products.BLOCK_ELEMENTS", 32 * 10)
     parts = [served_model.compute(Call(0, FORWARD, FLOAT), rows), served_model.compute(Call(0, BACKWARD, FLOAT), grads)]
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from provider.engine import products
 from provider.parallel.command import Command, Operation
+from provider.parallel.ranks import Ranks
 from provider.parallel.tensor_parallel import ColumnSlices
 from tests.support.ranks import Follower, Team
 from tests.support.waiting import WAIT_S, comes, end
@@ -123,7 +124,7 @@ def test_what_is_wrong_is_refused_before_any_rank_hears_of_it(
 ) -> None:
     team = follower.join(each, "tensor", models["llama"])
     with each.context() as patch:
-        patch.setattr(team.dispatcher, "_tell", lambda command: pytest.fail("the ranks were told"))
+        patch.setattr(Ranks, "tell", lambda *_: pytest.fail("the ranks were told"))
         for call, rows, error in BAD:
             for product in (team.served_model.compute, lambda *request: products.compute(team.whole, *request)):
                 with pytest.raises(error):
@@ -166,15 +167,15 @@ def test_a_rank_waits_as_long_as_rank_0_is_there(
     follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
 ) -> None:
     team = follower.join(each, "tensor", models["llama"], timeout_s=SHORT_S)
-    beats, tell, enough = [], team.dispatcher._tell, threading.Event()
+    beats, tell, enough = [], Ranks.tell, threading.Event()
 
-    def count(command: Command) -> None:
-        tell(command)
-        beats.append(command.operation)
+    def count(ranks: Ranks, numbers: torch.Tensor) -> None:
+        tell(ranks, numbers)
+        beats.append(Command.unpack(numbers).operation)
         if len(beats) == 5:  # longer than the timeout
             enough.set()
 
-    each.setattr(team.dispatcher, "_tell", count)
+    each.setattr(Ranks, "tell", count)
     comes(enough, "five heartbeats")
     assert set(beats) == {Operation.HEARTBEAT}
     rows = rows_of(team, CALL, 3)

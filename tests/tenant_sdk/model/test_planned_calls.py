@@ -164,8 +164,8 @@ def test_with_verify_it_stops_at_once(opened: Opened, chat_folder: Path, tmp_pat
     assert provider.seen == []
 
 
-def test_a_call_that_belongs_to_no_model_stops_at_once(core: ServedModel) -> None:
-    provider, info = Overflower(core, HONEST), core.manifest().groups[0]
+def test_a_call_that_belongs_to_no_model_stops_at_once(served_model: ServedModel) -> None:
+    provider, info = Overflower(served_model, HONEST), served_model.manifest().groups[0]
     executor = RemoteExecutor([InprocConnection(provider)], Off(Arithmetic.FLOAT), Limits())
     group = GroupSpec(info.id, info.in_features, info.out_features, 1.0, 1.0, torch.ones(info.out_features))
     assert executor.run(group, FORWARD, torch.ones(2, info.in_features)).isfinite().all()

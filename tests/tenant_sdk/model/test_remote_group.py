@@ -20,6 +20,7 @@ from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor
 from wire.frame import Call, Direction
 from wire.limits import Limits
+from wire.payload import MessagePayload, RowsPayload
 from wire.ring import kernels
 from wire.transport.inproc import InprocConnection
 
@@ -34,14 +35,14 @@ def client(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, torch.Size]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, tuple[int, int]]]:
     """Every call that reaches the provider."""
-    seen: list[tuple[Call, torch.Size]] = []
-    before_requests(monkeypatch, lambda call, rows: seen.append((call, rows.shape)))  # type: ignore[union-attr]
+    seen: list[tuple[Call, tuple[int, int]]] = []
+    before_requests(monkeypatch, lambda call, payload: seen.append((call, (payload.num_rows, payload.cols))))
     return seen
 
 
-def backward_groups(calls: list[tuple[Call, torch.Size]]) -> list[int]:
+def backward_groups(calls: list[tuple[Call, tuple[int, int]]]) -> list[int]:
     return [call.group for call, _ in calls if call.direction is Direction.BACKWARD]
 
 
@@ -215,13 +216,13 @@ def test_a_token_of_a_wide_layer_goes_in_chunks(tmp_path: Path, monkeypatch: pyt
     with TenantClient(f"inproc:{tmp_path}", mask="off") as client, torch.no_grad():
         model = client.load_model()
         kinds: list[type] = []
-        before_requests(monkeypatch, lambda call, rows: kinds.append(type(rows)))
+        before_requests(monkeypatch, lambda call, payload: kinds.append(type(payload)))
         short = model(batch()[:1, :1]).logits
-        assert set(kinds) == {bytearray if kernels.available() else torch.Tensor}
+        assert set(kinds) == {MessagePayload if kernels.available() else RowsPayload}
         kinds.clear()
-        monkeypatch.setattr("tenant_sdk.model.remote_group.CHUNK_BYTES", 4)
+        monkeypatch.setattr("wire.payload.CHUNK_BYTES", 4)
         assert torch.equal(model(batch()[:1, :1]).logits, short)
-        assert set(kinds) == {torch.Tensor}
+        assert set(kinds) == {RowsPayload}
 
 
 def test_zero_rows_make_no_call(client: TenantClient, calls: Any) -> None:

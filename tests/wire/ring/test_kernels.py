@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.support.cached import forget
 from tests.support.compiled_kernels import needs_products
 from tests.support.repository import ROOT
 from tests.support.waiting import WAIT_S, end
@@ -53,22 +56,37 @@ def test_setting_up_has_built_them() -> None:
     assert kernels.has_vnni() is all(f" {name} " in flags for name in ("avx512bw", "avx512vl", "avx512_vnni"))
 
 
+@pytest.fixture
+def _loaded_anew() -> Iterator[None]:
+    forget(kernels)
+    yield
+    forget(kernels)
+
+
 @needs_products
+@pytest.mark.usefixtures("_loaded_anew")
 def test_vnni_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VEILBASE_KERNELS", "avx2")
-    assert kernels.has_vnni.__wrapped__() is False
+    assert not kernels.has_vnni()
+    assert kernels.available()
 
 
+@needs_products
+@pytest.mark.usefixtures("_loaded_anew")
 def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VEILBASE_KERNELS", "none")
-    assert kernels._library.__wrapped__() is None
+    assert not kernels.available()
+    assert not kernels.has_vnni()
 
 
+@needs_products
+@pytest.mark.usefixtures("_loaded_anew")
 def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_kernels.so")
-    assert kernels._library.__wrapped__() is None
+    assert not kernels.available()
+    forget(kernels)
     kernels.LIBRARY.write_bytes(b"\x7fELF")
-    assert kernels._library.__wrapped__() is None
+    assert not kernels.available()
 
 
 @needs_products
@@ -79,7 +97,7 @@ def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: py
 def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
     for num_rows in (1, 2, 3, 4, 47, 49):
         rows, weight = draw(num_rows, d, m, is_transposed)
-        assert torch.equal(product([rows], weight), plain._plain_product(rows, weight)), num_rows
+        assert torch.equal(product([rows], weight), plain.plain_product(rows, weight)), num_rows
 
 
 @needs_products
@@ -88,21 +106,24 @@ def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
 @pytest.mark.parametrize("sizes", [[512], [1, 511], [200, 0, 300, 1], [40], [5, 30]])
 def test_pieces_in_several_threads(sizes: list[int], is_transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(pieces, "_SHARED_WORK", 0)
-    rows, weight = draw(sum(sizes), 70, 800, is_transposed)
-    assert len(pieces.product_pieces(sum(sizes), 70, 800)) > 2
+    rows, weight = draw(sum(sizes), 700, 800, is_transposed)
+    assert len(pieces.product_pieces(sum(sizes), 700, 800)) > 2
+    expected = plain.plain_product(rows, weight)
     for _ in range(20):
-        assert torch.equal(product(list(rows.split(sizes)), weight), plain._plain_product(rows, weight))
+        assert torch.equal(product(list(rows.split(sizes)), weight), expected)
+
+
+MUCH = 1 << 24
+"""Multiplications for each number, so that every product is worth sharing."""
 
 
 @needs_products
 def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_SHARED_WORK", 0)
     for num_threads in (1, 2, 3, 64):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
         for num_rows, m in [(1, 1), (1, 3000), (95, 257), (96, 1), (97, 5), (5000, 5000), (0, 9)]:
             seen = torch.zeros(num_rows, m, dtype=torch.int8)
-            for first_row, last_row, first_column, last_column in pieces.product_pieces(num_rows, 8, m):
+            for first_row, last_row, first_column, last_column in pieces.product_pieces(num_rows, MUCH, m):
                 assert 0 <= first_row <= last_row <= num_rows
                 assert 0 <= first_column <= last_column <= m
                 seen[first_row:last_row, first_column:last_column] += 1
@@ -114,7 +135,7 @@ def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("num_rows", [1, 50])
 def test_rows_and_weights_that_are_parts_of_larger_ones(num_rows: int) -> None:
     rows, weight = draw(num_rows, 100, 90)
-    expected = plain._plain_product(rows[:, 7:40], weight[7:40, 3:80])
+    expected = plain.plain_product(rows[:, 7:40], weight[7:40, 3:80])
     assert torch.equal(product([rows[:, 7:40]], weight[7:40, 3:80]), expected)
     across = weight.t().contiguous().t()
     assert torch.equal(product([rows[:, 7:40]], across[7:40, 3:80]), expected)
@@ -151,7 +172,7 @@ def test_refuses_what_the_compiled_code_would_not_notice(
 GUARDED = """
 import torch
 from wire.ring import kernels
-from wire.ring.product import _plain_product
+from wire.ring.product import plain_product
 from tests.support.guarded_memory import guarded
 
 torch.manual_seed(0)
@@ -162,7 +183,7 @@ for num_rows in (1, 2, 3, 50):
         for stored in (guarded(weight), guarded(weight.t().contiguous()).t()):
             reply = guarded(torch.zeros(num_rows, m, dtype=torch.int32))
             kernels.products([rows], stored, [reply])
-            assert torch.equal(reply, _plain_product(rows, weight))
+            assert torch.equal(reply, plain_product(rows, weight))
 
 def coded(num_rows, d):
     rows, alpha = guarded(torch.randn(num_rows, d)), guarded(torch.rand(d) + 0.5)
@@ -195,7 +216,7 @@ def test_one_row_in_bytes(d: int, m: int, is_transposed: bool) -> None:
     one, message, reply = kernels.OneRow(weight), bytearray(48 + 4 * d), bytearray(b"\xff" * (48 + 4 * m + 4))
     message[48:] = rows.numpy().tobytes()
     one.multiply(memoryview(message)[48:], memoryview(reply)[48:-4])
-    assert reply[48:-4] == plain._plain_product(rows, weight).numpy().tobytes()
+    assert reply[48:-4] == plain.plain_product(rows, weight).numpy().tobytes()
     assert (reply[:48], reply[-4:]) == (b"\xff" * 48, b"\xff" * 4)
 
 
@@ -326,14 +347,20 @@ def test_memory_is_held_by_who_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @needs_products
-def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_loaded_anew")
+@pytest.mark.parametrize("older", [0, 1])
+def test_a_library_of_another_version_is_not_used(older: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`git pull` leaves the old one beside new sources."""
-    kernels._library.cache_clear()
-    try:
-        monkeypatch.setattr(kernels, "_VERSION", kernels._VERSION + 1)
-        assert not kernels.available()
-    finally:
-        kernels._library.cache_clear()
+    load = ctypes.CDLL
+
+    def versioned(path: str) -> Any:
+        library: Any = load(path)
+        number = library.veilbase_kernels_version()
+        library.veilbase_kernels_version = lambda: number - older
+        return library
+
+    monkeypatch.setattr(ctypes, "CDLL", versioned)
+    assert kernels.available() is not bool(older)
 
 
 @needs_products
@@ -347,7 +374,7 @@ def test_rows_that_are_no_matrix_are_refused(shape: tuple[int, ...]) -> None:
 @needs_products
 def test_threads_at_once_do_not_share_scratch_memory() -> None:
     cases = [draw(num_rows, 64 + num_rows, 48) for num_rows in (1, 3, 40, 200)]
-    expected = [plain._plain_product(*case) for case in cases]
+    expected = [plain.plain_product(*case) for case in cases]
     begin = threading.Barrier(len(cases), timeout=WAIT_S)
     right: list[bool] = []
 
