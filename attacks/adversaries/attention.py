@@ -188,7 +188,7 @@ def _first_factors(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns one factor for each output of v, from position 0, which attends to itself alone; 1 if it is not positive."""
+    """Returns a factor for each output of v, from position 0, which attends to itself alone; 1 if not positive."""
     values = torch.stack([rows[0] for rows in given]) @ weight
     seen = torch.stack([rows[0] for rows in outputs]).view(len(outputs), model.num_kv_heads, -1, model.head_dim)
     seen = seen.mean(dim=2).reshape(values.shape)  # heads of q that share a head of v see the same values

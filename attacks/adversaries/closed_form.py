@@ -66,7 +66,7 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
-    """Returns whether a prompt's tokens can be read: all first rows were recorded, and the model has positions for all."""
+    """Returns whether a prompt's tokens can be read: all first rows were recorded, and not too many for the model."""
     longest = prompt.num_tokens if model.positions is None else model.positions.shape[0]
     return _is_whole(prompt, model.blocks[0].q.group) and 0 < prompt.num_tokens <= longest
 

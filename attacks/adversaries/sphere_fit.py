@@ -22,7 +22,7 @@ number they cost more than they gain."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of the first messages of every group that a norm made; they are a best guess, if one can be computed."""
+    """Claims rows of the first messages of every group that a norm made: a best guess, if one can be computed."""
     norms = public.normed_inputs()
     claims: list[Claim] = []
     for group, norm in norms.items():
