@@ -34,7 +34,7 @@ class BinarySystem:
 
     @property
     def has_full_rank(self) -> bool:
-        """Whether a solution is unique."""
+        """Returns whether a solution is unique."""
         return bool(self.rank == self._num_unknowns)
 
     def consistent(self, sides: Bits) -> npt.NDArray[np.bool_]:

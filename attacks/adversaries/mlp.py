@@ -80,7 +80,7 @@ def fit_mlp(
 
 
 def is_known(activation: str) -> bool:
-    """Whether `predict` supports an activation."""
+    """Returns whether `predict` supports an activation."""
     return activation in _ACTIVATIONS
 
 
