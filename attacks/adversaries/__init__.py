@@ -1,1 +1,1 @@
-"""This package holds the adversaries, one a file. None of its modules may import a tenant, a mask or the truth."""
+"""This package holds the adversaries, one per file. None of its modules may import a tenant, a mask or the truth."""

@@ -82,7 +82,7 @@ def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | 
         The secret s, int64, shape (n,).
     """
     if not bool(masks.any()):
-        return None  # rows of zeros are not masked at all
+        return None  # rows that are zero as sent were not masked at all
     n = equations.shape[1]
     m, z = equations.remainder(4).numpy(), masks.remainder(4).numpy()[:, None]
     first, second = _pairs(n)

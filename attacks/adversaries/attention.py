@@ -1,11 +1,11 @@
 """Recovers what an adapter adds to q, k and v from an attention layer's input and output alone.
 
-v: if q and k are not adapted, attention mixes values in a known way that is linear in W_v. Otherwise position 0 helps:
-it attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear. That needs as many different first tokens as the layer has
-inputs.
+For v: if q and k are not adapted, attention mixes values in a known way that is linear in W_v. Otherwise position 0
+helps: it attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear. That needs as many different first tokens as the
+layer has inputs.
 
-q and k: if v is known, `attention_scores` reads q and k from the softmax. If there are too few tokens for that, or if
-heads are too wide, q and k are found by descent from the public weights: the outputs are a smooth function of the
+For q and k: if v is known, `attention_scores` reads q and k from the softmax. If there are too few tokens for that, or
+if heads are too wide, q and k are found by descent from the public weights: the outputs are a smooth function of the
 weights, and adapters are small. The descent finds them up to a change that leaves q·k as it is. If first tokens do not
 suffice for v, the descent is over all three together.
 """
@@ -205,7 +205,7 @@ def _descend(
     parameters: list[torch.Tensor],
     weights: Callable[[], Sequence[torch.Tensor]],
 ) -> Heads:
-    """Minimises the misfit of the outputs with L-BFGS; `weights` computes those of q, k and v from the parameters."""
+    """Minimises the misfit of the outputs with L-BFGS; `weights` computes weights of q, k and v from `parameters`."""
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(

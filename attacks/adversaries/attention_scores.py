@@ -302,7 +302,7 @@ class _Group:
     def _keys(self, k: torch.Tensor, one: _Ratios) -> torch.Tensor:
         """Returns the difference of the two keys, rotated so that its product with W_q's output is a score.
 
-        Its shape is (num_ratios, head_dim).
+        The result has shape (num_ratios, head_dim).
         """
         keys = _out(self._rows, k, self._k[1])
         difference = self._turned(keys[one.to], one.to) - self._turned(keys[one.other], one.other)

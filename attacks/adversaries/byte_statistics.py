@@ -42,8 +42,8 @@ _FEWEST_PAIRS = 1024
 distribution, to within a twentieth, at 8 standard deviations (products of uniform numbers have an excess kurtosis of
 0.24)."""
 _MOST_MESSAGES, _RUN = 256, 8
-"""(messages that are tested of a group and direction, length of a run). The messages are taken in runs that are spread
-over the recording, since neighbours may be in two messages."""
+"""(the most messages that are tested of a group and direction, length of a run). The messages are taken in runs that
+are spread over the recording, since neighbours may be in two messages."""
 _PARTS = 4
 """The number of parts that are tested: the number itself and its three lower bytes."""
 STEPS = {"along rows": (0, 1), "along columns": (1, 0), "one place on": (1, 1), "one place back": (1, -1)}
@@ -59,7 +59,7 @@ class Figures:
 
     Attributes:
         num_numbers: how many numbers were tested.
-        chi_square: excess of each byte over the mean, in standard deviations; float64, shape (4,).
+        chi_square: excess of each byte's chi-square over its mean, in standard deviations; float64, shape (4,).
         serial: correlations of the number and of its lower bytes, in standard deviations; float64, shape (parts,
             steps); NaN if there are too few neighbours.
     """
@@ -106,7 +106,7 @@ class Uniformity:
 
     @property
     def bound(self) -> float:
-        """Returns what the largest of so many correlations exceeds by chance once in 2^40, in standard deviations."""
+        """Returns the bound, in standard deviations, that the largest correlation exceeds by chance once in 2^40."""
         return -_NORMAL.inv_cdf(2.0**-FALSE_POSITIVE_BITS / (2 * max(self.num_serial, 1)))
 
     def faults(self) -> list[str]:

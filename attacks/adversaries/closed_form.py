@@ -37,7 +37,7 @@ a descent necessary, it takes minutes per block."""
 _THROUGH_MLP = 10.0
 """The factor by which the error of an MLP with public weights may exceed that of the residual stream before it."""
 _MEMBERS = 3
-"""The number of members: q, k and v."""
+"""The number of members of an attention group: q, k and v."""
 _EXPLAINED = 1e-4
 _HOPELESS = 0.3
 """The relative misfit of a residual beyond which rows are masked: unmasked rows leave 1e-4 or less, masked rows 0.6 or
@@ -66,7 +66,10 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
-    """Returns whether a prompt's tokens can be read: all first rows were recorded, and not too many for the model."""
+    """Returns whether a prompt's tokens can be read.
+
+    All rows of the first layer must be recorded, and the model must have a position for each of them.
+    """
     longest = prompt.num_tokens if model.positions is None else model.positions.shape[0]
     return _is_whole(prompt, model.blocks[0].q.group) and 0 < prompt.num_tokens <= longest
 
@@ -206,7 +209,7 @@ def _fit(
     sound: torch.Tensor,
     scaled: bool,
 ) -> residual.Fit:
-    """Fits the layer from the tokens that are sound so far; every tensor has a row for each of all tokens."""
+    """Fits the layer from the tokens that are sound so far; every tensor has one row per token, sound or not."""
     if not bool(sound.any()):
         raise _Stop
     given, before, normed = given[sound], before[sound], normed[sound]

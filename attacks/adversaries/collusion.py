@@ -36,7 +36,7 @@ def collude(view_1: View, view_2: View) -> list[StolenRows]:
         view_2: the view of the same tenant at the provider that received seeds.
 
     Raises:
-        ConfigurationError: the two views are of different weights.
+        ConfigurationError: the two views are of different models.
     """
     if view_1.manifest.groups != view_2.manifest.groups:
         raise ConfigurationError("the two recordings are of different models: their manifests differ")

@@ -1,7 +1,7 @@
 """Recovers prompts from a deeper layer: from the second block's input, without the first layer's rows.
 
 Position by position, every token of the vocabulary is appended to the tokens found so far and sent through the public
-first block. The token is chosen whose state has the direction nearest to the row. The adapter moves states only a
+first block. The token whose state has the direction nearest to the row is chosen. The adapter moves states only a
 little, so the right token stays the nearest. Rows need to be known only up to a factor, so the attack works on ring
 rows, too. `_BUDGET` and `_MAX_PROMPTS` bound what is tried, and claims end there. The judge shows the rate over tried
 tokens beside the share of tokens that were tried.
@@ -34,7 +34,8 @@ _CHANCE = 1.3
 """A factor over chance. A first token's best candidate must have a cosine this many times as large as that of the
 nearest of as many random directions. Otherwise it says nothing, and its prompt is given up."""
 _WIDE = 256
-"""The hidden size from which on prompts are given up so. In fewer dimensions chance comes near, and trying is cheap."""
+"""The hidden size from which on prompts are given up in this way. In fewer dimensions chance comes
+near to the right token's cosine, and trying is cheap."""
 
 
 def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Holds the scores of the real-or-other game: which of two known texts is behind a message?
+"""Holds the scores of the real-or-other game, which asks which of two known texts is behind a message.
 
 Each score knows both candidates exactly, as the integers x̃ that a tenant would encode, and everything public. A
 positive score favours the second candidate. attacks/programs/game.py plays the game and has a control for each score:
@@ -77,14 +77,14 @@ def _phase(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def size(known: Known, seen: Seen) -> float:
-    """Compares the sizes of the message minus each candidate, as centred squares; one-time masks leave both alike."""
+    """Compares the sizes of the message minus each candidate, as centred squares; one-time masks make both alike."""
     first, second = (_squares(seen.sent - candidate) for candidate in known.candidates)
     return first - second
 
 
 def phase(known: Known, seen: Seen) -> float:
     """Compares the first harmonic of the message minus each candidate; a mask that is not uniform mod q leaves a mean
-    cosine."""
+    cosine that is not zero."""
     first, second = known.phases
     # Re Σ exp(i·sent)·(exp(−i·second) − exp(−i·first))
     return float(torch.vdot((second - first).flatten(), _phase(seen.sent).flatten()).real)

@@ -1,8 +1,8 @@
 """Implements `gradient-equations`: recovers what an adapter adds to down_proj from the gradients of a training step.
 
 The provider receives the gradient g of down_proj's output and computes g·Wᵀ. It does not receive g·ΔWᵀ, which the
-tenant adds by itself. But the tenant sends the sum backward through the activation, m = act(gate)·up, and the results
-come to the provider as the gradients of gate and up:
+tenant adds by itself. But the tenant propagates the sum backward through the activation, m = act(gate)·up, and
+the results come to the provider as the gradients of gate and up:
 
     g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up.
 
@@ -37,10 +37,11 @@ _UNCHANGED = 1e-5
 _EXPLAINED = 1e-3
 """The same bound for weights that the attack found; unmasked rows leave 1e-5 or less, masked rows 0.1 or more."""
 _RANK = 1e-5
-"""A direction of the gradients counts as none up to this share of the largest singular value; float32 rounding is at
+"""Directions of the gradients count only above this share of the largest singular value; float32 rounding is at
 1e-7."""
 _NOTHING = 1e-3
-"""A token below this share of the largest gradient has none; where a mask was removed, such a token keeps 1e-7."""
+"""A token counts as having no gradient if it is below this share of the largest one; in a token without a gradient,
+removing a mask leaves 1e-7."""
 _COLUMNS = 64
 """The number of columns that are solved together."""
 _MAX_S = 60.0
@@ -106,7 +107,8 @@ def last_down(
 def _is_of(
     step: ForwardPass, block: Block, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Returns whether stolen weights explain a block's MLP in the step; without gradients nothing contradicts them."""
+    """Returns whether stolen weights explain a block's MLP in the step; a block without gradients counts as
+    explained."""
     rows = _read(step, block, opened)
     if rows is None or any(layer.name not in stolen for layer in (*block.up, block.down)):
         return True

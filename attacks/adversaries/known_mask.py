@@ -27,7 +27,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _unmask(one: Masked, sigma: float) -> torch.Tensor:
-    """Returns the rows without the noise vector, of the vector and strength that fit best."""
+    """Returns the rows minus the noise vector, with the vector and the strength that fit best."""
     if one.norm is not None:
         return take_off_normed(one, one.norm, sigma)
     roots = strengths(one.rows, one.pool, sigma)

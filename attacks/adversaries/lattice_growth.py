@@ -108,8 +108,8 @@ def _reduce(matrix: Any, block_size: int) -> None:
 
 
 def best_num_samples(dimension: int, sigma: float) -> int:
-    """Returns the fewest samples at which LLL should succeed; if no number suffices, the one with the largest gap after
-    LLL."""
+    """Returns the fewest samples at which LLL should succeed; if no number suffices, the number with the largest gap
+    after LLL."""
     fewest = samples_for_lll(dimension, sigma)
     if fewest is not None:
         return fewest

@@ -7,7 +7,7 @@ contains (ν·s, −e, −τ). The factors ν and τ bring s, e and the last coo
 
 Above `MOST_DIMENSION` the adversary does not try. It states the published estimate of the parameters with that
 dimension instead. It needs fpylll, which is optional. fpylll's wheel has no pruning strategies, so BKZ here is slower
-than the best.
+than the best implementations.
 
 Source: Kannan, "Minkowski's convex body theorem and integer programming", 1987; Bai, Galbraith, "Lattice decoding
 attacks on binary LWE", ACISP 2014 (the scaling ν); Alkim, Ducas, Pöppelmann, Schwabe, "Post-quantum key exchange",
@@ -117,7 +117,7 @@ class _Target:
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         if not bool(masks.any()):
-            return None  # rows of zeros are not masked at all
+            return None  # rows that are zero as sent were not masked at all
         embedded = embed(self._basis, masks, self._seed.num_rows, NOMINAL_SIGMA)
         load_fpylll().LLL.reduction(embedded)
         return read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)

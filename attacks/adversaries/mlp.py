@@ -57,9 +57,9 @@ def fit_mlp(
     Args:
         layers: (gate, up) or (c_fc,), in the order of the product.
         activation: the activation, by transformers' name.
-        given: float64, shape (num_tokens, hidden), with as many tokens as `has_enough_rows` asks for.
+        given: float64, shape (num_tokens, hidden), with as many tokens as `has_enough_rows` needs.
         outputs: the last layer's input, shape (num_tokens, intermediate).
-        deadline: a time of `time.monotonic`; columns that never converge would take hours on a real model.
+        deadline: a time on the clock of `time.monotonic`; columns that never converge would take hours on a real model.
     """
     act = _ACTIVATIONS.get(activation)
     if act is None:
@@ -111,9 +111,10 @@ def _retry(
     errors: torch.Tensor,
     deadline: float,
 ) -> None:
-    """Restarts columns that stopped in a wrong minimum, from some dozen other starts; changes results in place.
+    """Restarts columns that stopped in a wrong minimum, from some dozen other starts.
 
-    An adapter has low rank, so the starts are drawn from the span of the changes that were found in other columns.
+    It changes `weights` and `errors` in place. An adapter has low rank, so the starts are drawn from the span of the
+    changes that were found in other columns.
     """
     stuck = (errors > outputs.norm(dim=0) * _STUCK).nonzero()[:, 0]
     if not 0 < len(stuck) <= outputs.shape[1] // 4:
@@ -166,7 +167,7 @@ class _Columns:
 
         Args:
             offsets: what is added to the public weights for the start.
-            deadline: a time of `time.monotonic`.
+            deadline: a time on the clock of `time.monotonic`.
         """
         weights = self._start
         if offsets is not None:

@@ -84,14 +84,14 @@ class _System(Equations):
         for index in np.flatnonzero(self._binary.consistent(bits(sides))):
             start, masks = starts[int(index)], sides[:, int(index)]
             if bool(stream.is_done[start]) or not bool(masks.any()):
-                continue  # a row of zeros is not masked at all
+                continue  # a row that is zero as sent was not masked at all
             secret = self._secret(masks)
             if secret is not None:
                 public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
                 stream.open_around(public, secret, start, self._num_rows)
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
-        """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,)."""
+        """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,); None if there is none."""
         low = self._binary.solve(bits(masks))
         if low is None:
             return None

@@ -76,7 +76,7 @@ def usual_sigma(masked: Sequence[Masked]) -> float:
 
 
 def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
-    """Returns rows that a norm made, without noise: subtracts the vector and strength that leave normed rows best."""
+    """Returns rows that a norm made, minus the vector at the strength that leaves them most nearly normed."""
     roots = strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])

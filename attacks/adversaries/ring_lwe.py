@@ -186,8 +186,8 @@ class Stream:
         return [start for _, start in sorted(starts)]
 
     def masks(self, start: int, num_rows: int, most: int) -> torch.Tensor:
-        """Returns the mask that a run's rows must have if its plaintext is as known, or else zero: int64, shape (at
-        most `most`,)."""
+        """Returns the mask of a run's rows, assuming their known plaintext or, if nothing is known, zeros: int64,
+        shape (at most `most`,)."""
         parts = [self.rows[row] - self.known.get(row, 0) for row in range(start, start + num_rows)]
         return centred(torch.cat(parts)[:most])
 
@@ -221,7 +221,7 @@ class Stream:
         return True
 
     def claims(self) -> list[Claim]:
-        """Returns claims about the messages all of whose rows were unmasked."""
+        """Returns claims about messages of which all rows were unmasked."""
         return [
             StolenRows(seq, self.opened[first:stop].to(torch.float64))
             for seq, first, stop in self.spans

@@ -1,12 +1,12 @@
 """Implements `shared-error`: recovers rows of lattice masks that use one error for several blocks, or pieces of one.
 
-Two rows at the same position of two blocks may hide the same x̃: from a prompt that is sent again, a gradient of zero,
-or rows that are known. If they also have the same error, both cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough
-such pairs together give u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod 2 as in `no-error`. At the
-shipped dimension enough is 1,568 equations for 1,536 unknowns: 49 rows of 32 features, or one row of 1,568. The result
-is confirmed mod 2^32 on 32 more equations than there are unknowns, which chance passes with probability below 2^-1000.
-Then every other pair of rows of the two blocks gives the difference of its activations. If one of the two rows is
-known, this gives the other.
+Two rows at the same position of two blocks may hide the same x̃, such as that of a prompt that is sent again or of a
+gradient of zero. (Known rows are subtracted first.) If they also have the same error, both cancel: z₁ − z₂ = A·(s₁ −
+s₂) mod 2^32, exactly. Enough such pairs together give u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod
+2 as in `no-error`. At the shipped dimension enough is 1,568 equations for 1,536 unknowns: 49 rows of 32 features, or
+one row of 1,568. The result is confirmed mod 2^32 on 32 more equations than there are unknowns, which chance passes
+with probability below 2^-1000. Then every other pair of rows of the two blocks gives the difference of its activations.
+If one of the two rows is known, this gives the other.
 
 In one block, row t + L has the secret X^-L·s if row t has s. So pieces of a block with the same error give
 v = (1 − X^-L)·s by the same system. With m = N/gcd(N, L), the sum of X^-iL·v over i < m is (1 − X^-mL)·s = 2·s. This
@@ -112,7 +112,8 @@ class _System(Equations):
         return said
 
     def _starts(self, stream: Stream, distance: int) -> list[int]:
-        """Returns the first rows of window pairs that both exist. If any rows are known, it returns only known ones."""
+        """Returns the first rows of window pairs that both exist. If any rows are known, only windows of
+        known rows are returned."""
         starts = range(len(stream.rows) - distance - self._num_rows + 1)
         if not stream.known:
             return list(starts[: MOST_IN_STREAM // _MOST_DISTANCES])

@@ -9,8 +9,8 @@ skipped.
 All layers share the public matrix and read its first columns. So a secret that is used in two layers, or in both
 directions of one, shows in the same way: the rows of two messages agree in as many columns as both have, up to
 activations and errors. There are too many rows to compare each with each. Rows are therefore sorted by the high bits of
-some columns, which puts most pairs that share a secret next to each other. Such a pair is reported and not used: the
-difference of two layers' inputs is of no more use here than that of the same layer's.
+some columns, which puts most pairs that share a secret next to each other. Such a pair is reported and not used
+further: the difference of two layers' inputs is of no more use here than that of the same layer's.
 
 Source: the two-time pad; docs/threat-model.md, "What would break it, and what stops that", first row.
 """
@@ -30,8 +30,8 @@ from attacks.seen.view import View
 
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512
-"""The number of rows that are compared with each row, nearest first in the first feature; 2^-7 of all are near by
-chance."""
+"""The number of rows that are compared with each row, nearest first in the first feature; by chance, 2^-7 of all rows
+are near."""
 MOST_PAIRS = 1 << 14
 """The most near pairs that are used; in traffic without a mask all pairs are near."""
 MOST_CLAIMS = 256

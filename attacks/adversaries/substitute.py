@@ -283,7 +283,7 @@ class _Substitute:
         return before
 
     def _leave_out(self) -> None:
-        """Leaves out rows that are far from the others. They must be few; many far rows are not wrong."""
+        """Leaves out rows that are far from the others, unless they are many: wrong rows are the exception."""
         with torch.no_grad():
             missed = [self._missed(batch, self._weights()) for batch in self._batches]
         for group in {group for each in missed for group in each}:

@@ -75,7 +75,7 @@ def facts(changes_inputs: bool) -> Mapping[str, object]:
 
 
 def record(folder: Path, changes_inputs: bool, checkpointing: bool = False) -> View:
-    """Records training and then answers, with an adapter of group 1. Gradients reach its input only if that is changed.
+    """Records training and then answers, with an adapter of group 1. Gradients reach its input only if it is changed.
 
     Args:
         folder: the folder to make.

@@ -1,4 +1,4 @@
-"""Runs `python -m attacks.active`: shows what a provider that answers wrongly on purpose learns of the tenant.
+"""Runs `python -m attacks.active`: shows what a provider that replies wrongly on purpose learns of the tenant.
 
 The provider is honest except for one fault: a wrong hint, a wrong product or a reply sent again. It can see metadata:
 which calls come, with how many rows, and when they end. If two secrets of the same shape give the same metadata under a
@@ -118,7 +118,8 @@ class Outcome:
         caught: whether every run ended with the fixed error of a failed check.
         failed: the number of runs that ended in any error.
         requests_after: the most requests that followed the first wrong reply, including those of an attempt to go on.
-        metadata: how each run compares with its honest run: all `same`, all same but `cut short`, or some `different`.
+        metadata: how runs compare with their honest runs: all are the `same`, all are the same but some are `cut
+            short`, or some are `different`.
         decode_steps: the number of steps of each answer; empty for training.
         answer_length_changed: whether the fault shows in the length of some answer that was not aborted.
         tells_secrets_apart: whether metadata differed between the runs, which differ in nothing but a secret.
@@ -296,7 +297,7 @@ def _compared(pairs: Sequence[tuple[_Run, _Run]]) -> Literal["same", "cut short"
 
 
 def measure(folder: Path, num_prompts: int = 5) -> list[Outcome]:
-    """Runs every fault against every job, with and without `verify`, after the honest runs; `repeated` only without.
+    """Runs every fault against every job, with and without `verify`, after honest runs; `repeated` runs only without.
 
     Args:
         folder: an empty folder for the model and the tenants' caches.

@@ -1,4 +1,4 @@
-"""Runs `python -m attacks.game`: can an adversary tell which of two known texts, or adapters, is behind a message?
+"""Runs `python -m attacks.game`: tests whether two known texts, or adapters, can be told apart behind a mask.
 
 Each run tosses a coin, sends one of two known inputs of a layer through noise's own scheme, and lets every score of
 attacks/adversaries/distinguisher.py rate what a provider would see. The result is the area under the ROC curve (AUC) of
@@ -134,7 +134,7 @@ class Tenant:
         return rows
 
     def send(self, coin: int) -> Seen:
-        """Makes one run. The run's earlier message is that of the last run, whose text the adversary was told."""
+        """Makes one run. Its `before` is the message of the previous run, whose text the adversary was told."""
         before, plain = self._before
         sent = self.message(coin)
         self._before = sent, self.candidates[coin]
@@ -240,7 +240,7 @@ def _ranks(scores: torch.Tensor) -> torch.Tensor:
 
 
 def auc(ranks: torch.Tensor, coins: torch.Tensor) -> float:
-    """Returns the probability that a run with the second input scores higher than one with the first; a tie is half.
+    """Returns the probability that a run with the second input outscores one with the first; a tie counts half.
 
     Args:
         ranks: int64, not negative, shape (num_runs,).
@@ -346,7 +346,7 @@ def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[Con
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line."""
+    """Runs the command line; the module's docstring explains the exit status."""
     options = _parser().parse_args(arguments)
     num_runs = options.runs if options.runs is not None else QUICK_RUNS if options.quick else FULL_RUNS
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Runs `python -m attacks.overflow`: a provider makes the tenant's numbers overflow, and watches when calls end.
+"""Runs `python -m attacks.overflow`: a provider makes the tenant's numbers overflow, and watches the calls.
 
 Every reply of one direction is wrong by a constant, or holds a NaN or an infinity. In a deep model a number then stops
 being finite at a layer that depends on the data. A tenant that stops at that layer tells the provider about the data.

@@ -1,4 +1,4 @@
-"""Runs `python -m attacks.weakenings`: would a weakened lattice mask be noticed at its shipped size?
+"""Runs `python -m attacks.weakenings`: tests whether a weakened lattice mask is noticed at its shipped size.
 
 A real tenant sends a prompt several times, asks for an answer, and trains a step, through a provider that notes what it
 sees. In the same process attacks/victim/draws.py observes the secrets and errors of the tenant's masks, and

@@ -42,7 +42,7 @@ _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-v
 _WHO = ("base", "victim", "stolen")
 _NOTICED = 0.04
 """The half-width below which an interval of chance, of a gain or an agreement, is widened. The verdict alarms at 2.5
-times this, which is a tenth; less is a few tokens of a hundred."""
+times this, which is a tenth; a smaller distance would be a few tokens in a hundred."""
 _WON = 0.9
 """The share of the victim's gain, or of its answers, from which on an attacker wins."""
 
@@ -92,7 +92,7 @@ def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
 def attack(
     case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
 ) -> list[Result]:
-    """Runs some adversaries on one mask, and the `_THIEVES` once more on the rows that these unmask.
+    """Runs some adversaries on one mask, and the `_THIEVES` once more on rows that one of these unmasks.
 
     Args:
         case: the mask's view and the truth about it.

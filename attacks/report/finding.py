@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 NO_CLAIM = "no claim"
-"""The verdict on an adversary that claimed nothing. It is neither right nor wrong; this does not show that nothing
-leaked."""
+"""The verdict on an adversary that claimed nothing. Such an adversary is neither right nor wrong, and this is no
+evidence that nothing leaked."""
 SHARE_TRIED = "share tried"
 """A metric: the share of all tokens that an adversary named, right or wrong."""
 SHARE_CLAIMED = "share claimed"
@@ -51,7 +51,7 @@ def unclaimed(module: str, metric: str, baseline: float = 0.0) -> Finding:
 
 
 def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
-    """Returns a verdict, see `Finding.verdict`; `wins` says whether the value is what an attacker needs."""
+    """Returns a verdict as in `Finding.verdict`; `wins` says whether the value is what an attacker needs."""
     if not math.isfinite(value):
         return "at baseline"
     if wins:
@@ -71,8 +71,9 @@ def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tu
 def share_right(module: str, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
     """Returns a line with the share of ids that are right at their positions.
 
-    The baseline is the claim's own list in another order. It shows that naming the same id everywhere, or only ids that
-    are the same in every prompt, is no better than guessing.
+    The baseline is the claim's own list in another order. Naming the same id everywhere, or only ids that are the same
+    in every prompt, does no better than this baseline.
+
     Args:
         got, wanted: int64, the same shape (num_ids,), at least one.
     """

@@ -68,7 +68,7 @@ stays with the tenant."""
 
 
 def weakened(results: Sequence[Result]) -> list[str]:
-    """Returns a line for each private mask that shows more than chance does, and for each adversary that failed."""
+    """Returns a line for each finding in which a private mask shows more than chance does, and for each failure."""
     at_odds = {
         (one.mask, one.arithmetic, one.adversary)
         for one in results

@@ -97,7 +97,7 @@ Opened = Mapping[int, torch.Tensor]
 
 
 def places(view: View) -> dict[int, tuple[int, int]]:
-    """Returns the place of each message of inference: seq to (number in `prompts`, position of the first token)."""
+    """Returns the place of each message of inference: seq to (number in `prompts`, first position there)."""
     found: dict[int, tuple[int, int]] = {}
     number, start = -1, 0
     for one in forward_passes(view):

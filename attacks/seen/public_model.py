@@ -91,7 +91,7 @@ class PublicModel:
     """Holds a base model's public weights and structure.
 
     Attributes:
-        style: the architecture that the residual stream follows.
+        style: the architecture, which decides how norms and layers follow each other.
         embedding: shape (vocab, hidden).
         positions: learned positions, shape (num_positions, hidden); None if there are none.
         head_group: the group of the output head; None if the head is tied to the embedding and stays with the tenant.

@@ -1,7 +1,8 @@
 """Decides whether claims are right: computes metrics, and their random baselines, from the victim's secrets.
 
 Every metric has a baseline with a 99% interval, which comes from guessing at random what the adversary claims to know.
-A value in the interval is "at baseline": this adversary learned nothing that this metric shows, which proves no more.
+A value in the interval is "at baseline". That says that this adversary learned nothing that this metric shows, and no
+more.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ knowledge."""
 
 
 def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
-    """Computes error and cosine of each kind of layer that the victim adapted, over blocks; nothing without claims.
+    """Computes error and cosine, over blocks, for each kind of layer that the victim adapted, if anything was claimed.
 
     If the adversary claims adapters but claimed nothing about a kind of layer, or about a part of the kind, a line says
     so.

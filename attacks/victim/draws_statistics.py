@@ -217,7 +217,7 @@ class Statistics:
         sigma: float,
     ) -> None:
         """Tests every pair for correlation: the sum of products over positions that both have, in units of σ·‖the
-        other‖. Pairs are sorted by how the two are related."""
+        other‖. Results are grouped by how the two are related."""
         wide, there = numbers.to(torch.float64), is_there.to(torch.float64)
         owners = owners[: len(wide)]
         lengths = (there @ wide.square().t()).sqrt()
@@ -294,8 +294,8 @@ def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
 
 
 def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields the odd and then the even rows, each with its neighbour, so that no row is on both sides at once; yields
-    nothing for a single row."""
+    """Yields the odd and then the even rows, each with the row before it, so that no row is on both sides at once;
+    yields nothing for a single row."""
     for first in (0, 1):
         pairs = (len(rows) - first) // 2
         if pairs:

@@ -1,4 +1,4 @@
-"""Makes the quick profile's base model: tiny and random, with private facts and a tokenizer of one token a character.
+"""Makes the quick profile's base model: tiny and random, with private facts and one token per character.
 
 The model is big enough that every adversary has its equations, and small enough that all masks are attacked within a
 minute.

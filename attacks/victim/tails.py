@@ -43,7 +43,7 @@ def binomial(count: int, num_trials: int, probability: float) -> float:
 
 
 def mean_square(ratio: float, num_numbers: int) -> float:
-    """Bounds the probability of a ratio Σ X²/(n·σ²), for n independent X that are sub-Gaussian with variance σ².
+    """Bounds the probability of a ratio Σ X²/(n·σ²), for n independent, σ²-sub-Gaussian X of variance σ².
 
     If the ratio is above 1: exp(λX²/σ²) is the mean of exp(√(2λ)·g·X/σ) over a normal g, so
     E exp(λ·X²/σ²) ≤ (1 − 2λ)^(−1/2) for 0 ≤ λ < 1/2. Hence Σ X²/σ² has the Chernoff bound of chi-square,
@@ -58,7 +58,7 @@ def mean_square(ratio: float, num_numbers: int) -> float:
 
 
 def collisions(num_items: int, log_probability: float) -> float:
-    """Bounds the chance that any two of several independent items are equal; exp(log_probability) is that of two."""
+    """Bounds the chance that any two of several independent items are equal; for two it is exp(log_probability)."""
     pairs = num_items * (num_items - 1) / 2
     return min(0.0, math.log(pairs) + log_probability) if pairs else 0.0
 
