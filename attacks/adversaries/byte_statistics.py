@@ -42,8 +42,8 @@ _FEWEST_PAIRS = 1024
 distribution, to within a twentieth, at 8 standard deviations (products of uniform numbers have an excess kurtosis of
 0.24)."""
 _MOST_MESSAGES, _RUN = 256, 8
-"""(the most messages that are tested of a group and direction, length of a run). The messages are taken in runs that
-are spread over the recording, since neighbours may be in two messages."""
+"""At most about `_MOST_MESSAGES` messages are tested of a group and direction. They are taken in runs of `_RUN`
+messages that are spread over the recording, since neighbours may be in two messages."""
 _PARTS = 4
 """The number of parts that are tested: the number itself and its three lower bytes."""
 STEPS = {"along rows": (0, 1), "along columns": (1, 0), "one place on": (1, 1), "one place back": (1, -1)}

@@ -77,7 +77,8 @@ def _phase(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def size(known: Known, seen: Seen) -> float:
-    """Compares the sizes of the message minus each candidate, as centred squares; one-time masks make both alike."""
+    """Compares the sizes of the message minus each candidate, as centred squares; a one-time mask makes both sizes
+    alike."""
     first, second = (_squares(seen.sent - candidate) for candidate in known.candidates)
     return first - second
 

@@ -27,7 +27,7 @@ _STUCK, _RESTARTS = 1e-3, 24
 _SETTLED = 1e-2
 """A column that fits is finished after a step whose relative gain is below this."""
 _PATIENCE, _STALLED = 12, 0.02
-"""(steps, share): a column that does not fit is given up unless it improves by this share within so many steps."""
+"""A column that does not fit is given up unless it improves by a share of `_STALLED` within `_PATIENCE` steps."""
 _EXACT = 1e-9
 """The relative error at which a column is finished; float32 rounding of the data is far above it."""
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

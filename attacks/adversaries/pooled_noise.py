@@ -44,7 +44,7 @@ class Masked:
 
 
 def masked_messages(view: View, public: PublicModel) -> list[Masked]:
-    """Returns every float message that came after noise effects for its group and direction were computed."""
+    """Returns every float message whose group and direction had noise effects computed before it."""
     norms = public.normed_inputs()
     effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
     masked: list[Masked] = []

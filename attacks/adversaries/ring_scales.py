@@ -25,9 +25,10 @@ from attacks.adversaries.residual import Fit
 from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3
-"""(directions in which λ is looked for first, the most by which eigenvalues may differ there, relative to λ)."""
+"""λ is first looked for in `_SEEN` directions. It is found if most eigenvalues there differ by less than `_ALIKE`,
+relative to λ."""
 _ITERATIONS, _SETTLED = 12, 1e-13
-"""(the most steps of the inverse iteration, the change of its vector below which the iteration ends)."""
+"""The inverse iteration ends after `_ITERATIONS` steps, or when its vector changes by less than `_SETTLED`."""
 _SHIFT = 1e-13
 """What is added to the diagonal, as a share of its largest element, to keep the factorisation positive definite."""
 

@@ -40,8 +40,8 @@ _SIGNIFICANT = 5.0
 _NORM_TOLERANCE = 1e-2
 """Relative tolerance of a row's squared norm, which leaves room for the eps of a norm layer."""
 _TRIED_COLUMNS, _MOST_MATRICES = 8, 8
-"""(numbers of a row that are tried for each secret, the most matrices that are tried). By chance all these numbers are
-small once in 2^56."""
+"""For each secret, `_TRIED_COLUMNS` numbers of a row are tried; by chance all of them are small once in 2^56. At most
+`_MOST_MATRICES` matrices are tried."""
 _SMALL = 2.0**28
 """Ring rows count as data if their mean magnitude is below this: data are far below 2^31, and uniform numbers have a
 mean of 2^30."""

@@ -46,7 +46,8 @@ MOST_SYSTEMS = 3
 MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
 """The most windows of a view and of one stream. A window is a position in a stream with a distance; one takes 10 µs."""
 MOST_BLOCKS, MOST_PIECES = 8, 8
-"""(how many blocks apart two compared blocks may be, into how many pieces a block may be cut)."""
+"""Two compared blocks may be up to `MOST_BLOCKS` blocks apart, and a block may be cut into up to `MOST_PIECES`
+pieces."""
 MOST_CLAIMS = 256
 _CHUNK = 1024
 _MOST_DISTANCES = 36

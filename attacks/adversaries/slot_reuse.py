@@ -38,9 +38,11 @@ MOST_CLAIMS = 256
 SHARED_ROWS = "messages that share mask rows in other places"
 SHARED_SECRET = "messages of different layers or directions that share a secret"  # noqa: S105 - a fact's name
 _HIGH_BITS, _KEY_COLUMNS = 7, 8
-"""(high bits, columns) by which rows are sorted; numbers that differ by 2^20 have the same high bits 31 times of 32."""
+"""Rows are sorted by the high bits of the first columns: `_HIGH_BITS` bits each of `_KEY_COLUMNS` columns. Numbers that
+differ by 2^20 have the same high bits 31 times of 32."""
 _MOST_COLUMNS, _NOTHING = 64, 1 << 40
-"""(columns that are compared between layers, the number that stands for a column that a narrower layer lacks)."""
+"""Up to `_MOST_COLUMNS` columns are compared between layers; `_NOTHING` stands for a column that a narrower layer
+lacks."""
 
 
 def false_positive_log2(num_rows: int, num_features: int) -> float:

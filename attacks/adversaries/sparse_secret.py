@@ -36,7 +36,7 @@ MOST_DIMENSION = 2048
 MOST_TABLES = 2
 """The most public matrices that are searched; each takes two seconds at dimension 1536."""
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
-"""(the most rows that are looked up for weight 3, at 3 ms each, and for weight 4, at a second or two each)."""
+"""The most rows that are looked up for weight 3, at 3 ms each, and the most for weight 4, at a second or two each."""
 _STEP = 32
 """The distance in a stream between rows that are tried; it gives 16 rows of a block."""
 _COLUMNS, _HIGH_BITS = 8, 6

@@ -35,7 +35,7 @@ from attacks.seen.view import View
 _RANK = 8
 """The rank of the factors: that of the full profile's adapter, and twice that of the quick profile's adapter."""
 _STEPS, _CHUNK = (40, 60, 200), 10
-"""(steps of the three parts of a block's training, steps between two checks of the clock)."""
+"""A block's training has three parts with so many steps each; the clock is checked every `_CHUNK` steps."""
 _HISTORY = 50
 """The number of pairs that L-BFGS keeps, as in attention.py."""
 _MAX_S = 30.0
@@ -50,8 +50,8 @@ _HOPELESS = 0.5
 _UNCHANGED = 1e-5
 """The distance up to which public weights explain the rows; float32 and ring rounding leave 1e-6."""
 _FAR, _MOST_LEFT_OUT = 6.0, 0.25
-"""(a multiple of the median distance of a group's rows, the largest share of wrong rows). After the first steps, a row
-beyond that multiple counts as wrong, unless there would be more than that share."""
+"""After the first steps, a row counts as wrong if its distance is beyond `_FAR` times the median distance of its
+group's rows. If this would be a share of `_MOST_LEFT_OUT` or more, no row counts as wrong."""
 _DAMPING = 1e-2
 """Damping, as a share of the mean variance of a layer's inputs. Directions with less variance than this are not
 amplified further."""

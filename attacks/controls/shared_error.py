@@ -14,8 +14,8 @@ from noise import sampling
 from noise.params import PARAMETERS
 
 NUM_FEATURES, PROMPT, PIECE = 32, 64, 64
-"""(features, rows of a prompt, rows of a piece). The prompt is sent repeatedly; 49 rows of 32 features give enough
-equations."""
+"""The numbers of features, of rows of a prompt and of rows of a piece. The prompt is sent repeatedly, and 49 rows of 32
+features give enough equations."""
 
 
 def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traffic:

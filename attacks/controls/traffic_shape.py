@@ -32,7 +32,7 @@ from attacks.victim.synthetic import Exchange, write_recording
 
 NUM_GROUPS = 4
 PROMPTS = ((7, 1), (12, 5), (3, 2))
-"""(prompt tokens, answer tokens) of each prompt."""
+"""Each prompt's (prompt tokens, answer tokens)."""
 STEPS = (96, 64)
 """The number of rows of each training step."""
 

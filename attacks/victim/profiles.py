@@ -15,7 +15,8 @@ from wire.errors import ConfigurationError
 
 _FACTS = Path(__file__).parents[2] / "examples" / "data" / "harborlight.jsonl"
 _NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
-"""(prompts, tokens of each). Together they have more tokens than SmolLM2's down_proj has inputs, 1,536."""
+"""The number of prompts, and of tokens of each. Together they have more tokens than SmolLM2's down_proj has inputs
+(1,536)."""
 _TOKEN_IDS = (1000, 40_000)
 _NUM_QUESTIONS = 4
 MASKS = ("off", "gaussian-pool", "lattice", "pad")
