@@ -91,8 +91,8 @@ BACKWARD_FAULTS = (
 )
 TRAINING_FAULTS = FORWARD_FAULTS[:1] + FORWARD_FAULTS[3:5] + FORWARD_FAULTS[6:7] + BACKWARD_FAULTS
 SECRET_FAULT = FORWARD_FAULTS[6]
-"""The fault of the hint that reads secrets. It changes the column's effect on row t of a block by 2^30 times coefficient
-t of the block's first secret."""
+"""The fault of the hint that reads secrets. It changes the column's effect on row t of a block by 2^30 times
+coefficient t of the block's first secret."""
 
 Job = Literal["answers", "repeated", "training"]
 

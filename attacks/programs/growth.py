@@ -20,8 +20,8 @@ from noise.params import PARAMETERS
 
 SHIPPED_SIGMA = 3.2
 SERIES = ((SHIPPED_SIGMA, (32, 48, 64, 80, 96)), (HARD_SIGMA, (16, 28, 40, 52, 64)))
-"""Each series is (σ of the error, dimensions). The first has the shipped error, with which LLL alone succeeds. The second
-has an error that needs BKZ from dimension 64 or so on."""
+"""Each series is (σ of the error, dimensions). The first has the shipped error, with which LLL alone succeeds. The
+second has an error that needs BKZ from dimension 64 or so on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

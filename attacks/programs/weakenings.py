@@ -49,8 +49,8 @@ from wire.transport.inproc import InprocConnection
 ADVERSARIES = tuple(module.ADVERSARY for module in (no_error, slot_reuse, sparse_secret, shared_error))
 """The adversaries that are certain of what they claim about a lattice mask, and that work at the shipped size."""
 _PROMPT, _TIMES = 64, 18
-"""A prompt has `_PROMPT` rows and is sent `_TIMES` times. This fills more than two blocks with eight prompts each, and repeats the 49
-consecutive rows that `shared-error` needs."""
+"""A prompt has `_PROMPT` rows and is sent `_TIMES` times. This fills more than two blocks with eight prompts each, and
+repeats the 49 consecutive rows that `shared-error` needs."""
 _ANSWER_TOKENS = 4
 _ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "what year?", "completion": " 1987"})
 

@@ -14,8 +14,8 @@ from attacks.seen.public_model import Block
 from attacks.truth.secrets import Truth
 
 _MOST_RANK, _RANK_FLOOR = 17, 1e-4
-"""A change whose rank is `_MOST_RANK` or more has no subspace to compare. Singular values below the share `_RANK_FLOOR` of
-the largest one are rounding."""
+"""A change whose rank is `_MOST_RANK` or more has no subspace to compare. Singular values below the share `_RANK_FLOOR`
+of the largest one are rounding."""
 _SHRUNK = 0.99
 """The error from which on a claim counts as a guess: a guess near zero has an error a little below 1 without any
 knowledge."""
