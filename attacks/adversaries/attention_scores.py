@@ -279,7 +279,7 @@ class _Group:
         return _LeastSquares(torch.cat(derivatives)), torch.cat(residuals)
 
     def _solve_q(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
-        """Solves for each W_q with k fixed, which is linear."""
+        """Solves for each W_q with k fixed, which is a linear problem."""
         parts = zip(q, self._best_q(k), self._residuals(q, k), strict=True)
         return [one + best(missed).view_as(one) for one, (_, best), missed in parts]
 
@@ -291,7 +291,7 @@ class _Group:
         return self._kept[1]
 
     def _solve_k(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> torch.Tensor:
-        """Solves for W_k with every q fixed, which is linear."""
+        """Solves for W_k with every q fixed, which is a linear problem."""
         best = _LeastSquares(torch.cat(self._of_k(q))).solver(_FLOOR)
         return k + best(torch.cat(self._residuals(q, k))).view_as(k)
 

@@ -29,7 +29,7 @@ _UNCHANGED = 1e-5
 
 
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
-"""The same bound in ring arithmetic: for rows that were rounded to the ring's integers, and for an MLP or attention
+"""`_UNCHANGED` in ring arithmetic: for rows that were rounded to the ring's integers, and for an MLP or attention
 between two such roundings. SmolLM2 has errors of 3e-4 there."""
 _MAX_DESCENT_S = 60.0
 """Seconds after which nothing is claimed about layers that need a descent. On SmolLM2, where accumulated rounding makes

@@ -35,7 +35,8 @@ from attacks.seen.view import View
 _UNCHANGED = 1e-5
 """The relative error up to which public weights explain the gradients, as in closed_form.py."""
 _EXPLAINED = 1e-3
-"""The same bound for weights that the attack found; unmasked rows leave 1e-5 or less, masked rows 0.1 or more."""
+"""The relative error up to which weights that the attack found explain the gradients; unmasked rows leave 1e-5 or
+less, masked rows 0.1 or more."""
 _RANK = 1e-5
 """Directions of the gradients count only above this share of the largest singular value; float32 rounding is at
 1e-7."""

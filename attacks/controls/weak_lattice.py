@@ -1,4 +1,4 @@
-"""Puts weaknesses, by name, into the lattice mask of this process: the checks of attacks/ must notice them.
+"""Puts named weaknesses into the lattice mask of this process; the checks of attacks/ must notice them.
 
 Each weakness wraps functions that noise/lattice.py calls when it makes masks, so that the tenant, the pool, the pieces
 and the compiled arithmetic are the real ones.
