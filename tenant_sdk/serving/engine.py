@@ -1,0 +1,417 @@
+"""The engine: many requests, each with its own adapter and settings, over one remote base model.
+
+One thread of its own plans a step, lets its rows go through the model, chooses each request's next token, and begins
+again. All other threads submit requests, read answers and cancel.
+
+Guarantees:
+- a request's tokens are those of `TenantClient.generate` alone, as far as rounding allows: what is answered beside it,
+  and when it joined, changes nothing;
+- what fails is the request that it concerns, in one line, and the others go on: an adapter that cannot be loaded, a
+  logits hook or `on_text` that raises, a tokenizer that fails, a value that is not finite (lost_rows.py). When the
+  provider fails in a step, the requests of that step fail, since their rows were in it; those that wait go on. After a
+  reply that failed its check the session is over, and so is everything;
+- nothing is sent again by itself.
+
+What the provider sees: the number of rows of every step, and so the sum over all requests: it sees prompts join, as
+far as their lengths and number show in the sums, and answers end. It does not see which row is whose, nor which
+adapter: those are applied here. Without `verify`, a provider that lies may learn from what its lies visibly change,
+and that is here, as in `generate`, the end of an answer. A request with `fixed_length` has no such end: its rows go
+on to its length limit, whatever its tokens, its stop strings and its values are, and only its submission and limit
+show. When a request is admitted depends on lengths, limits and the ends of others, never on texts.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tenant_sdk.adapters import positive
+from tenant_sdk.generate import answer_length, prompt_tokens, stop_ids_given
+from tenant_sdk.model.planned_calls import planned_calls
+from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
+from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.kv import RequestKv, kv_layout
+from tenant_sdk.serving.lost_rows import LosesRows
+from tenant_sdk.serving.ragged import Piece, RaggedModel
+from tenant_sdk.serving.requests import Ending, Prompt, Request
+from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling
+from tenant_sdk.serving.scheduler import Budget, Scheduler, Segment, Step
+from tenant_sdk.session_protocol import TextSession
+from tenant_sdk.text.failures import SafeDecoding
+from tenant_sdk.text.rows import pad_token
+from wire.errors import ConfigurationError, QuotaExceeded, VeilbaseError, VerificationFailed
+
+MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
+"""Makes the store of adapters: is given the model and a function that wakes the engine, and returns the store."""
+
+_CLOSED = "this engine was closed before the answer was complete"
+
+
+class Engine:
+    """Answers requests until it is closed; a context manager.
+
+    Example:
+        with TenantClient("grpcs://host:8443", identity="acme/") as client, Engine(client) as engine:
+            answers = [engine.submit(prompt) for prompt in prompts]
+            for answer in answers:
+                print(answer.result())
+    """
+
+    def __init__(
+        self,
+        client: TextSession,
+        make_slots: MakeSlots | None = None,
+        *,
+        kv_dtype: str = "fp32",
+        kv_bytes: int = 1 << 30,
+        max_running: int = 16,
+        step_tokens: int = 256,
+        max_waiting: int = 10_000,
+        overtaking_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Loads a model and begins to serve.
+
+        Args:
+            client: a connected `TenantClient`; it has to stay open while the engine works.
+            make_slots: makes the store of adapters; None to serve the base model alone.
+            kv_dtype: fp32, bf16 or fp8: how keys and values are kept.
+            kv_bytes: most bytes of keys and values of all running requests; more requests than fit wait.
+            max_running: most requests that are answered at a time.
+            step_tokens: most rows of a step: long prompts are read in pieces, so that answers do not wait for them.
+            max_waiting: most requests that wait.
+            overtaking_s: seconds for which small requests may overtake one that is too large for what is free.
+            clock: tells the seconds, for tests.
+
+        Raises:
+            ConfigurationError: the model cannot be served in this way, or a setting is impossible.
+        """
+        self._client, self._clock, self._max_waiting = client, clock, positive("max_waiting", max_waiting)
+        budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s)
+        self._model = client.load_model()
+        self._ragged = RaggedModel(self._model)
+        self._layout = kv_layout(self._model, kv_dtype, step_tokens)
+        self._check_holds_a_request(kv_bytes)
+        self._scheduler = Scheduler(budget)
+        self._lock = threading.Lock()
+        self._woken = threading.Event()  # set without a lock: a store may wake the engine while it holds its own
+        self._requests: dict[int, Request] = {}
+        self._cancelled: set[int] = set()
+        self._fresh: list[tuple[Request, str]] = []
+        self._next_number = 0
+        self._is_closed = False
+        self._failure: VeilbaseError | None = None
+        self._tokenizer = client.tokenizer
+        self._own_tokenizer = copy.deepcopy(client.tokenizer)  # one thread encodes while the engine's decodes
+        self._text_lock = threading.Lock()
+        self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, self._woken.set)
+        client.fetch_hints()
+        self._thread = threading.Thread(target=self._serve, name="veilbase-engine", daemon=True)
+        self._thread.start()
+
+    def _check_holds_a_request(self, kv_bytes: int) -> None:
+        smallest = self._layout.bytes_for(2 if self._client.bucket is None else self._client.bucket + 1)
+        if kv_bytes < smallest:
+            raise ConfigurationError(
+                f"kv_bytes is {kv_bytes}, and the shortest request takes {smallest}: nothing could be answered"
+            )
+
+    def submit(
+        self,
+        prompt: str | Iterable[Mapping[str, str]],
+        adapter: str | None = None,
+        max_new_tokens: int | None = None,
+        *,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        eos_token_id: int | Sequence[int] | None = None,
+        logits_processor: Sequence[LogitsHook] = (),
+        fixed_length: bool = False,
+        on_text: Callable[[str], None] | None = None,
+        caller: str = "",
+    ) -> Answer:
+        """Takes a request in, and returns at once.
+
+        Args:
+            prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
+            adapter: its name in the store; None for the base model.
+            max_new_tokens: length limit of the answer; None for 128, or fewer where the context leaves fewer.
+            do_sample, temperature, top_k, top_p, repetition_penalty: as in transformers' `generate`.
+            seed: of this answer's own random numbers.
+            stop: strings at which the text ends; they are not part of it.
+            eos_token_id: tokens at which the text ends; None for the model's own.
+            logits_processor: functions of (token ids, logits), such as a grammar, called in the engine's thread.
+            fixed_length: the rows go on to the length limit, wherever the text ends.
+            on_text: called in the engine's thread with each piece of text; it has to return quickly.
+            caller: the party that the request is for; callers share the running places.
+
+        Returns:
+            The handle of the answer.
+
+        Raises:
+            ConfigurationError: a prompt, adapter, length or setting that cannot be.
+            QuotaExceeded: too many requests wait.
+            VeilbaseError: the engine is over, with the reason.
+        """
+        settings = Sampling(
+            do_sample, temperature, top_k, top_p, repetition_penalty, seed, tuple(logits_processor)
+        )  # fmt: skip
+        if not isinstance(fixed_length, bool):
+            raise ConfigurationError(f"fixed_length is True or False, got {type(fixed_length).__name__}")
+        own_settings = self._model.generation_config
+        sampler = Sampler(settings, own_settings, self._model.device)
+        stop_ids = stop_ids_given(own_settings.eos_token_id if eos_token_id is None else eos_token_id)
+        encoded = self._encode(prompt)
+        num_new = self._answer_length(max_new_tokens, encoded.num_rows)
+        ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length)
+        return self._enter(encoded, ending, sampler, adapter, on_text, caller)
+
+    def _encode(self, prompt: Any) -> Prompt:
+        with self._text_lock:
+            ids, seen = prompt_tokens(self._client, self._model, self._tokenizer, prompt)
+            return Prompt(ids[seen.count(0) :], seen.count(0), pad_token(self._tokenizer))
+
+    def _answer_length(self, asked: int | None, num_prompt: int) -> int:
+        if asked is not None:
+            positive("max_new_tokens", asked)
+        return answer_length(asked, num_prompt, 0, self._client.context_length)
+
+    def _enter(
+        self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str
+    ) -> Answer:
+        num_tokens = prompt.num_rows + ending.max_new_tokens - 1  # the last token of an answer is not read
+        kv_bytes = self._layout.bytes_for(num_tokens)
+        if kv_bytes > self._scheduler.budget.kv_bytes:
+            raise ConfigurationError(
+                f"the request needs {kv_bytes} bytes of KV, the engine has {self._scheduler.budget.kv_bytes}: ask for "
+                "fewer tokens, or give the engine a larger kv_bytes or a smaller kv_dtype"
+            )
+        with self._lock:
+            self._check_open()
+            if len(self._requests) - self._scheduler.num_running >= self._max_waiting:
+                raise QuotaExceeded(f"{self._max_waiting} requests wait already: try again later")
+            number = self._next_number
+            self._next_number += 1
+        ticket = BaseModelTicket() if adapter is None else self._slots.reserve(adapter)
+        answer = Answer(len(prompt.token_ids), lambda: self._cancel(number))
+        request = Request(
+            number, prompt, ending, sampler, ticket, answer, SafeDecoding(self._own_tokenizer), on_text
+        )  # fmt: skip
+        with self._lock:
+            try:
+                self._check_open()
+            except VeilbaseError:
+                ticket.release()
+                raise
+            self._requests[number] = request
+            self._fresh.append((request, caller))
+        self._woken.set()
+        return answer
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise copy.copy(self._failure)
+        if self._is_closed:
+            raise ConfigurationError("this engine was closed")
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            if number in self._requests:
+                self._cancelled.add(number)
+        self._woken.set()
+
+    def close(self) -> None:
+        """Ends the engine after the step that is being computed; answers that are not complete fail."""
+        with self._lock:
+            self._is_closed = True
+        self._woken.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        """Returns the engine, which works already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes the engine."""
+        self.close()
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        failure: VeilbaseError = ConfigurationError(_CLOSED)
+        try:
+            with torch.no_grad(), planned_calls(self._model).on_course(LosesRows()):
+                while (step := self._next_step()) is not None:
+                    self._compute(step)
+        except VerificationFailed as exc:
+            failure = self._failure = exc
+        except BaseException as exc:  # noqa: BLE001 - nobody may wait for ever for a thread that is gone
+            failure = self._failure = VeilbaseError(f"the engine failed ({type(exc).__name__})")
+        finally:
+            with self._lock:
+                self._is_closed = True
+                left = list(self._requests.values())
+                self._requests.clear()
+            for request in left:
+                request.fail(failure)
+
+    def _next_step(self) -> Step | None:
+        """Waits until there is something to compute; returns None when the engine is closed."""
+        while True:
+            self._woken.clear()  # before the state is read, so that no change is missed
+            with self._lock:
+                if self._is_closed:
+                    return None
+                ended = self._take_in()
+                step = self._scheduler.plan(self._clock())
+            for request, error in ended:
+                if error is None:
+                    request.cancel()
+                else:
+                    request.fail(error)
+            if step.segments:
+                return step
+            if not ended:
+                self._woken.wait()
+
+    def _take_in(self) -> list[tuple[Request, VeilbaseError | None]]:
+        """Gives new requests to the scheduler, and takes out those that are cancelled or whose adapter failed."""
+        for request, caller in self._fresh:
+            self._scheduler.add(
+                request.number, request.prompt.num_rows, self._kv_bytes(request), request, caller
+            )  # fmt: skip
+        self._fresh.clear()
+        ended = [(self._forget(number), None) for number in self._cancelled if number in self._requests]
+        self._cancelled.clear()
+        out: list[tuple[Request, VeilbaseError | None]] = [*ended]
+        for number in self._scheduler.waiting():
+            failure = self._requests[number].ticket.failure
+            if failure is not None:
+                out.append((self._forget(number), failure))
+        return out
+
+    def _num_tokens(self, request: Request) -> int:
+        return request.prompt.num_rows + request.ending.max_new_tokens - 1
+
+    def _kv_bytes(self, request: Request) -> int:
+        return self._layout.bytes_for(self._num_tokens(request))
+
+    def _forget(self, number: int) -> Request:
+        self._scheduler.remove(number)
+        return self._requests.pop(number)
+
+    def _compute(self, step: Step) -> None:
+        """Lets a step's rows go through the model, and each request take its next token."""
+        requests = [self._requests[segment.request] for segment in step.segments]
+        try:
+            logits, is_finite = self._forward(step, requests)
+        except VerificationFailed:
+            raise
+        except VeilbaseError as exc:
+            self._end_all(requests, exc)
+            return
+        except Exception as exc:  # noqa: BLE001 - torch raises many kinds; their texts may show values
+            self._end_all(requests, VeilbaseError(f"a step of the engine failed ({type(exc).__name__})"))
+            return
+        self._scheduler.advance(step)
+        self._note_lost(step, requests, logits, is_finite)
+        row = 0
+        for segment, request in zip(step.segments, requests, strict=True):
+            if segment.samples:
+                self._take(request, logits[row])
+                row += 1
+            elif request.is_lost and not request.ending.fixed_length:
+                self._end(request)
+
+    def _forward(self, step: Step, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._model.device
+        ids: list[int] = []
+        positions: list[int] = []
+        wanted: list[int] = []
+        pieces = []
+        for segment, request in zip(step.segments, requests, strict=True):
+            own_ids, own_positions = request.rows(segment)
+            ids += own_ids
+            positions += own_positions
+            wanted += [len(ids) - 1] if segment.samples else []
+            pieces.append(self._piece(segment, request))
+        with self._slots.in_step(step.slot_of_row):
+            return self._ragged.forward(
+                pieces, torch.tensor(ids, device=device), torch.tensor(positions, device=device),
+                torch.tensor(wanted, dtype=torch.int64, device=device),
+            )  # fmt: skip
+
+    def _piece(self, segment: Segment, request: Request) -> Piece:
+        if request.kv is None:
+            request.kv = RequestKv(self._layout, self._num_tokens(request), self._model.device)
+        padding = request.prompt.num_padding
+        num_unseen = min(max(padding - segment.start, 0), segment.num_rows)
+        return Piece(request.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
+
+    @staticmethod
+    def _note_lost(step: Step, requests: Sequence[Request], logits: torch.Tensor, is_finite: torch.Tensor) -> None:
+        """Gives up the requests of which a hidden state or a logit is not finite; minus infinity is no such logit."""
+        largest = torch.isfinite(logits.amax(dim=-1))  # a NaN in a row becomes its maximum
+        if bool(is_finite.all()) and bool(largest.all()):
+            return
+        begin = row = 0
+        for segment, request in zip(step.segments, requests, strict=True):
+            is_lost = not bool(is_finite[begin : begin + segment.num_rows].all())
+            begin += segment.num_rows
+            if segment.samples:
+                is_lost |= not bool(largest[row])
+                row += 1
+            if is_lost and not request.is_lost:
+                request.lose()
+
+    def _take(self, request: Request, logits: torch.Tensor) -> None:
+        try:
+            is_over = request.take(logits)
+        except VeilbaseError as exc:
+            self._end(request, exc)
+        except Exception as exc:  # noqa: BLE001 - a hook of the user's; its text may show values
+            error = VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")
+            self._end(request, error)
+        else:
+            if is_over or (request.is_lost and not request.ending.fixed_length):
+                self._end(request)
+            else:
+                with self._lock:
+                    self._scheduler.append(request.number)
+
+    def _end(self, request: Request, error: VeilbaseError | None = None) -> None:
+        with self._lock:
+            self._forget(request.number)
+        if error is None:
+            request.finish()
+        else:
+            request.fail(error)
+
+    def _end_all(self, requests: Iterable[Request], error: VeilbaseError) -> None:
+        for request in requests:
+            self._end(request, error)
+
+
+def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns stop strings as a tuple.
+
+    Raises:
+        ConfigurationError: one of them is empty or no string.
+    """
+    stops = (given,) if isinstance(given, str) else tuple(given)
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ConfigurationError("stop is a text or a list of texts, none of them empty")
+    return stops
