@@ -36,12 +36,13 @@ from tenant_sdk.generate import answer_length, prompt_tokens, stop_ids_given
 from tenant_sdk.model.planned_calls import planned_calls
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.answer import Answer
-from tenant_sdk.serving.kv import RequestKv, kv_layout
+from tenant_sdk.serving.kv import kv_layout
 from tenant_sdk.serving.lost_rows import LosesRows
-from tenant_sdk.serving.ragged import Piece, RaggedModel
+from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
 from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling
-from tenant_sdk.serving.scheduler import Budget, Scheduler, Segment, Step
+from tenant_sdk.serving.scheduler import Budget, Scheduler, Step
+from tenant_sdk.serving.steps import StepRunner
 from tenant_sdk.session_protocol import TextSession
 from tenant_sdk.text.failures import SafeDecoding
 from tenant_sdk.text.rows import pad_token
@@ -95,7 +96,7 @@ class Engine:
         self._client, self._clock, self._max_waiting = client, clock, positive("max_waiting", max_waiting)
         budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s)
         self._model = client.load_model()
-        self._ragged = RaggedModel(self._model)
+        ragged = RaggedModel(self._model)
         self._layout = kv_layout(self._model, kv_dtype, step_tokens)
         self._check_holds_a_request(kv_bytes)
         self._scheduler = Scheduler(budget)
@@ -111,6 +112,7 @@ class Engine:
         self._own_tokenizer = copy.deepcopy(client.tokenizer)  # one thread encodes while the engine's decodes
         self._text_lock = threading.Lock()
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, self._woken.set)
+        self._runner = StepRunner(ragged, self._layout, self._slots)
         client.fetch_hints()
         self._thread = threading.Thread(target=self._serve, name="veilbase-engine", daemon=True)
         self._thread.start()
@@ -190,13 +192,7 @@ class Engine:
     def _enter(
         self, prompt: Prompt, ending: Ending, sampler: Sampler, adapter: str | None, on_text: Any, caller: str
     ) -> Answer:
-        num_tokens = prompt.num_rows + ending.max_new_tokens - 1  # the last token of an answer is not read
-        kv_bytes = self._layout.bytes_for(num_tokens)
-        if kv_bytes > self._scheduler.budget.kv_bytes:
-            raise ConfigurationError(
-                f"the request needs {kv_bytes} bytes of KV, the engine has {self._scheduler.budget.kv_bytes}: ask for "
-                "fewer tokens, or give the engine a larger kv_bytes or a smaller kv_dtype"
-            )
+        self._scheduler.budget.check_fits(self._layout.bytes_for(prompt.num_rows + ending.max_new_tokens - 1))
         with self._lock:
             self._check_open()
             if len(self._requests) - self._scheduler.num_running >= self._max_waiting:
@@ -290,9 +286,8 @@ class Engine:
     def _take_in(self) -> list[tuple[Request, VeilbaseError | None]]:
         """Gives new requests to the scheduler, and takes out those that are cancelled or whose adapter failed."""
         for request, caller in self._fresh:
-            self._scheduler.add(
-                request.number, request.prompt.num_rows, self._kv_bytes(request), request, caller
-            )  # fmt: skip
+            kv_bytes = self._layout.bytes_for(request.num_tokens)
+            self._scheduler.add(request.number, request.prompt.num_rows, kv_bytes, request, caller)
         self._fresh.clear()
         ended = [(self._forget(number), None) for number in self._cancelled if number in self._requests]
         self._cancelled.clear()
@@ -303,12 +298,6 @@ class Engine:
                 out.append((self._forget(number), failure))
         return out
 
-    def _num_tokens(self, request: Request) -> int:
-        return request.prompt.num_rows + request.ending.max_new_tokens - 1
-
-    def _kv_bytes(self, request: Request) -> int:
-        return self._layout.bytes_for(self._num_tokens(request))
-
     def _forget(self, number: int) -> Request:
         self._scheduler.remove(number)
         return self._requests.pop(number)
@@ -317,7 +306,7 @@ class Engine:
         """Lets a step's rows go through the model, and each request take its next token."""
         requests = [self._requests[segment.request] for segment in step.segments]
         try:
-            logits, is_finite = self._forward(step, requests)
+            results = self._runner.run(step, requests)
         except VerificationFailed:
             raise
         except VeilbaseError as exc:
@@ -327,55 +316,13 @@ class Engine:
             self._end_all(requests, VeilbaseError(f"a step of the engine failed ({type(exc).__name__})"))
             return
         self._scheduler.advance(step)
-        self._note_lost(step, requests, logits, is_finite)
-        row = 0
-        for segment, request in zip(step.segments, requests, strict=True):
-            if segment.samples:
-                self._take(request, logits[row])
-                row += 1
-            elif request.is_lost and not request.ending.fixed_length:
-                self._end(request)
-
-    def _forward(self, step: Step, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
-        device = self._model.device
-        ids: list[int] = []
-        positions: list[int] = []
-        wanted: list[int] = []
-        pieces = []
-        for segment, request in zip(step.segments, requests, strict=True):
-            own_ids, own_positions = request.rows(segment)
-            ids += own_ids
-            positions += own_positions
-            wanted += [len(ids) - 1] if segment.samples else []
-            pieces.append(self._piece(segment, request))
-        with self._slots.in_step(step.slot_of_row):
-            return self._ragged.forward(
-                pieces, torch.tensor(ids, device=device), torch.tensor(positions, device=device),
-                torch.tensor(wanted, dtype=torch.int64, device=device),
-            )  # fmt: skip
-
-    def _piece(self, segment: Segment, request: Request) -> Piece:
-        if request.kv is None:
-            request.kv = RequestKv(self._layout, self._num_tokens(request), self._model.device)
-        padding = request.prompt.num_padding
-        num_unseen = min(max(padding - segment.start, 0), segment.num_rows)
-        return Piece(request.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
-
-    @staticmethod
-    def _note_lost(step: Step, requests: Sequence[Request], logits: torch.Tensor, is_finite: torch.Tensor) -> None:
-        """Gives up the requests of which a hidden state or a logit is not finite; minus infinity is no such logit."""
-        largest = torch.isfinite(logits.amax(dim=-1))  # a NaN in a row becomes its maximum
-        if bool(is_finite.all()) and bool(largest.all()):
-            return
-        begin = row = 0
-        for segment, request in zip(step.segments, requests, strict=True):
-            is_lost = not bool(is_finite[begin : begin + segment.num_rows].all())
-            begin += segment.num_rows
-            if segment.samples:
-                is_lost |= not bool(largest[row])
-                row += 1
-            if is_lost and not request.is_lost:
+        for request, result in zip(requests, results, strict=True):
+            if not result.is_finite and not request.is_lost:
                 request.lose()
+            if request.is_lost and not request.ending.fixed_length:
+                self._end(request)
+            elif result.logits is not None:
+                self._take(request, result.logits)
 
     def _take(self, request: Request, logits: torch.Tensor) -> None:
         try:
@@ -386,7 +333,7 @@ class Engine:
             error = VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")
             self._end(request, error)
         else:
-            if is_over or (request.is_lost and not request.ending.fixed_length):
+            if is_over:
                 self._end(request)
             else:
                 with self._lock:

@@ -33,7 +33,7 @@ _NEEDLESS = frozenset({
     "dropout", "position_ids", "use_cache", "sliding_window", "output_attentions", "output_hidden_states",
     "logits_to_keep", "return_dict", "cache_position", "position_embeddings", "num_items_in_batch",
 })  # fmt: skip
-"""Arguments of attention functions that change nothing here: the window comes with the mask that the model asked for."""
+"""Arguments of attention functions that change nothing here: the window comes with the mask that the model asks for."""
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """Rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a batch."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
 from tenant_sdk.serving.answer import Answer, FinishReason
 from tenant_sdk.serving.kv import RequestKv
+from tenant_sdk.serving.ragged import Piece
 from tenant_sdk.serving.sampling import Sampler
 from tenant_sdk.serving.scheduler import Segment
 from tenant_sdk.serving.text_stream import TextStream
@@ -86,6 +86,24 @@ class Request:
     def slot(self) -> int:
         """The adapter's place; a lost request has none any more."""
         return NO_ADAPTER if self.is_lost else self.ticket.slot
+
+    @property
+    def num_tokens(self) -> int:
+        """The rows of the prompt and of the longest answer, whose last token is not read."""
+        return self.prompt.num_rows + self.ending.max_new_tokens - 1
+
+    def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
+        """Returns where a segment's rows belong; the KV is made for the first of them.
+
+        Args:
+            segment: a segment of this request.
+            make_kv: makes KV for a number of tokens.
+        """
+        if self.kv is None:
+            self.kv = make_kv(self.num_tokens)
+        padding = self.prompt.num_padding
+        num_unseen = min(max(padding - segment.start, 0), segment.num_rows)
+        return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
 
     def rows(self, segment: Segment) -> tuple[list[int], list[int]]:
         """Returns the token ids and positions of a segment's rows; padding has position 0."""
@@ -164,8 +182,3 @@ class Request:
     def _release(self) -> None:
         self.kv = None
         self.ticket.release()
-
-
-def no_logits(device: Any) -> torch.Tensor:
-    """Returns the logits of a request whose logits are not read."""
-    return torch.empty(0, device=device)

@@ -102,6 +102,18 @@ class Budget:
                 "request may need a row in each step"
             )
 
+    def check_fits(self, kv_bytes: int) -> None:
+        """Refuses a request that could never be admitted.
+
+        Raises:
+            ConfigurationError: the request is larger than the whole KV budget.
+        """
+        if kv_bytes > self.kv_bytes:
+            raise ConfigurationError(
+                f"the request needs {kv_bytes} bytes of KV, the engine has {self.kv_bytes}: ask for fewer tokens, or "
+                "give the engine a larger kv_bytes or a smaller kv_dtype"
+            )
+
 
 @dataclass(eq=False)
 class _Entry:
@@ -165,11 +177,7 @@ class Scheduler:
         Raises:
             ConfigurationError: the request is larger than the whole KV budget.
         """
-        if kv_bytes > self.budget.kv_bytes:
-            raise ConfigurationError(
-                f"the request needs {kv_bytes} bytes of KV, the engine has {self.budget.kv_bytes}: ask for fewer "
-                "tokens, or give the engine a larger kv_bytes or a smaller kv_dtype"
-            )
+        self.budget.check_fits(kv_bytes)
         self._waiting[request] = _Entry(request, caller, num_prompt, kv_bytes, adapter)
 
     def remove(self, request: int) -> None:

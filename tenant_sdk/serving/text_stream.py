@@ -13,7 +13,7 @@ from tenant_sdk.text.failures import SafeDecoding
 
 _UNFINISHED = "�"
 _MOST_WAITING = 16
-"""Most tokens that are kept back for a character that does not get complete: it has up to 4 bytes, a token at least 1."""
+"""Most tokens that are kept back for a character that is not complete: it has up to 4 bytes, a token at least one."""
 
 
 class TextStream:
