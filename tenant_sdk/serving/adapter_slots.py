@@ -61,6 +61,9 @@ class AdapterSlots(Protocol):
             slot_of_row: the slot of each row of the step, in ascending order.
         """
 
+    def close(self) -> None:
+        """Lets the model and the memory go; the engine calls it when it is closed."""
+
 
 class BaseModelTicket:
     """The ticket of a request without an adapter: always ready, in slot 0."""
@@ -88,3 +91,6 @@ class NoAdapters:
     def in_step(self, slot_of_row: list[int]) -> Iterator[None]:
         """Changes nothing."""
         yield
+
+    def close(self) -> None:
+        """Does nothing."""

@@ -263,6 +263,7 @@ class Engine:
                 self._requests.clear()
             for request in left:
                 request.fail(failure)
+            self._slots.close()
 
     def _next_step(self) -> Step | None:
         """Waits until there is something to compute; returns None when the engine is closed."""

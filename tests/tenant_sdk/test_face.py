@@ -23,8 +23,9 @@ from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
+NO_ERRORS = {"TenantClient", "Engine", "FinetuneResult", "tune", "check_run"}
 NAMES = {
-    *("TenantClient", "FinetuneResult", "tune", "check_run"),
+    *NO_ERRORS,
     # errors, as wire/errors.py draws them
     "VeilbaseError",
     *("RequestError", "InvalidTensor", "NotFinite", "UnknownLayer", "LimitExceeded"),
@@ -61,7 +62,7 @@ def test_a_name_can_be_imported_and_is_what_it_says(name: str) -> None:
     assert found.__name__ == name
     if name.endswith("Warning"):
         assert issubclass(found, UserWarning)
-    elif name not in ("TenantClient", "FinetuneResult", "tune", "check_run"):
+    elif name not in NO_ERRORS:
         assert issubclass(found, VeilbaseError)
 
 
@@ -80,7 +81,7 @@ def test_every_error_and_warning_of_the_tenants_code_is_exported() -> None:
     while more := {name for name, above in bases.items() if above & met} - met:
         met |= more
     public = {name for name in met if not name.startswith("_")}
-    assert public - {"Warning", "UserWarning"} == NAMES - {"TenantClient", "FinetuneResult", "tune", "check_run"}
+    assert public - {"Warning", "UserWarning"} == NAMES - NO_ERRORS
 
 
 def test_importing_loads_nothing_heavy_and_sets_no_variable() -> None:
