@@ -230,7 +230,15 @@ def _ragged_attention(
         keys, values = piece.kv.update(module.layer_idx, piece.position, key[0, :, rows], value[0, :, rows])
         mask = _mask(step, rows.stop - rows.start, keys.shape[1], attention_mask.tokens, query)
         output[0, rows] = attend(query[0, :, rows], keys, values, mask, scaling, softcap).transpose(0, 1)
-    return output, None
+    return output.masked_fill(~_are_finite(query, key, value)[None, :, None, None], torch.nan), None
+
+
+def _are_finite(*heads: torch.Tensor) -> torch.Tensor:
+    """Returns for each row whether its query, key and value are finite, bool, shape (num_rows,).
+
+    torch's attention gives zeros where a product is NaN: without this check the row would be finite again.
+    """
+    return torch.isfinite(sum(each.sum(dim=(0, 1, 3), dtype=torch.float32) for each in heads))
 
 
 def _mask(step: _Pass, num_rows: int, num_seen: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +102,18 @@ class Recorder:
     def stacked(self) -> torch.Tensor:
         """Shape (num_tokens, vocab_size)."""
         return torch.stack(self.logits)
+
+
+class Gate:
+    """A hook that holds the engine in the middle of a step until the test opens it."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.reached.set()
+        assert self.open.wait(60.0)
+        return scores
 
 
 def alone(client: TenantClient, prompt: str, num_new: int) -> torch.Tensor:
