@@ -238,7 +238,8 @@ def _are_finite(*heads: torch.Tensor) -> torch.Tensor:
 
     torch's attention gives zeros where a product is NaN: without this check the row would be finite again.
     """
-    return torch.isfinite(sum(each.sum(dim=(0, 1, 3), dtype=torch.float32) for each in heads))
+    sums = [each.sum(dim=(0, 1, 3), dtype=torch.float32) for each in heads]
+    return torch.isfinite(torch.stack(sums)).all(dim=0)
 
 
 def _mask(step: _Pass, num_rows: int, num_seen: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
