@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
 from wire.limits import CHUNK_BYTES
+from wire.payload import RowsPayload
 
 if TYPE_CHECKING:
     from wire.transport.connection import Connection
@@ -193,8 +194,11 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
 
     ours, by_grpc = connections["identity"], connections["identity, by gRPC"]
     call = Call(0, Direction.FORWARD, Arithmetic.RING)
-    row = torch.ones(1, FEATURES, dtype=torch.int32)
-    rows = {size: torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32) for size in SIZES_MIB}
+    row = RowsPayload(torch.ones(1, FEATURES, dtype=torch.int32))
+    rows = {
+        size: RowsPayload(torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32))
+        for size in SIZES_MIB
+    }
     small: dict[str, list[float]] = {name: [] for name in ("echo", *KINDS)}
     large: dict[tuple[int, int], list[Any]] = {(size, n): [] for size in SIZES_MIB for n in (1, IN_FLIGHT)}
     for repeat in range(repeats + 1):
@@ -206,10 +210,16 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
             count = max(16, 64 // size)
             echo_s = seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
             ours_s = seconds_of(
-                lambda s=size: ours.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
+                lambda s=size: ours.submit(call, rows[s], FEATURES),
+                lambda sent: sent.result(),
+                count,
+                in_flight,
             )
             by_grpc_s = seconds_of(
-                lambda s=size: by_grpc.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
+                lambda s=size: by_grpc.submit(call, rows[s], FEATURES),
+                lambda sent: sent.result(),
+                count,
+                in_flight,
             )
             shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6, echo_s / by_grpc_s)
         if repeat:  # the first round warms up

@@ -263,7 +263,7 @@ def _make_monitor(settings: ProviderSettings, service: ProviderService, state: S
         service.meter,
         service.usage,
         lambda: service.queue_depth,
-        lambda: service.num_streams,
+        lambda: service.status().num_streams,
         lambda: service.num_replicas,
         lambda: service.num_given_up,
     )

@@ -306,11 +306,6 @@ class HintStore:
                     total += os.stat(os.path.join(folder, name)).st_size
         return total
 
-    def kept_bytes(self) -> int:
-        """Returns the bytes that count against the RAM budget at present."""
-        with self._lock:
-            return sum(hint.num_bytes for hint in self._kept.values())
-
     def rounding_bound(self) -> int:
         """Returns the largest distance of a stored coefficient from the exact one, mod 2^32: 2^(t-1), or 0."""
         return 1 << (self.dropped_bits - 1) if self.dropped_bits else 0

@@ -166,7 +166,10 @@ class Server:
         """
         if self._service is not None:
             if drain_s > 0 and not self._service.drain(drain_s):
-                _LOGGER.warning("some requests were not answered within the %.0f s of the drain", drain_s)
+                left = self._service.status().num_unanswered
+                _LOGGER.warning(
+                    "requests of %d streams were not answered within the %.0f s of the drain", left, drain_s
+                )
             self._service.close()
         ending = self._server.stop(_STOP_GRACE_S)
         if self._tensors is not None:

@@ -22,7 +22,7 @@ from provider.cli import app as provider_app
 from provider.config import ProviderSettings, load_settings
 from provider.schedule.quota import TenantLimits
 from tenant_sdk.cli import app as tenant_app
-from tests.examples.conftest import ROOT
+from tests.support.repository import ROOT
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header

@@ -20,25 +20,20 @@ from typing import Any
 import pytest
 import torch
 
-import provider.net.service as service_module
 import provider.net.tensor_port as port_module
 from provider.identity.registry import enroll, revoke
 from provider.net.session import Session
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, connect
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of, session_of, until
-from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
-from tests.rpc.test_tls import expired_identity, foreign_identity, unregistered_identity
-from tests.support.tensor_port import (
-    assert_ends,
-    assert_nothing_left,
-    dial,
-    hear,
-    kind_of,
-    say,
-    stream_threads,
-    tensors_of,
-)
+from tests.support.links import connect
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.ring_products import CALL, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.sockets import assert_ends
+from tests.support.stream_sessions import service_of, session_of, tensors_of
+from tests.support.tensor_port import assert_nothing_left, dial, hear, kind_of, say, stream_threads
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import VeilbaseError, WireCode
 from wire.frame import FrameType, Header
@@ -57,12 +52,6 @@ SMALLEST = 2048
 
 
 @pytest.fixture
-def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
-
-
-@pytest.fixture
 def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No thread ends with an exception that nobody caught."""
     caught: list[Any] = []
@@ -75,15 +64,15 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * TIMEOUT_S)  # nor is the end of their time waited for
-    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
+    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * WAIT_S)
     silent = [dial(provider) for _ in range(20)]
     until(lambda: len(tensors_of(provider)._guests) == 20, "all are let in")
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < TIMEOUT_S
+    assert time.monotonic() - began < WAIT_S
     for one in silent:
         assert_ends(one)
     until(lambda: not tensors_of(provider)._open, "the end of the connections")
@@ -129,7 +118,7 @@ def test_what_is_no_handshake_leaves_nothing(
                 assert_ends(plain)
         plain.close()
     assert_nothing_left(provider)
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert not caplog.records  # anybody can do this: it must not fill the log
 
 
@@ -200,7 +189,7 @@ def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) 
     """Anybody can connect and say nothing, as often as he likes."""
     silent = [dial(provider) for _ in range(few_places)]
     until(lambda: len(tensors_of(provider)._guests) == few_places, "no place is left")
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     assert_ends(silent.pop(0))  # the oldest
     until(lambda: len(tensors_of(provider)._guests) == few_places - 1, "the others have stayed")
@@ -215,7 +204,7 @@ def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provi
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
     refused = [handshake(dial(provider), context, "127.0.0.1") for _ in range(few_places)]
     until(lambda: len(tensors_of(provider)._guests) == few_places, "no place is left")
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     for one in refused:
         one.release()
@@ -224,7 +213,7 @@ def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provi
 def test_streams_are_not_sent_away_for_newer_connections(few_places: int, provider: Provider) -> None:
     streams = [RawStream(provider, f"tenant{number}") for number in range(few_places)]
     connection = provider.connect("late")
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     assert kind_of(connection) is GrpcStream  # the other way
     for stream in streams:
         stream.send(*stream.request(1, ring_rows(1)))
@@ -257,7 +246,7 @@ def test_the_port_goes_on_after_it_had_no_file_left(provider: Provider) -> None:
     for _ in range(3):  # the first is in `accept` already
         dial(provider).close()
     until(lambda: tensors._listener.failures == 0, "the failures")  # type: ignore[attr-defined]
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
 
 
@@ -275,7 +264,7 @@ def test_the_port_goes_on_after_the_machine_had_no_thread_left(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert_ends(dial(provider))
     assert failed.is_set()
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert kind_of(provider.connections[0]) is TensorStream
     free = tensors_of(provider)._places
     assert free._value == port_module.MAX_CONNECTIONS - 1  # type: ignore[attr-defined]
@@ -295,7 +284,7 @@ def test_a_stream_for_which_no_descriptor_is_left_costs_only_itself(
             hear(connection)
         connection.release()
         assert_nothing_left(provider)
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 # ---- a tenant that does not read ------------------------------------------------------------------------------------
@@ -335,6 +324,12 @@ class Deaf:
 
 
 @pytest.fixture
+def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes before `deaf`, whose stream takes the limit as it is when it begins."""
+    monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 8)
+
+
+@pytest.fixture
 def deaf(quick_sweeps: None, provider: Provider) -> Iterator[Deaf]:
     made = Deaf(provider)
     yield made
@@ -346,8 +341,8 @@ def test_a_deaf_tenant_that_is_revoked_is_dropped(unhandled: None, provider: Pro
     deaf.ask()
     revoke(provider.state, "deaf")
     assert_nothing_left(provider)
-    assert session._held_bytes == 0
-    assert not session._replies
+    status = session.status()
+    assert (status.held_bytes, status.num_half_sent) == (0, 0)
 
 
 def test_a_deaf_tenant_that_goes_away_is_dropped(unhandled: None, provider: Provider, deaf: Deaf) -> None:
@@ -355,22 +350,23 @@ def test_a_deaf_tenant_that_goes_away_is_dropped(unhandled: None, provider: Prov
     deaf.ask()
     deaf.connection.release()
     assert_nothing_left(provider)
-    assert session._held_bytes == 0
+    assert session.status().held_bytes == 0
 
 
 def test_a_deaf_tenants_requests_expire(provider: Provider, deaf: Deaf) -> None:
     session, theirs = deaf.block(provider)
-    deaf.ask(deadline_ms=1)
-    until(lambda: deaf._next - 1 not in session._requests, "the end of what expired")
+    deaf.ask()  # it waits behind what is blocked, or is refused because others do
+    until(lambda: session.status().num_requests > 0, "a request that is not answered")
+    session.sweep(time.monotonic() + 60)
+    assert provider.service.usage.of("deaf").total().errors["DEADLINE"] > 0
     assert theirs.has_unsent
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)
 
 
 def test_a_deaf_tenant_with_too_many_answers_is_dropped(
-    unhandled: None, provider: Provider, deaf: Deaf, monkeypatch: pytest.MonkeyPatch
+    unhandled: None, few_answers: None, provider: Provider, deaf: Deaf
 ) -> None:
     deaf.block(provider)
-    monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 8)
     for number in range(1000, 1020):
         say(deaf.connection, Header(FrameType.REQUEST, number, CALL, 0, COLS, deadline_ms=0).pack())
     assert_nothing_left(provider)
@@ -380,7 +376,7 @@ def test_a_provider_that_stops_does_not_wait_for_a_deaf_tenant(provider: Provide
     deaf.block(provider)
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < TIMEOUT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
+    assert time.monotonic() - began < WAIT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
     assert_nothing_left(provider)
 
 
@@ -433,7 +429,7 @@ def rubbish(dice: random.Random) -> bytes:
 def test_rubbish_after_the_handshake_leaves_nothing(unhandled: None, provider: Provider) -> None:
     dice = random.Random(7)
     provider.identity("fuzz")
-    assert_served(provider.connect("honest"), provider.core)
+    assert_served(provider.connect("honest"), provider.served_model)
     threads, files = stream_threads(), len(os.listdir("/proc/self/fd"))
     service = service_of(provider)
     for _ in range(60):
@@ -449,16 +445,18 @@ def test_rubbish_after_the_handshake_leaves_nothing(unhandled: None, provider: P
                 connection.receive()
         connection.release()
     until(lambda: not [one for one in list(service._sessions) if one.tenant == "fuzz"], "the end of the sessions")
-    until(lambda: not service._calls.get("fuzz"), "their places are free")
+    until(lambda: "fuzz" not in service.status().calls, "their places are free")
     until(lambda: stream_threads() <= threads, "the end of the threads")
     until(lambda: len(os.listdir("/proc/self/fd")) <= files, "the end of the files")
-    assert_served(provider.connections[0], provider.core)
+    assert_served(provider.connections[0], provider.served_model)
 
 
 def test_many_threads_of_many_tenants(unhandled: None, provider: Provider) -> None:
     """With thread switches nearly everywhere: no wake-up is lost and no reply is another's."""
     tenants = [provider.connect(f"tenant{number}") for number in range(3)]
-    expected = {count: (rows := ring_rows(count), provider.core.compute(CALL, rows)) for count in (0, 1, 9, 300)}
+    expected = {
+        count: (rows := ring_rows(count), provider.served_model.compute(CALL, rows)) for count in (0, 1, 9, 300)
+    }
 
     def work(number: int) -> int:
         wrong = 0

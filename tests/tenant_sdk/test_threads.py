@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +18,12 @@ from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.model import build
 from tenant_sdk.training import finetune
-from tests.support.mask_site import TOY_OPTIONS
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.chat_model import make_chat_model
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model
+from tests.support.thread_switches import switching_every
+from tests.support.threads import at_once
 from wire.loading import loading
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -36,28 +37,26 @@ EXACT: dict[str, Any] = {"mask": "off", "arithmetic": "ring"}
 @pytest.fixture
 def many_switches() -> Iterator[None]:
     """Threads take turns fifty times as often, so that they meet in every short stretch of code."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
+    with switching_every(1e-4):
+        yield
 
 
 @pytest.fixture(scope="module")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2's head is its embedding, which a model loses when two are loaded at once."""
-    return tiny.chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
+    return make_chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
 
 
 @pytest.fixture(scope="module")
-def tied_core(tied_folder: Path) -> ServedModel:
-    return tiny.make_core(tied_folder, "int8")
+def tied_served_model(tied_folder: Path) -> ServedModel:
+    return make_served_model(tied_folder, "int8")
 
 
 @pytest.fixture
-def provider(tied_core: ServedModel, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
+def provider(tied_served_model: ServedModel, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
     state = StateDir(tmp_path / "state")
     server = Server("127.0.0.1", 0, state)
-    server.start(tied_core)
+    server.start(tied_served_model)
     yield server, state
     server.stop()
 
@@ -66,18 +65,6 @@ def identity_of(provider: tuple[Server, StateDir], name: str, folder: Path) -> P
     server, state = provider
     enroll(state, name, folder / name, f"grpcs://127.0.0.1:{server.port}")
     return folder / name
-
-
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each call gives, all begun together in threads."""
-    together = threading.Barrier(len(calls))
-
-    def begin(call: Callable[[], Any]) -> Any:
-        together.wait(TIMEOUT_S)
-        return call()
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result(TIMEOUT_S) for each in [pool.submit(begin, call) for call in calls]]
 
 
 def trained(url: str, out: Path, options: dict[str, Any], **settings: Any) -> list[float]:
@@ -90,7 +77,9 @@ def trained(url: str, out: Path, options: dict[str, Any], **settings: Any) -> li
 
 def alone_and_at_once(run: Callable[[int, Path], list[float]], tmp_path: Path, count: int = 4) -> None:
     alone = [run(number, tmp_path / f"alone{number}") for number in range(count)]
-    together = at_once([lambda number=number: run(number, tmp_path / f"together{number}") for number in range(count)])
+    together = at_once(
+        [lambda number=number: run(number, tmp_path / f"together{number}") for number in range(count)], TIMEOUT_S
+    )
     assert together == alone
 
 
@@ -123,7 +112,7 @@ def test_four_clients_of_one_identity_behind_the_lattice_mask(
     folder, url = identity_of(provider, "acme", tmp_path), f"grpcs://127.0.0.1:{provider[0].port}"
     lattice = {"identity": folder, "mask": "lattice", "mask_options": TOY_OPTIONS}
     plain = trained(url, tmp_path / "plain", {"identity": folder, **EXACT})
-    masked = at_once([lambda name=name: trained(url, tmp_path / name, lattice) for name in "abcd"])
+    masked = at_once([lambda name=name: trained(url, tmp_path / name, lattice) for name in "abcd"], TIMEOUT_S)
     for losses in masked:
         assert losses == pytest.approx(plain, abs=5e-3)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError
 from wire.transport import busy_poll
 from wire.transport.busy_poll import LONGEST_S, MOST_S, VARIABLE, BusyPoll, is_worthwhile, tenants_most_s
 
-TIMEOUT_S = 60.0
 STEP_S = 0.0001
 
 
@@ -109,15 +109,15 @@ def test_one_thread_of_a_process_looks() -> None:
 
     def has_come() -> bool:
         is_looking.set()
-        return go_on.wait(TIMEOUT_S)
+        return go_on.wait(WAIT_S)
 
     first, second = after_a_short_wait(), after_a_short_wait()
     thread = threading.Thread(target=first.look, args=(has_come, True))
     thread.start()
-    assert is_looking.wait(TIMEOUT_S)
+    assert is_looking.wait(WAIT_S)
     assert looks_of(second) == 0
     go_on.set()
-    thread.join(TIMEOUT_S)
+    thread.join(WAIT_S)
     assert not thread.is_alive()
     second.woke()
     assert looks_of(second) == 5

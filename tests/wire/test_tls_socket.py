@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from provider.identity.authority import StateDir, issue_server_certificate
 from provider.identity.registry import enroll
 from provider.net.server import server_options
+from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
@@ -31,7 +32,6 @@ from wire.transport.identity import TlsIdentity
 from wire.transport.tls_context import ALPN, client_context, server_context
 from wire.transport.tls_socket import MessageSocket, _leave_pacing, handshake
 
-TIMEOUT_S = 60.0
 HOST = "127.0.0.1"
 SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]
 LENGTH = struct.Struct("<I")
@@ -66,7 +66,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server((HOST, 0)) as listener:
-        near = socket.create_connection(listener.getsockname(), TIMEOUT_S)
+        near = socket.create_connection(listener.getsockname(), WAIT_S)
         far, _ = listener.accept()
     return near, far
 
@@ -92,7 +92,7 @@ def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tu
         mine = handshake(near, client, name)
     except OSError as exc:
         mine = exc
-    thread.join(TIMEOUT_S)
+    thread.join(WAIT_S)
     return mine, outcome[0]
 
 
@@ -136,7 +136,7 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 def joins(thread: threading.Thread) -> bool:
-    thread.join(TIMEOUT_S)
+    thread.join(WAIT_S)
     return not thread.is_alive()
 
 
@@ -207,7 +207,7 @@ def test_a_record_cut_at_every_byte(ends: tuple[MessageSocket, MessageSocket]) -
         cipher = bytes(near._encrypt())
         near._plain.sendall(cipher[:cut])
         if cut < len(cipher):
-            assert far._poll(select.POLLIN, TIMEOUT_S)
+            assert far._poll(select.POLLIN, WAIT_S)
             far.receive()
             assert far.next_message() is None
         near._plain.sendall(cipher[cut:])
@@ -436,7 +436,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, Me
         count += 1
     near.send(message)
     near.wait_to_send(0.05)
-    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert time.monotonic() - began < WAIT_S / 2
     assert near.has_unsent
     got = [receive(far)]
 
@@ -446,7 +446,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, Me
 
     reader = in_thread(read)
     while near.has_unsent:
-        near.wait_to_send(TIMEOUT_S)
+        near.wait_to_send(WAIT_S)
     assert joins(reader)
     assert all(one == message for one in got)
 
@@ -466,7 +466,7 @@ def test_two_floods_against_each_other_end(ends: tuple[MessageSocket, MessageSoc
     received: tuple[list[bytes], list[bytes]] = ([], [])
     threads = [in_thread(lambda k=k: both(ends[k], received[k])) for k in (0, 1)]
     # Who has all may wait for a message that nobody sends: the other one's end wakes it.
-    give_up_at = time.monotonic() + 2 * TIMEOUT_S
+    give_up_at = time.monotonic() + 2 * WAIT_S
     while any(len(got) < count for got in received) and time.monotonic() < give_up_at:
         threading.Event().wait(0.01)
     assert [len(got) for got in received] == [count, count]
@@ -578,7 +578,7 @@ def slow_handshake(authority: Authority, feed: Callable[[socket.socket, threadin
 
 def test_a_silent_peer_has_until_the_deadline(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.2)
-    assert isinstance(slow_handshake(authority, lambda _near, thread: thread.join(TIMEOUT_S)), TimeoutError)
+    assert isinstance(slow_handshake(authority, lambda _near, thread: thread.join(WAIT_S)), TimeoutError)
 
 
 def test_a_byte_now_and_then_gives_no_more_time(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from attacks.adversaries.distinguisher import SCORES, Seen
 from attacks.programs import game, game_choice
 from noise import sampling
 from noise.params import PARAMETERS
+from tests.support.spies import results_of
 from wire.errors import ConfigurationError
 
 DEFAULT = PARAMETERS["default"]
@@ -77,14 +78,7 @@ def test_candidates_are_exactly_what_the_mask_hides(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each run has a secret and an error of its own: a message takes a block, and no two blocks are alike."""
-    drawn: list[torch.Tensor] = []
-    ternary = sampling.ternary
-
-    def spy(*arguments: object) -> torch.Tensor:
-        drawn.append(ternary(*arguments))  # type: ignore[arg-type]
-        return drawn[-1]
-
-    monkeypatch.setattr(sampling, "ternary", spy)
+    drawn = results_of(monkeypatch, sampling, "ternary")
     tenant = game.Tenant("lattice", secret, tmp_path)
     masks: list[torch.Tensor] = []
     pool = tenant._scheme.pool  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ from provider.operations.status import check, look, parse, render
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Piece, Ticket
-from tests.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, until
 from wire.errors import ConfigurationError, WireCode
 from wire.frame import Arithmetic, Call, Direction
 

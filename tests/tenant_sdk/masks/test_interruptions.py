@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reference.test_parity import batch, relative
-from tests.support.mask_site import (
-    MODEL_NOISE,
-    TIMEOUT_S,
-    Site,
-    taken,
-    unmasked,
-)
-from tests.tenant_sdk import tiny
+from tests.support.forked_child import in_child
+from tests.support.mask_site import MODEL_NOISE, Site, taken, unmasked
+from tests.support.parity import batch, relative
+from tests.support.serving import serving
+from tests.support.waiting import WAIT_S
 from wire.errors import (
+    MaskReused,
     RemoteFault,
     Unavailable,
 )
@@ -49,7 +44,7 @@ def test_after_a_restart_of_the_provider_the_next_step_uses_fresh_rows(
             with pytest.raises(Unavailable):
                 model(batch())
         burnt = len(rows)
-        site.open.enter_context(tiny.serving(watched, server.port, state))
+        site.open.enter_context(serving(watched, server.port, state))
         assert relative(model(batch()).logits, want) < MODEL_NOISE
     assert burnt >= 9 * 24 + 2 * 24, "what was masked for a call that failed is burnt"
     assert len(set(rows)) == len(rows) == burnt + 9 * 24
@@ -121,23 +116,14 @@ def test_a_forked_child_sends_nothing_and_the_parent_goes_on(site: Site) -> None
     x = torch.randn(1, 64)
     with torch.no_grad():
         layer(x)
-    read, write = os.pipe()
     sent = len(watched.seen)
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        try:
-            with torch.no_grad():
-                layer(x)
-            said = "no error"
-        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-            said = f"{type(exc).__name__} {len(watched.seen) - sent}"
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        assert pipe.read() == b"MaskReused 0"
-    os.waitpid(pid, 0)
+
+    def child() -> str:
+        with torch.no_grad(), pytest.raises(MaskReused):
+            layer(x)
+        return f"refused, sent {len(watched.seen) - sent}"
+
+    assert in_child(child) == "refused, sent 0"
     with torch.no_grad():
         layer(x)
     assert len(watched.seen) == sent + 1
@@ -160,6 +146,6 @@ print(pool._worker.is_alive(), flush=True)
 @pytest.mark.slow
 def test_a_program_that_ends_while_the_worker_works_ends_well(folders: dict[str, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-c", LEAVES_WITHOUT_CLOSING, str(folders["llama"]), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert "Traceback" not in done.stderr

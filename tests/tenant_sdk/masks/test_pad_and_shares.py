@@ -10,14 +10,11 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient
-from tests.reference.test_parity import adapted, batch, grads
-from tests.support.mask_site import (
-    Site,
-    taken,
-    unmasked,
-)
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import lora
+from tests.support.chat_model import make_chat_model
+from tests.support.mask_site import Site, taken, unmasked
+from tests.support.parity import adapted, batch, grads
+from tests.support.quick_training import lora
+from tests.support.serving import make_served_model
 from wire.errors import (
     ConfigurationError,
     Unauthenticated,
@@ -83,8 +80,8 @@ def test_shares_verified(site: Site, folders: dict[str, Path]) -> None:
 
 
 def test_shares_of_two_models_are_refused(site: Site, tmp_path: Path) -> None:
-    tiny.chat_model(tmp_path / "twin", seed=1)
-    site.cores = {**site.cores, "twin": tiny.make_core(tmp_path / "twin", "int8")}
+    make_chat_model(tmp_path / "twin", seed=1)
+    site.served_models = {**site.served_models, "twin": make_served_model(tmp_path / "twin", "int8")}
     for kinds in (("llama", "twin"), ("llama", "gpt2")):
         with pytest.raises(ConfigurationError, match="same weights"):
             site.mtls(*kinds, mask="shares")

@@ -20,13 +20,10 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
-from tests.reference.test_parity import adapted, batch
-from tests.support.mask_site import (
-    TOY,
-    TOY_OPTIONS,
-    Site,
-)
-from tests.tenant_sdk.tiny import lora
+from tests.support.mask_parameters import TOY, TOY_OPTIONS
+from tests.support.mask_site import Site
+from tests.support.parity import adapted, batch
+from tests.support.quick_training import lora
 from wire.errors import (
     ConfigurationError,
     MalformedFrame,
@@ -100,7 +97,7 @@ def test_a_wrong_option_is_said_before_the_checkpoint_is_read(site: Site, monkey
 
 @pytest.mark.parametrize("change", [{"max_column_norm": 1e9}, {"max_row_norm": 0.0}, {"max_column_norm": float("nan")}])
 def test_norms_out_of_range_are_refused(site: Site, change: dict[str, float]) -> None:
-    parsed = json.loads(site.cores["llama"].manifest().to_bytes())
+    parsed = json.loads(site.served_models["llama"].manifest().to_bytes())
     parsed["groups"][0].update(change)
     with pytest.raises(MalformedFrame, match="not valid"):
         parse_manifest(json.dumps(parsed).encode())
@@ -145,7 +142,7 @@ def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders
 
 
 def test_explain_the_others(site: Site, folders: dict[str, Path]) -> None:
-    groups = site.cores["llama"].manifest().groups
+    groups = site.served_models["llama"].manifest().groups
     up, down = 4 * sum(info.in_features for info in groups), 4 * sum(info.out_features for info in groups)
     pad = explained(site.inproc("llama", mask="pad", verify=folders["llama"])[0])
     assert "pseudorandom" in pad["assumption"]
@@ -167,13 +164,13 @@ def test_explain_the_others(site: Site, folders: dict[str, Path]) -> None:
 
 
 def test_what_the_second_provider_announces_counts_too(site: Site) -> None:
-    core = site.cores["llama"]
-    manifest = core.manifest().model_copy(update={"recording": True})
-    site.cores = {**site.cores, "records": ServedModel(replace(core.served, manifest=manifest))}
+    served_model = site.served_models["llama"]
+    manifest = served_model.manifest().model_copy(update={"recording": True})
+    site.served_models = {**site.served_models, "records": ServedModel(replace(served_model.served, manifest=manifest))}
     assert "recording" in explained(site.inproc("llama", "records", mask="shares")[0])
     assert "recording" not in explained(site.inproc("llama", "llama", mask="shares")[0])
-    manifest = core.manifest().model_copy(update={"arithmetic": ("float",)})
-    site.cores = {**site.cores, "float": ServedModel(replace(core.served, manifest=manifest))}
+    manifest = served_model.manifest().model_copy(update={"arithmetic": ("float",)})
+    site.served_models = {**site.served_models, "float": ServedModel(replace(served_model.served, manifest=manifest))}
     with pytest.raises(ConfigurationError, match="does not offer ring"):
         site.inproc("llama", "float", mask="shares")
 
@@ -235,7 +232,7 @@ def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyP
 
 def test_more_tokens_than_the_budget_holds_are_shared_fairly(site: Site) -> None:
     """No layer goes without so that another may have more than a step can use."""
-    features = sum(info.in_features + info.out_features for info in site.cores["llama"].manifest().groups)
+    features = sum(info.in_features + info.out_features for info in site.served_models["llama"].manifest().groups)
     client, _ = site.inproc(
         "llama", mask_options={"background": False, "pool_bytes": 3 * 16 * 4 * features} | TOY_OPTIONS
     )

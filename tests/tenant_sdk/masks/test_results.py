@@ -10,19 +10,12 @@ import torch
 from peft import LoraConfig
 
 from tenant_sdk.model.planned_calls import NotFiniteWarning
-from tests.reference.test_parity import adapted, batch, grads, relative
-from tests.support.lattice import DEFAULT, bounds, wide
-from tests.support.mask_site import (
-    BACKWARD,
-    BF16,
-    FORWARD,
-    MODEL_NOISE,
-    Site,
-    specs,
-    taken,
-    unmasked,
-)
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.lattice import BACKWARD, FORWARD
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
+from tests.support.mask_site import BF16, MODEL_NOISE, Site, specs, taken, unmasked
+from tests.support.parity import adapted, batch, grads, relative
+from tests.support.quick_training import QUICK, ROWS, lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 
@@ -37,7 +30,7 @@ def test_every_layer_forward_and_backward(connect: Any, site: Site, kind: str, d
     client, (watched,) = connect(kind, dtype=dtype)
     model, spec_of = client.load_model(), specs(client)
     for info in client.connect().groups:
-        spec, served = spec_of[info.id], site.cores[kind].served.groups[info.id]
+        spec, served = spec_of[info.id], site.served_models[kind].served.groups[info.id]
         generator = torch.Generator().manual_seed(info.id)
         x = torch.randn(2, 5, info.in_features, generator=generator).to(dtype).requires_grad_()
         x.data[0, 0] = 0.0

@@ -12,14 +12,11 @@ import torch
 from noise.params import LatticeParameters
 from provider.identity.registry import enroll
 from tenant_sdk import TenantClient
-from tests.reference.test_parity import batch, relative
-from tests.support.mask_site import (
-    MODEL_NOISE,
-    TIMEOUT_S,
-    Site,
-    unmasked,
-)
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.mask_site import MODEL_NOISE, Site, unmasked
+from tests.support.parity import batch, relative
+from tests.support.serving import make_served_model
+from tests.support.waiting import WAIT_S
 from wire.errors import (
     ConfigurationError,
     MaskError,
@@ -47,7 +44,7 @@ def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_pat
     # The pool reserves ahead: its worker may have drawn a seed and not yet have the hint. It ends its turn with it.
     scheme: Any = client._open().scheme
     scheme.pool.close()
-    scheme.pool._worker.join(TIMEOUT_S)
+    scheme.pool._worker.join(WAIT_S)
     assert not scheme.pool._worker.is_alive()
     seeds = scheme._ledger.audit()
     client.close()
@@ -75,8 +72,8 @@ def test_hints_are_fetched_once_and_found_again(site: Site) -> None:
 
 def test_models_share_a_cache_and_never_a_hint(site: Site, tmp_path: Path) -> None:
     twin = tmp_path / "twin"
-    tiny.chat_model(twin, seed=1)  # the same shapes, other weights
-    site.cores = {**site.cores, "twin": tiny.make_core(twin, "int8")}
+    make_chat_model(twin, seed=1)  # the same shapes, other weights
+    site.served_models = {**site.served_models, "twin": make_served_model(twin, "int8")}
     for kind in ("llama", "twin", "llama"):
         client, _ = site.inproc(kind)
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +16,18 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from attacks.programs.overflow import Fault, Overflower, Seen
-from noise.params import LatticeParameters
 from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
+from tenant_sdk import TenantClient
 from tenant_sdk.model.planned_calls import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.overflowing import HONEST, Opened
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model
 from wire.errors import ConfigurationError, InvalidTensor, NotFinite, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.limits import Limits
-from wire.transport.inproc import InprocConnection
+from wire.payload import Payload
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-HONEST = Fault(FORWARD, math.nan, 1 << 40)
-TOY = {
-    "parameters": LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True), "allow_toy": True, "hints": "stream",
-    "background": False,
-}  # fmt: skip
-MASKS: dict[str, dict[str, Any]] = {
-    "off": {"mask": "off", "arithmetic": "float"},
-    "gaussian-pool": {"mask": "gaussian-pool"},
-    "lattice": {"mask": "lattice", "mask_options": TOY},
-}
-Opened = Callable[..., tuple[TenantClient, Overflower]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("planned") / "llama")
-
-
-@pytest.fixture(scope="module")
-def core(folder: Path) -> ServedModel:
-    return tiny.make_core(folder, "int8")
-
-
-@pytest.fixture
-def opened(core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    """Clients of a provider with a fault; `mask` names one of MASKS."""
-    clients: list[TenantClient] = []
-
-    def make(fault: Fault, mask: str = "off", core: ServedModel = core, **options: Any) -> Any:
-        provider = Overflower(core, fault)
-        monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
-        options = {"cache": tmp_path / "cache", "progress": False, **MASKS[mask], **options}
-        clients.append(TenantClient("inproc:x", **options))
-        return clients[-1], provider
-
-    yield make
-    for client in clients:
-        client.close()
 
 
 def train(client: TenantClient, out: Path, **changes: Any) -> Any:
@@ -161,9 +123,9 @@ def test_zeros_go_out_under_fresh_slots(opened: Opened, monkeypatch: pytest.Monk
     assert not torch.equal(sent[0], sent[1])
 
 
-def test_a_call_in_parts_sends_all_of_them(opened: Opened, folder: Path) -> None:
+def test_a_call_in_parts_sends_all_of_them(opened: Opened, chat_folder: Path) -> None:
     limits = Limits().model_copy(update={"max_rows": 4})
-    client, provider = opened(HONEST, core=tiny.make_core(folder, "int8", limits))
+    client, provider = opened(HONEST, served_model=make_served_model(chat_folder, "int8", limits))
     layer: Any = client.load_model().model.layers[0].self_attn.o_proj
     x = torch.ones(10, layer.in_features)
     layer(x)
@@ -191,8 +153,8 @@ def test_the_last_gradient_is_looked_at_too(opened: Opened, tmp_path: Path) -> N
         train(client, tmp_path / "out")
 
 
-def test_with_verify_it_stops_at_once(opened: Opened, folder: Path, tmp_path: Path) -> None:
-    client, provider = opened(HONEST, arithmetic="ring", verify=folder)
+def test_with_verify_it_stops_at_once(opened: Opened, chat_folder: Path, tmp_path: Path) -> None:
+    client, provider = opened(HONEST, arithmetic="ring", verify=chat_folder)
     model: Any = client.load_model()
     with pytest.raises(NotFinite, match="nothing was sent"):
         model(inputs_embeds=torch.full((1, 4, 32), math.nan))
@@ -283,11 +245,11 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
     connection: Any = client._open().connections[0]
     submit, counted = connection.submit, [0]
 
-    def breaking(call: Call, rows: Any, cols: int) -> Any:
+    def breaking(call: Call, payload: Payload, cols: int) -> Any:
         counted[0] += 1
         if counted[0] > 2 * a_step + 3:
             raise Unavailable("the provider is gone")
-        return submit(call, rows, cols)
+        return submit(call, payload, cols)
 
     monkeypatch.setattr(connection, "submit", breaking)
     with pytest.warns(NotFiniteWarning), pytest.raises(Unavailable):
@@ -348,10 +310,10 @@ def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path
     assert planned_calls(client.load_model()).course.sends_zeros is False, "another model starts afresh"
 
 
-def test_arithmetic_of_the_faults(core: ServedModel) -> None:
+def test_arithmetic_of_the_faults(served_model: ServedModel) -> None:
     """A reply holds what the test believes it does."""
     rows = torch.arange(64, dtype=torch.int32).view(2, 32)
     call = Call(1, FORWARD, Arithmetic.RING)
-    honest = Overflower(core, HONEST).compute(call, rows)
-    wrong = Overflower(core, Fault(FORWARD, 2.0**31)).compute(call, rows)
+    honest = Overflower(served_model, HONEST).compute(call, rows)
+    wrong = Overflower(served_model, Fault(FORWARD, 2.0**31)).compute(call, rows)
     assert torch.equal(wrong ^ honest, torch.full_like(honest, -(2**31)))

@@ -13,11 +13,12 @@ from peft import LoraConfig, get_peft_model
 
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_linear import RemoteLinear, RemoteWeightError
-from tests.conftest import make_tiny
-from tests.reference.test_parity import batch, relative
+from tests.support.parity import batch, relative
+from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor
 from wire.frame import Call, Direction
 from wire.limits import Limits
+from wire.payload import MessagePayload, Payload, RowsPayload
 from wire.ring import kernels
 
 GROUPS_A_BLOCK = 4  # qkv, o, gate+up, down
@@ -37,9 +38,9 @@ def calls(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[tuple[C
     connection: Any = client._open().connections[0]
     submit = connection.submit
 
-    def spy(call: Call, rows: torch.Tensor, cols: int) -> Any:
-        seen.append((call, rows.shape))
-        return submit(call, rows, cols)
+    def spy(call: Call, payload: Payload, cols: int) -> Any:
+        seen.append((call, torch.Size((payload.num_rows, payload.cols))))
+        return submit(call, payload, cols)
 
     monkeypatch.setattr(connection, "submit", spy)
     return seen
@@ -220,17 +221,17 @@ def test_a_token_of_a_wide_layer_goes_in_chunks(tmp_path: Path, monkeypatch: pyt
         kinds: list[type] = []
         submit = connection.submit
 
-        def spy(call: Call, rows: Any, cols: int) -> Any:
-            kinds.append(type(rows))
-            return submit(call, rows, cols)
+        def spy(call: Call, payload: Payload, cols: int) -> Any:
+            kinds.append(type(payload))
+            return submit(call, payload, cols)
 
         monkeypatch.setattr(connection, "submit", spy)
         short = model(batch()[:1, :1]).logits
-        assert set(kinds) == {bytearray if kernels.available() else torch.Tensor}
+        assert set(kinds) == {MessagePayload if kernels.available() else RowsPayload}
         kinds.clear()
-        monkeypatch.setattr("tenant_sdk.model.remote_group.CHUNK_BYTES", 4)
+        monkeypatch.setattr("wire.payload.CHUNK_BYTES", 4)
         assert torch.equal(model(batch()[:1, :1]).logits, short)
-        assert set(kinds) == {torch.Tensor}
+        assert set(kinds) == {RowsPayload}
 
 
 def test_zero_rows_make_no_call(client: TenantClient, calls: Any) -> None:

@@ -27,9 +27,8 @@ from peft import (
 from transformers import AutoModelForCausalLM, set_seed
 
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
-from tests.conftest import make_tiny
-
-TIMEOUT_S = 60.0
+from tests.support.tiny_models import make_tiny
+from tests.support.waiting import WAIT_S
 
 
 @pytest.fixture
@@ -49,8 +48,8 @@ def test_a_run_leaves_the_state_of_others_alone(outside: Accelerator) -> None:
         assert GradientState().sync_gradients is False
         AcceleratorState._reset_state(reset_partial_state=True)  # as every Trainer does first
         GradientState._reset_state()
-        assert pool.submit(lambda: GradientState().sync_gradients).result(TIMEOUT_S) is True
-        assert pool.submit(lambda: PartialState().device).result(TIMEOUT_S) == torch.device("cpu")
+        assert pool.submit(lambda: GradientState().sync_gradients).result(WAIT_S) is True
+        assert pool.submit(lambda: PartialState().device).result(WAIT_S) == torch.device("cpu")
         assert outside.gradient_state.sync_gradients is True
         assert outside.mixed_precision == "no"
     assert GradientState().sync_gradients is True
@@ -66,7 +65,7 @@ def test_runs_in_two_threads_see_two_states() -> None:
 
     inner: list[dict[str, Any]] = []
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, [True, False], timeout=TIMEOUT_S)) == [True, False]
+        assert list(pool.map(run, [True, False], timeout=WAIT_S)) == [True, False]
     assert inner[0] is not inner[1]
 
 

@@ -9,7 +9,6 @@ import pickle
 import re
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.vectors import load
+from tests.support.golden_vectors import load
+from tests.support.repository import ROOT
 from wire import frame
 from wire.errors import InvalidTensor, MalformedFrame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
@@ -27,7 +27,7 @@ from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 
 CASES = load("expand.json")
 SEED = bytes(range(32))
-PROTOCOL = Path(__file__).parents[3] / "docs" / "protocol.md"
+PROTOCOL = ROOT / "docs" / "protocol.md"
 seeds = st.binary(min_size=32, max_size=32)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.waiting import WAIT_S, end
+from tests.support.waiting import WAIT_S, end
 from wire.ring import threads
 from wire.ring.threads import share, use_one_core
 
