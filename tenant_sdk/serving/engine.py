@@ -36,6 +36,7 @@ from tenant_sdk.generate import answer_length, prompt_tokens, stop_ids_given
 from tenant_sdk.model.planned_calls import planned_calls
 from tenant_sdk.serving.adapter_slots import AdapterSlots, BaseModelTicket, NoAdapters
 from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.explain import explain
 from tenant_sdk.serving.kv import kv_layout
 from tenant_sdk.serving.lost_rows import LosesRows
 from tenant_sdk.serving.ragged import RaggedModel
@@ -178,6 +179,15 @@ class Engine:
         num_new = self._answer_length(max_new_tokens, encoded.num_rows)
         ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length)
         return self._enter(encoded, ending, sampler, adapter, on_text, caller)
+
+    def explain(self) -> str:
+        """Prints, and returns, what the engine has room for and what the provider sees of it.
+
+        `TenantClient.explain` says what the mask hides; that holds here, too.
+        """
+        text = explain(self._layout, self._scheduler.budget, self._client.context_length)
+        print(text)
+        return text
 
     def _encode(self, prompt: Any) -> Prompt:
         with self._text_lock:

@@ -105,11 +105,6 @@ PLANTED = [
         "tenant_sdk/client.py",
         "from provider.embedded import serve_in_process",
     ),
-    (
-        "the engine's scheduler decides, and knows nothing of what computes, speaks or keeps",
-        "tenant_sdk/serving/scheduler.py",
-        "from tenant_sdk.text.source import TenantText",
-    ),
 ]
 """Name of a contract, a file, and a line that the contract forbids there."""
 

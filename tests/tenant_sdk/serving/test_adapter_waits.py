@@ -13,10 +13,9 @@ import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
-from tests.tenant_sdk.serving.models import Gate, make_model, open_client
+from tests.support.served_kinds import make_model, open_client
+from tests.support.step_gate import TIMEOUT_S, Gate
 from wire.errors import ConfigurationError, VeilbaseError
-
-TIMEOUT_S = 60.0
 
 
 @dataclass

@@ -14,10 +14,9 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
-from tests.tenant_sdk.serving.models import PROMPTS, Gate, make_model, open_client
+from tests.support.served_kinds import PROMPTS, make_model, open_client
+from tests.support.step_gate import TIMEOUT_S, Gate
 from wire.errors import ConfigurationError, DeadlineExceeded, QuotaExceeded, VeilbaseError
-
-TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -258,6 +257,16 @@ def test_a_request_larger_than_the_kv_budget_is_refused_and_others_are_answered(
 def test_settings_that_cannot_be(client: TenantClient, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         Engine(client, **options)
+
+
+def test_explain_says_what_fits_and_what_shows(client: TenantClient, capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(client, kv_bytes=200_000, max_running=16) as engine:
+        text = engine.explain()
+        assert capsys.readouterr().out == text + "\n"
+        num_bytes = 128 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, their size, bytes
+        assert f"16 at most; in 0 MB of KV (float32) {200_000 // num_bytes} of 128 tokens" in text
+    assert "the provider sees" in text
+    assert all(len(line.split("  ", 1)) == 2 for line in text.splitlines())
 
 
 # ---- many at once ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
-from tests.tenant_sdk.serving.models import KINDS, PROMPTS, alone, make_model, mean_kl, open_client, together
+from tests.support.logits_recorder import alone, mean_kl, together
+from tests.support.served_kinds import KINDS, PROMPTS, make_model, open_client
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 NEW_TOKENS = 12

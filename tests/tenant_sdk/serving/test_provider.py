@@ -16,17 +16,19 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.serving.models import TOY, Gate, make_model
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.served_kinds import make_model
+from tests.support.serving import make_served_model
+from tests.support.step_gate import TIMEOUT_S, Gate
 from wire.errors import NotFinite, QuotaExceeded, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import InprocConnection
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-TIMEOUT_S = 60.0
 GROUPS = 9
 """Calls of a step: four for each of two layers and one for the head."""
+TOY_MASK = {**TOY_OPTIONS, "hints": "stream", "background": False}
 Change = Callable[[int, Call, torch.Tensor], torch.Tensor]
 
 
@@ -54,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cores(folder: Path) -> dict[str, ServedModel]:
-    return {weights: tiny.make_core(folder, weights) for weights in ("int8", "native")}
+    return {weights: make_served_model(folder, weights) for weights in ("int8", "native")}
 
 
 @pytest.fixture
@@ -236,7 +238,7 @@ def test_a_provider_that_fails_in_a_step_ends_the_requests_of_that_step(opened: 
 
 
 def test_after_a_wrong_reply_that_was_noticed_everything_ends(opened: Opened, folder: Path) -> None:
-    client, provider = opened("int8", mask="lattice", mask_options=TOY, verify=folder, arithmetic="ring")
+    client, provider = opened("int8", mask="lattice", mask_options=TOY_MASK, verify=folder, arithmetic="ring")
     with Engine(client, max_running=1) as engine:
         gate = Gate()
         answers = [engine.submit("who?", max_new_tokens=4, logits_processor=[gate]) for _ in range(2)]
@@ -253,7 +255,7 @@ def test_after_a_wrong_reply_that_was_noticed_everything_ends(opened: Opened, fo
 
 
 def test_a_client_that_is_closed_ends_what_is_left(opened: Opened) -> None:
-    client, _ = opened("int8", mask="lattice", mask_options=TOY, arithmetic="ring")
+    client, _ = opened("int8", mask="lattice", mask_options=TOY_MASK, arithmetic="ring")
     engine = Engine(client)
     engine.submit("who?", max_new_tokens=2).result(TIMEOUT_S)
     client.close()

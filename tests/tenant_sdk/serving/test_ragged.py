@@ -19,7 +19,7 @@ from transformers import (
 
 from tenant_sdk.serving.kv import RequestKv, kv_layout
 from tenant_sdk.serving.ragged import Piece, RaggedModel, attend
-from tests.tenant_sdk.serving.models import CONFIGS, KINDS
+from tests.support.served_kinds import CONFIGS, KINDS
 from wire.errors import ConfigurationError
 
 CPU = torch.device("cpu")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tenant_sdk.serving import scheduler as scheduler_module
 from tenant_sdk.serving.scheduler import Budget, Scheduler, Step
 from wire.errors import ConfigurationError
 
@@ -40,6 +43,14 @@ def run(made: Scheduler, now: float = 0.0) -> Step:
         if segment.samples:
             made.append(segment.request)
     return step
+
+
+def test_it_is_pure() -> None:
+    """It imports the standard library and the errors, and of that nothing with a clock, a thread or a random number."""
+    tree = ast.parse(Path(scheduler_module.__file__).read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"__future__", "collections", "collections.abc", "dataclasses", "typing", "wire.errors"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:
