@@ -26,6 +26,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -53,6 +54,21 @@ MakeSlots = Callable[[Any, Callable[[], None]], AdapterSlots]
 """Makes the store of adapters: is given the model and a function that wakes the engine, and returns the store."""
 
 _CLOSED = "this engine was closed before the answer was complete"
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What an engine is doing.
+
+    Attributes:
+        num_running: requests that are being read or answered.
+        num_waiting: requests that are not admitted yet.
+        reserved_bytes: the KV of those that run.
+    """
+
+    num_running: int
+    num_waiting: int
+    reserved_bytes: int
 
 
 class Engine:
@@ -180,6 +196,12 @@ class Engine:
         ending = Ending(num_new, frozenset(stop_ids), _stop_strings(stop), fixed_length)
         return self._enter(encoded, ending, sampler, adapter, on_text, caller)
 
+    def status(self) -> EngineStatus:
+        """Counts what runs and what waits."""
+        with self._lock:
+            num_running = self._scheduler.num_running
+            return EngineStatus(num_running, len(self._requests) - num_running, self._scheduler.reserved_bytes)
+
     def explain(self) -> str:
         """Prints, and returns, what the engine has room for and what the provider sees of it.
 
@@ -269,8 +291,7 @@ class Engine:
         finally:
             with self._lock:
                 self._is_closed = True
-                left = list(self._requests.values())
-                self._requests.clear()
+                left = [self._forget(number) for number in tuple(self._requests)]
             for request in left:
                 request.fail(failure)
             self._slots.close()
