@@ -18,9 +18,9 @@ from tenant_sdk.model.planned_calls import NotFiniteWarning
 from tenant_sdk.serving.engine import Engine
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.served_kinds import make_model
-from tests.support.serving import make_served_model
+from tests.support.serving import make_served_model, serving
 from tests.support.step_gate import TIMEOUT_S, Gate
-from wire.errors import NotFinite, QuotaExceeded, Unavailable, VeilbaseError, VerificationFailed
+from wire.errors import NotFinite, QuotaExceeded, TransportError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import InprocConnection
@@ -55,18 +55,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cores(folder: Path) -> dict[str, ServedModel]:
+def served(folder: Path) -> dict[str, ServedModel]:
     return {weights: make_served_model(folder, weights) for weights in ("int8", "native")}
 
 
 @pytest.fixture
 def opened(
-    cores: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., tuple[TenantClient, Provider]]]:
     clients: list[TenantClient] = []
 
     def make(weights: str = "native", **options: Any) -> tuple[TenantClient, Provider]:
-        provider = Provider(cores[weights])
+        provider = Provider(served[weights])
         monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
         options = {"mask": "off", "arithmetic": "float", **options}
         clients.append(TenantClient("inproc:x", cache=tmp_path / "cache", progress=False, **options))
@@ -263,3 +263,24 @@ def test_a_client_that_is_closed_ends_what_is_left(opened: Opened) -> None:
         engine.submit("who?", max_new_tokens=4).result(TIMEOUT_S)
     assert "\n" not in str(failed.value)
     engine.close()
+
+
+def test_over_the_network_a_provider_that_comes_back_is_used_again(
+    served: dict[str, ServedModel], tmp_path: Path
+) -> None:
+    with serving(served["int8"]) as server:
+        port, gate = server.port, Gate()
+        client = TenantClient(f"grpc://127.0.0.1:{port}", mask="off", cache=tmp_path / "cache", progress=False)
+        want = client.generate("why so?", max_new_tokens=6)
+        engine = Engine(client, step_tokens=16)
+        assert engine.submit("why so?", max_new_tokens=6).result(TIMEOUT_S) == want
+        running = engine.submit("who?", max_new_tokens=20, eos_token_id=[], logits_processor=[gate])
+        assert gate.reached.wait(TIMEOUT_S)
+    gate.open.set()
+    with pytest.raises(TransportError) as failed:
+        running.result(TIMEOUT_S)
+    assert "\n" not in str(failed.value)
+    with serving(served["int8"], port):
+        assert engine.submit("why so?", max_new_tokens=6).result(TIMEOUT_S) == want
+        engine.close()
+        client.close()
