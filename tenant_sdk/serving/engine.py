@@ -42,7 +42,7 @@ from tenant_sdk.serving.kv import kv_layout
 from tenant_sdk.serving.lost_rows import LosesRows
 from tenant_sdk.serving.ragged import RaggedModel
 from tenant_sdk.serving.requests import Ending, Prompt, Request
-from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling
+from tenant_sdk.serving.sampling import LogitsHook, Sampler, Sampling, check_defaults
 from tenant_sdk.serving.scheduler import Budget, Scheduler, Step
 from tenant_sdk.serving.steps import StepRunner
 from tenant_sdk.session_protocol import TextSession
@@ -113,6 +113,7 @@ class Engine:
         self._client, self._clock, self._max_waiting = client, clock, positive("max_waiting", max_waiting)
         budget = Budget(step_tokens, max_running, kv_bytes, overtaking_s)
         self._model = client.load_model()
+        check_defaults(self._model.generation_config)
         ragged = RaggedModel(self._model)
         self._layout = kv_layout(self._model, kv_dtype, step_tokens)
         self._check_holds_a_request(kv_bytes)
@@ -166,7 +167,12 @@ class Engine:
             prompt: a user's message, or a list of messages; without a chat template the text is continued as it is.
             adapter: its name in the store; None for the base model.
             max_new_tokens: length limit of the answer; None for 128, or fewer where the context leaves fewer.
-            do_sample, temperature, top_k, top_p, repetition_penalty: as in transformers' `generate`.
+            do_sample: whether tokens are drawn; otherwise the likeliest is taken.
+            temperature: as in transformers, above 0; None for what the checkpoint's generation settings say, as for
+                the three that follow.
+            top_k: tokens among which one is drawn; 0 for all.
+            top_p: the share of likelihood among whose tokens one is drawn.
+            repetition_penalty: above 1 for fewer repetitions.
             seed: of this answer's own random numbers.
             stop: strings at which the text ends; they are not part of it.
             eos_token_id: tokens at which the text ends; None for the model's own.

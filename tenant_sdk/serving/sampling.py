@@ -31,6 +31,17 @@ _DEFAULT_TOP_K = 50
 """The top_k of transformers 5.23 where neither the user nor the checkpoint names one (`GenerationConfig`)."""
 
 
+_NOT_APPLIED = (
+    "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "bad_words_ids",
+    "min_length", "min_new_tokens", "sequence_bias", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+    "begin_suppress_tokens", "exponential_decay_length_penalty", "guidance_scale", "watermarking_config",
+    "renormalize_logits", "remove_invalid_values",
+)  # fmt: skip
+"""Settings of transformers 5.23 (`_get_logits_processor`) that change which token is chosen and that are not here."""
+_NEUTRAL = (None, False, 0, 1.0)
+"""Values of those settings that change nothing."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the tokens of one answer are chosen.
@@ -98,6 +109,19 @@ class Sampler:
         if self._generator is None:
             return int(scores.argmax(dim=-1))
         return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+
+
+def check_defaults(defaults: GenerationConfig) -> None:
+    """Refuses a checkpoint whose generation settings would make `generate` choose other tokens than a `Sampler` does.
+
+    Raises:
+        ConfigurationError: names the setting.
+    """
+    for name in _NOT_APPLIED:
+        if getattr(defaults, name, None) not in _NEUTRAL:
+            raise ConfigurationError(
+                f"the checkpoint's generation settings have {name}, which the engine does not apply"
+            )
 
 
 def _processors(settings: Sampling, defaults: GenerationConfig) -> list[Any]:

@@ -172,7 +172,13 @@ def test_a_client_is_quiet_where_it_does_not_matter(url: str, untuned: None, mon
         tenant_sdk.TenantClient(url, mask="off")
 
 
-@pytest.mark.parametrize("method", [tenant_sdk.TenantClient.finetune, tenant_sdk.TenantClient.generate])
+@pytest.mark.parametrize(
+    "method",
+    [
+        tenant_sdk.TenantClient.finetune, tenant_sdk.TenantClient.generate, tenant_sdk.TenantClient.generate_many,
+        tenant_sdk.Engine.submit,
+    ],
+)  # fmt: skip
 def test_options_are_named_typed_and_described(method: Any) -> None:
     parameters = list(inspect.signature(method).parameters.values())[1:]
     text = inspect.getdoc(method) or ""

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, NoBadWordsLogitsProcessor
 
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.engine import Engine
-from tenant_sdk.serving.sampling import Sampler, Sampling
+from tenant_sdk.serving.sampling import Sampler, Sampling, check_defaults
 from tests.support.served_kinds import PROMPTS, make_model, open_client
 from wire.errors import ConfigurationError
 
@@ -65,6 +65,13 @@ def test_the_checkpoints_settings_count_where_the_request_names_none() -> None:
     own = Sampler(Sampling(do_sample=True, seed=1, temperature=100.0, top_k=0), defaults, CPU)
     assert len({own.next_token([0], logits) for _ in range(100)}) > 5
     assert Sampler(Sampling(), GenerationConfig(repetition_penalty=2.0), CPU).next_token([9], logits) == 8
+
+
+def test_a_checkpoints_settings_that_are_not_applied_are_refused(client: TenantClient) -> None:
+    check_defaults(client.load_model().generation_config)
+    check_defaults(GenerationConfig(temperature=0.5, top_k=3, top_p=0.5, repetition_penalty=1.1, min_length=0))
+    with pytest.raises(ConfigurationError, match="settings have no_repeat_ngram_size"):
+        check_defaults(GenerationConfig(no_repeat_ngram_size=2))
 
 
 def test_a_hook_sees_the_tokens_and_decides_which_are_allowed(client: TenantClient) -> None:
