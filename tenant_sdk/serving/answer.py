@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -79,7 +80,10 @@ class Answer:
         return "".join(self._pieces)
 
     def add_done_callback(self, callback: Callable[[Answer], None]) -> None:
-        """Has a function called when the answer is done, at once if it is: in the engine's thread, so briefly."""
+        """Has a function called when the answer is done, at once if it is: in the engine's thread, so briefly.
+
+        What it raises there is logged by its kind, and changes nothing.
+        """
         with self._changed:
             if not self._is_done:
                 self._callbacks.append(callback)
@@ -106,4 +110,7 @@ class Answer:
             self._changed.notify_all()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception as exc:  # noqa: BLE001 - a function of the user's; its text may show the answer
+                logging.getLogger(__name__).error("a callback of an answer failed (%s)", type(exc).__name__)

@@ -131,7 +131,11 @@ class Engine:
         self._text_lock = threading.Lock()
         self._slots: AdapterSlots = NoAdapters() if make_slots is None else make_slots(self._model, self._woken.set)
         self._runner = StepRunner(ragged, self._layout, self._slots)
-        client.fetch_hints()
+        try:
+            client.fetch_hints()
+        except BaseException:
+            self._slots.close()
+            raise
         self._thread = threading.Thread(target=self._serve, name="veilbase-engine", daemon=True)
         self._thread.start()
 
@@ -365,11 +369,8 @@ class Engine:
     def _take(self, request: Request, logits: torch.Tensor) -> None:
         try:
             is_over = request.take(logits)
-        except VeilbaseError as exc:
-            self._end(request, exc)
         except Exception as exc:  # noqa: BLE001 - a hook of the user's; its text may show values
-            error = VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")
-            self._end(request, error)
+            self._end(request, _of_the_users(exc))
         else:
             if is_over:
                 self._end(request)
@@ -381,13 +382,23 @@ class Engine:
         with self._lock:
             self._forget(request.number)
         if error is None:
-            request.finish()
-        else:
+            try:
+                request.finish()
+            except Exception as exc:  # noqa: BLE001 - `on_text` got the rest of the text
+                error = _of_the_users(exc)
+        if error is not None:
             request.fail(error)
 
     def _end_all(self, requests: Iterable[Request], error: VeilbaseError) -> None:
         for request in requests:
             self._end(request, error)
+
+
+def _of_the_users(exc: Exception) -> VeilbaseError:
+    """Returns the error of a request whose own function raised; the function's text may show values."""
+    if isinstance(exc, VeilbaseError):
+        return exc
+    return VeilbaseError(f"on_text or a logits_processor of this request failed ({type(exc).__name__})")
 
 
 def _stop_strings(given: str | Sequence[str]) -> tuple[str, ...]:

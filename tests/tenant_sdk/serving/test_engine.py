@@ -201,6 +201,29 @@ def test_code_of_the_users_that_raises_ends_its_own_request(
         list(answer)
 
 
+def test_on_text_that_raises_at_the_end_or_a_callback_that_raises_ends_nothing_else(
+    client: TenantClient, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = client.generate("who?", max_new_tokens=8, eos_token_id=[])
+    held = plain[-1] + "never"  # the last piece is held back for it, and handed out at the end
+
+    def only_at_the_end(text: str) -> None:
+        if text == plain[-1]:
+            failing()
+
+    answer = engine.submit("who?", max_new_tokens=8, eos_token_id=[], stop=held, on_text=only_at_the_end)
+    with pytest.raises(VeilbaseError, match=r"failed \(RuntimeError\)"):
+        answer.result(TIMEOUT_S)
+    gate = Gate()
+    other = engine.submit("who?", max_new_tokens=2, logits_processor=[gate])
+    other.add_done_callback(failing)
+    gate.open.set()
+    other.result(TIMEOUT_S)
+    assert engine.submit("who?", max_new_tokens=8, eos_token_id=[]).result(TIMEOUT_S) == plain
+    assert "a callback of an answer failed (RuntimeError)" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_a_hook_that_allows_nothing_ends_its_own_request(client: TenantClient, engine: Engine) -> None:
     def nothing(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.full_like(scores, -torch.inf)
