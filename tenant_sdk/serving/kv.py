@@ -88,6 +88,7 @@ class _LayerKv:
         self._first = 0
         # pages that are never written take no memory
         self._kept = torch.empty(shape, dtype=layout.dtype, device=device)
+        self._halves = self._kept.unbind(0)  # keys and values, apart
         self._scales = torch.empty(*shape[:3], 1, device=device) if layout.dtype.itemsize == 1 else None
 
     def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,8 +98,8 @@ class _LayerKv:
         for index, numbers in enumerate((keys, values)):
             self._write(index, position - self._first, numbers)
         begin = 0 if self._window is None else max(position - self._window + 1, 0)
-        seen = slice(begin - self._first, stop - self._first)
-        return self._read(0, seen, keys.dtype), self._read(1, seen, values.dtype)
+        at, num_seen = begin - self._first, stop - begin
+        return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
 
     def _drop(self, position: int) -> None:
         """Moves what rows from `position` on can see to the front."""
@@ -109,19 +110,17 @@ class _LayerKv:
         self._first = begin
 
     def _write(self, index: int, at: int, numbers: torch.Tensor) -> None:
-        place = slice(at, at + numbers.shape[1])
+        num_new = numbers.shape[1]
         if self._scales is not None:
-            scale = (
-                numbers.abs().amax(dim=-1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny)
-                / _LARGEST_FP8
-            )
-            self._scales[index, :, place] = scale
+            largest = numbers.abs().amax(dim=-1, keepdim=True).float()
+            scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST_FP8
+            self._scales[index].narrow(1, at, num_new).copy_(scale)
             numbers = (numbers.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8)
-        self._kept[index, :, place] = numbers.to(self._kept.dtype)
+        self._halves[index].narrow(1, at, num_new).copy_(numbers)
 
-    def _read(self, index: int, place: slice, dtype: torch.dtype) -> torch.Tensor:
-        kept = self._kept[index, :, place].to(dtype)
-        return kept if self._scales is None else kept * self._scales[index, :, place].to(dtype)
+    def _read(self, index: int, at: int, num_seen: int, dtype: torch.dtype) -> torch.Tensor:
+        kept = self._halves[index].narrow(1, at, num_seen).to(dtype)
+        return kept if self._scales is None else kept * self._scales[index].narrow(1, at, num_seen).to(dtype)
 
     def clear(self) -> None:
         self._kept.zero_()
