@@ -186,7 +186,20 @@ def run(repeats: int = 7) -> dict[str, Any]:
             name: stack.enter_context(contextlib.closing(GrpcConnection(url, identity))) for name, url in urls.items()
         }
         echo = stack.enter_context(contextlib.closing(_Echo(echo_url, identity)))
-        return _compare(echo, connections, repeats)
+        found = _compare(echo, connections, repeats)
+        check_carriers({name: connection.carrier for name, connection in connections.items()})
+        return found
+
+
+def check_carriers(carriers: Mapping[str, str | None]) -> None:
+    """Checks that the stream of each of `KINDS` was carried by what its name says.
+
+    Raises:
+        RuntimeError: the tensor port could not be reached, so that gRPC was measured in its place.
+    """
+    for name, carrier in carriers.items():
+        if carrier is None or (carrier == "gRPC") != name.endswith("by gRPC"):
+            raise RuntimeError(f"the figures of {name!r} are of a stream that was carried by {carrier}")
 
 
 def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -> dict[str, Any]:

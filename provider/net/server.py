@@ -104,6 +104,11 @@ class Server:
         self._tensors = TensorPort(host, tensor_port or 0, share.streams) if has_tensor_port else None
 
     @property
+    def tensors(self) -> TensorPort | None:
+        """Returns the tensor port, for callers that want to watch it, or None where there is none."""
+        return self._tensors
+
+    @property
     def tensor_port(self) -> int | None:
         """Returns the number of the tensor port, or None where there is none."""
         return None if self._tensors is None else self._tensors.port

@@ -38,9 +38,9 @@ from noise.hints.store import HintStore
 from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
 from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
-from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, encode_rows
 from tests.support.answered import Answered
+from tests.support.schoolbook import reference_product
 from tests.support.spies import results_of
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
@@ -74,7 +74,7 @@ def test_equations_are_the_masks_of_noise(parameters: LatticeParameters) -> None
     rng = sampling.Csprng()
     seed = SeededRows(bytes(range(32)), 0, parameters.dimension)
     secret = sampling.ternary(rng, (1, parameters.rank, parameters.ring_degree))
-    masks = negacyclic.reference_product(seed.expand(5), secret)[0]
+    masks = reference_product(seed.expand(5), secret)[0]
     public = PublicMatrix.of(seed, parameters.ring_degree, 5)
     flat = secret.reshape(-1).to(torch.int64)
     for offset in range(0, parameters.ring_degree, max(1, parameters.ring_degree // 16)):

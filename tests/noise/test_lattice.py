@@ -12,12 +12,12 @@ import torch
 from noise import sampling
 from noise.off import Off
 from noise.params import PARAMETERS, LatticeParameters
-from noise.polynomial import negacyclic
 from noise.scheme import RowEncoder, decode_rows, encode_rows
 from tests.support.compiled_kernels import needs_products
 from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent
 from tests.support.lattice_bounds import ETA, bounds, wide
 from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.schoolbook import reference_product
 from wire.errors import InvalidTensor
 from wire.frame import Arithmetic, Call, Direction
 from wire.payload import MessagePayload
@@ -40,9 +40,9 @@ def test_masks_and_effects_are_those_of_the_reference(
     seed = provider.hints[0][1].seed
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(seed, 0, parameters.dimension).expand(matrix.shape[0])
-    assert torch.equal(mask.view(error.shape), negacyclic.reference_product(public, secret) + error.to(torch.int32))
+    assert torch.equal(mask.view(error.shape), reference_product(public, secret) + error.to(torch.int32))
     hint = coding.product(public, matrix)
-    assert torch.equal(effect.view(2, -1, matrix.shape[1]), negacyclic.reference_product(hint, secret))
+    assert torch.equal(effect.view(2, -1, matrix.shape[1]), reference_product(hint, secret))
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
@@ -179,8 +179,8 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
         (message,) = masked.messages
         assert message.call == Call(1, direction, Arithmetic.RING)
         assert isinstance(message.payload, MessagePayload)
-        error_norm = scheme._error_bound * math.sqrt(rows.shape[1])
-        encoded, scales = encode_rows(spec, direction, rows, error_norm, scheme._slack)
+        error_norm, slack = ETA * math.sqrt(rows.shape[1]), float(2**7 * DEFAULT.dimension)  # of hints at 24 bits
+        encoded, scales = encode_rows(spec, direction, rows, error_norm, slack)
         ((mask, effect),) = taken
         assert torch.equal(message.rows, encoded + mask)
         reply = coding.product(message.rows, provider.matrix(message.call))
@@ -193,14 +193,14 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
 @needs_products
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_costs_nothing_by_the_short_way_either(
-    make: Any, provider: Provider, bad: float
+    make: Any, provider: Provider, counted: Any, bad: float
 ) -> None:
     scheme, spec = make(), provider.groups[0]
     rows = rows_of(1, spec.in_features)
     rows[0, 2] = bad
     with pytest.raises(InvalidTensor, match="nothing was sent"):
         scheme.mask(spec, FORWARD, rows)
-    assert (provider.hints, scheme._ledger.audit()) == ([], [])
+    assert (provider.hints, counted()) == ([], [])
 
 
 @needs_products

@@ -16,6 +16,7 @@ from tests.support.forked_child import in_child
 from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
 from tests.support.lattice_bounds import bounds, wide
 from tests.support.mask_parameters import DEFAULT
+from tests.support.schoolbook import reference_product
 from wire.errors import InvalidTensor, MaskError, MaskReused, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring import coding
@@ -66,8 +67,8 @@ def test_pieces_of_a_block_are_rows_of_one_sample(
     assert [len(each) for each in drawn["error"]] == [86, 86, 86, 86, 86, 82]
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(provider.hints[0][1].seed, 0, DEFAULT.dimension).expand(matrix.shape[0])
-    assert torch.equal(mask - error, negacyclic.reference_product(public, secret)[0])
-    off = effect - negacyclic.reference_product(coding.product(public, matrix), secret)[0]
+    assert torch.equal(mask - error, reference_product(public, secret)[0])
+    off = effect - reference_product(coding.product(public, matrix), secret)[0]
     assert int(off.abs().max()) <= (0 if bits == 32 else 2**7 * int(secret.abs().sum()))
     assert live_secrets() == 0, "a secret is dropped with its last row"
     scheme.pool.take(spec, direction, 1)

@@ -98,7 +98,7 @@ def test_logits(pair: Any) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_lora_gradients(pair: Any, training: bool) -> None:
     kind, folder, client = pair
-    ours, theirs = (adapted(model, kind).train(training) for model in (client.load_model(), local(folder)))
+    ours, theirs = (adapted(model, lora(kind)).train(training) for model in (client.load_model(), local(folder)))
     got, want = grads(ours), grads(theirs)
     assert got.keys() == want.keys()
     assert len(want) >= 8
@@ -110,7 +110,7 @@ def test_greedy_tokens(pair: Any) -> None:
     kind, folder, client = pair
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompt = batch()[:1, :5]
-    models = (adapted(client.load_model(), kind), adapted(local(folder), kind))
+    models = (adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind)))
     ours, theirs = (model.generate(input_ids=prompt, **options) for model in models)
     assert ours.shape[1] == 11
     assert torch.equal(ours, theirs)
@@ -122,5 +122,5 @@ def test_nothing_says_quantized_and_lora_is_the_plain_one(pair: Any) -> None:
     model = client.load_model()
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     assert not any(hasattr(module.config, "_is_quantized") for module in parts)
-    adapters = [module for module in adapted(model, kind).modules() if hasattr(module, "lora_A")]
+    adapters = [module for module in adapted(model, lora(kind)).modules() if hasattr(module, "lora_A")]
     assert {type(module) for module in adapters} == {LoraLinear}

@@ -14,10 +14,10 @@ import provider.net.service as provider_service
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
 from provider.shards.router import ShardedExecutor
-from tests.support.links import connect
 from tests.support.loopback_provider import Provider
 from tests.support.quick_sweeps import QUICK_S
 from tests.support.raw_stream import RawStream
+from tests.support.raw_tls import RawTls
 from tests.support.ring_products import CALL, ask, assert_served
 from tests.support.ring_rows import COLS, ring_rows
 from tests.support.stream_sessions import service_of
@@ -101,19 +101,18 @@ def test_who_is_sent_no_reply_is_not_looked_at(
             waits.append(is_likely)
 
     monkeypatch.setattr(provider_service, "BusyPoll", Noted)
-    connection = connect(provider, "idle")
+    raw = RawTls(provider, "idle")
+    connection = raw.connection
     connection.send(frame.hello(FrameType.HELLO))
     assert hear(connection).kind is FrameType.WELCOME
     cancel = Header(FrameType.CANCEL, 7).pack()
-    if not whole:
-        connection._tls.write(struct.pack("<I", len(cancel)) + cancel)
-    record = connection._outgoing.read()
+    record = b"" if whole else raw.encrypted(struct.pack("<I", len(cancel)) + cancel)
     for number in range(20):
         seen = len(waits)
         if whole:
             connection.send(cancel)
         else:
-            connection._plain.sendall(record[number : number + 1])
+            raw.plain.sendall(record[number : number + 1])
         until(lambda seen=seen: len(waits) > seen, "the next wait")  # type: ignore[misc]
     assert not any(waits)
     if whole:

@@ -20,17 +20,18 @@ import torch
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
+from provider.net.tensor_port import TensorPortStatus
 from tests.support.links import BROKEN
 from tests.support.loopback_provider import Provider
 from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
 from tests.support.ring_rows import COLS, ring_rows
 from tests.support.stream_sessions import service_of
+from tests.support.tensor_port import carrier_of
 from tests.support.waiting import WAIT_S, comes, until
+from tests.support.wrapped_model import SwitchedModel
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
 from wire.payload import RowsPayload
-from wire.transport.grpc_stream import GrpcStream
-from wire.transport.tls_stream import TensorStream
 
 
 @pytest.fixture(params=["tensor port", "grpc"])
@@ -41,12 +42,24 @@ def provider(
     return start(tiny_served_model, tensor_port=None if request.param == "grpc" else 0)
 
 
+@pytest.fixture(params=["tensor port", "grpc"])
+def switched(
+    request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
+) -> Provider:
+    """Makes products as a test says, whatever carries the streams."""
+    return start(SwitchedModel(tiny_served_model), tensor_port=None if request.param == "grpc" else 0)
+
+
 def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
     connection = provider.connect()
+    assert connection.carrier is None
     assert_served(connection, provider.served_model)
-    assert connection._stream is not None
-    kind = GrpcStream if provider.server.tensor_port is None else TensorStream
-    assert isinstance(connection._stream._stream, kind)
+    assert len(service_of(provider).sessions) == 1
+    if provider.server.tensors is None:
+        assert connection.carrier == "gRPC"
+    else:
+        assert connection.carrier == carrier_of(provider)
+        assert provider.server.tensors.status() == TensorPortStatus(num_connections=1, num_guests=0)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 4096])
@@ -71,7 +84,7 @@ def test_a_half_closed_stream_is_answered_and_ends(provider: Provider) -> None:
     stream.half_close()
     assert sorted(stream.receive().request_id for _ in range(2)) == [1, 2]
     stream.expect_end()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
 
 
 def test_a_garbage_frame_ends_the_stream_with_one_error(provider: Provider) -> None:
@@ -87,7 +100,7 @@ def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
     stream.send(*stream.request(1, ring_rows(4096)))
     stream.receive()
     stream.close()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
     until(lambda: not service_of(provider).status().calls, "its thread is free")
     assert_served(provider.connect(), provider.served_model)
 
@@ -100,20 +113,21 @@ def test_revocation_ends_a_stream_that_asks(provider: Provider) -> None:
         assert_served(connection, provider.served_model)
 
 
-def test_a_large_product_is_made_in_the_compute_thread(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_product_is_made_in_the_compute_thread(
+    switched: Provider, tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
-    product = provider.served_model.compute
 
     def record(*arguments: Any) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return product(*arguments)
+        return tiny_served_model.compute(*arguments)
 
-    connection = provider.connect()
-    assert_served(connection, provider.served_model)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    monkeypatch.setattr(lane.replica, "product", record)
-    ask(connection, ring_rows(2))
-    ask(connection, ring_rows(1))  # perhaps by `row_product`, and then not recorded
+    connection = switched.connect()
+    assert_served(connection, tiny_served_model)
+    monkeypatch.setattr(switched.served_model, "make", record)
+    for num_rows in (2, 1):
+        ask(connection, ring_rows(num_rows))
+    assert len(threads) == 2
     assert "veilbase-compute" not in threads
     monkeypatch.setattr("provider.net.session.INLINE_PRODUCTS", COLS)
     for num_rows in (1, 2):
@@ -162,10 +176,10 @@ def test_a_stream_whose_last_answer_is_an_error_ends(provider: Provider) -> None
     stream.half_close()
     stream.expect_error(1, WireCode.INVALID_TENSOR)
     stream.expect_end()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
 
 
-def test_an_error_that_comes_as_the_tenant_stops_is_sent(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the end of the last request and the frame that says so nobody may find that all is done."""
     failing = threading.Event()
 
@@ -177,9 +191,8 @@ def test_an_error_that_comes_as_the_tenant_stops_is_sent(provider: Provider, mon
         time.sleep(0.5)
         return code_of(error)
 
-    stream = RawStream(provider)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    monkeypatch.setattr(lane.replica, "product", fail)
+    stream = RawStream(switched)
+    monkeypatch.setattr(switched.served_model, "make", fail)
     monkeypatch.setattr("provider.net.session.code_of", slow_code_of)
     stream.send(*stream.request(1, ring_rows(4096)))
     comes(failing, "the failure")
@@ -193,7 +206,7 @@ def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(1)))
     stream.receive()
-    (session,) = (weakref.ref(one) for one in service_of(provider)._sessions)
+    (session,) = (weakref.ref(one) for one in service_of(provider).sessions)
     gc.disable()
     try:
         stream.half_close()

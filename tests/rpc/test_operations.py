@@ -30,6 +30,7 @@ from provider.model.weights import PreparedModel
 from provider.net import server as server_module
 from provider.net import service as service_module
 from provider.net.server import Server
+from provider.operations.status import look
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
 from provider.schedule.policy import Policy
 from provider.schedule.scheduler import Scheduler
@@ -318,6 +319,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
         assert run("status", "--check", "--state", state).stdout == ""
         shown = run("status", "--state", state).stdout
         assert "1 streams" in shown
+        assert look(state).by_label("veilbase_connections", "state") == {"stream": 1, "guest": 0}
         assert "acme" in shown
         watching = subprocess.Popen(
             [sys.executable, "-m", "provider", "status", "--watch", "0.2", "--state", str(state)],

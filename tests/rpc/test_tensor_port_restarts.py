@@ -24,14 +24,13 @@ from tests.support.raw_stream import RawStream
 from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
 from tests.support.ring_rows import ring_rows
 from tests.support.stream_sessions import service_of, tensors_of
-from tests.support.tensor_port import dial, kind_of
+from tests.support.tensor_port import announcing, carrier_of, dial
 from tests.support.waiting import WAIT_S, until
+from tests.support.wrapped_model import SwitchedModel
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
 from wire.payload import RowsPayload
-from wire.transport.grpc_stream import GrpcStream
-from wire.transport.tls_stream import TensorStream
 
 # ---- stops and restarts ---------------------------------------------------------------------------------------------
 
@@ -48,20 +47,19 @@ def test_a_stop_tells_open_streams(provider: Provider) -> None:
 
 
 def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
-    provider: Provider, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> None:
+    switched = SwitchedModel(tiny_served_model)
+    provider = start(switched)
     stream = RawStream(provider)
     begun, release = threading.Event(), threading.Event()
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    product = lane.replica.product  # type: ignore[attr-defined]
 
     def slow(*arguments: Any) -> torch.Tensor:
         begun.set()
         release.wait(WAIT_S)
-        result: torch.Tensor = product(*arguments)
-        return result
+        return tiny_served_model.compute(*arguments)
 
-    monkeypatch.setattr(lane.replica, "product", slow)
+    switched.make = slow
     stream.send(*stream.request(1, ring_rows(50)))
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
@@ -87,10 +85,12 @@ def test_grpc_carries_the_stream_where_the_port_is_closed(provider: Provider) ->
     assert connection.manifest().tensor_port == provider.server.tensor_port
     for _ in range(2):
         assert_served(connection, provider.served_model)
-    assert kind_of(connection) is GrpcStream
+    assert connection.carrier == "gRPC"
 
 
-def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider) -> None:
+def test_grpc_carries_the_stream_where_something_else_answers(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection = provider.connect()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -101,11 +101,11 @@ def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider
 
         thread = threading.Thread(target=answer)
         thread.start()
-        port = listener.getsockname()[1]
-        connection._manifest = connection.manifest().model_copy(update={"tensor_port": port})
+        with announcing(monkeypatch, listener.getsockname()[1]):
+            connection.manifest()
         assert_served(connection, provider.served_model)
         thread.join(WAIT_S)
-    assert kind_of(connection) is GrpcStream
+    assert connection.carrier == "gRPC"
 
 
 def restarted(old: Provider, state: StateDir, served_model: ServedModel) -> Server:
@@ -118,8 +118,10 @@ def restarted(old: Provider, state: StateDir, served_model: ServedModel) -> Serv
 
 
 def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
-    provider: Provider, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    switched = SwitchedModel(tiny_served_model)
+    provider = start(switched)
     asked: list[bytes] = []
     receive = Session.receive
 
@@ -131,7 +133,6 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
     monkeypatch.setattr(Session, "receive", note)
     connection = provider.connect()
     assert_served(connection, provider.served_model)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
     begun, release = threading.Event(), threading.Event()
 
     def slow(*_: Any) -> torch.Tensor:
@@ -139,7 +140,7 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
         release.wait(WAIT_S)
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
-    monkeypatch.setattr(lane.replica, "product", slow)
+    switched.make = slow
     pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
     assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
@@ -148,12 +149,11 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
         pending.result()
     release.set()
     stopping.join(WAIT_S)
-    server = restarted(provider, provider.state, provider.served_model)
+    server = restarted(provider, provider.state, tiny_served_model)
     try:
         assert server.tensor_port != provider.server.tensor_port
-        assert_served(connection, provider.served_model)
-        assert kind_of(connection) is TensorStream
-        assert connection._port == server.tensor_port
+        assert_served(connection, tiny_served_model)
+        assert connection.carrier == f"tensor port {server.tensor_port}"
     finally:
         connection.close()
         server.stop()
@@ -171,18 +171,19 @@ def test_a_port_that_is_another_providers_by_now_gets_no_rows(
     receive = Session.receive
 
     def note(session: Session, message: bytes) -> bool:
-        if session in service._sessions:
+        if session in service.sessions:
             seen.append(message[0])
         return receive(session, message)
 
     monkeypatch.setattr(Session, "receive", note)
     try:
-        connection._manifest = connection.manifest().model_copy(update={"tensor_port": other.tensor_port})
+        with announcing(monkeypatch, other.tensor_port):
+            connection.manifest()
         with pytest.raises(Unavailable, match="nothing was sent"):
             ask(connection, ring_rows(1))
         assert set(seen) == {FrameType.HELLO}
         assert_served(connection, provider.served_model)  # asked again, it finds its own
-        assert connection._port == provider.server.tensor_port
+        assert connection.carrier == carrier_of(provider)
     finally:
         other.stop()
 
@@ -193,7 +194,7 @@ def test_without_a_tensor_port_the_manifest_names_none(
     connection = start(tiny_served_model, tensor_port=None).connect()
     assert connection.manifest().tensor_port is None
     assert_served(connection, tiny_served_model)
-    assert kind_of(connection) is GrpcStream
+    assert connection.carrier == "gRPC"
 
 
 def test_without_tls_there_is_no_tensor_port() -> None:

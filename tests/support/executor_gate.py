@@ -50,6 +50,7 @@ class Gate:
         self.batches.clear()
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
+        """Waits while the gate is shut, notes what is multiplied, and makes the product."""
         if not self._may_go.is_set():
             self._stands.set()
             comes(self._may_go, "`open`")

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from noise.blocks.pool import MaskPool
 from noise.scheme import GroupSpec
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.build import group_spec, load_alphas
+from tenant_sdk.session import Session
+from tests.support.client_seams import opened_sessions
 from tests.support.serving import serving
 from tests.support.wrapped_model import WrappedModel
 from wire.frame import Call, Direction
@@ -67,6 +70,11 @@ class Site:
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
     served: dict[str, Any] = field(default_factory=dict)
+    sessions: list[Session] = field(init=False)
+    """Those of its clients, in the order in which they were made."""
+
+    def __post_init__(self) -> None:
+        self.sessions = opened_sessions(self.monkeypatch)
 
     def inproc(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
         """Returns a client of as many providers in this process as there are kinds, and the providers."""
@@ -105,18 +113,17 @@ def unmasked(site: Site, kind: str = "llama", **options: Any) -> Any:
     return client.load_model()
 
 
-def taken(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Returns a list of every mask row that the pool hands out from now on."""
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Returns a list of every mask row that a pool hands out from now on."""
     rows: list[bytes] = []
-    pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
-    take = pool.take
+    take = MaskPool.take
 
     def spy(*arguments: Any) -> Any:
         mask, effect = take(*arguments)
         rows.extend(bytes(row.numpy()) for row in mask)
         return mask, effect
 
-    monkeypatch.setattr(pool, "take", spy)
+    monkeypatch.setattr(MaskPool, "take", spy)
     return rows
 
 

@@ -23,5 +23,5 @@ def session_of(provider: Provider, tenant: str) -> Session:
 
 def tensors_of(provider: Provider) -> TensorPort:
     """Returns the tensor port of a provider that runs."""
-    assert provider.server._tensors is not None
-    return provider.server._tensors
+    assert provider.server.tensors is not None
+    return provider.server.tensors

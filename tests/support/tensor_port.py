@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from typing import Any
+from collections.abc import Iterator
+
+import pytest
 
 from tests.support import sockets
 from tests.support.loopback_provider import Provider
@@ -13,6 +15,8 @@ from tests.support.stream_sessions import service_of, tensors_of
 from tests.support.waiting import until
 from wire import frame
 from wire.frame import Header
+from wire.manifest import parse_manifest
+from wire.transport import grpc_connection
 from wire.transport.tls_socket import MessageSocket
 
 
@@ -32,13 +36,22 @@ def assert_nothing_left(provider: Provider) -> None:
     service = service_of(provider)
     until(lambda: not service.sessions, "the end of the sessions")
     until(lambda: not service.status().calls, "their places are free")
-    until(lambda: not tensors_of(provider)._open, "the end of the connections")
-    assert not tensors_of(provider)._guests
+    until(lambda: not tensors_of(provider).status().num_connections, "the end of the connections")
+    assert not tensors_of(provider).status().num_guests
 
 
-def kind_of(connection: Any) -> type:
-    """Returns the class of the stream that a tenant's connection took."""
-    return type(connection._stream._stream)
+def carrier_of(provider: Provider) -> str:
+    """Returns what a tenant's connection says where a provider's tensor port carries its stream."""
+    return f"tensor port {provider.server.tensor_port}"
+
+
+@contextlib.contextmanager
+def announcing(monkeypatch: pytest.MonkeyPatch, port: int | None) -> Iterator[None]:
+    """Has every manifest that a tenant fetches meanwhile name this tensor port."""
+    with monkeypatch.context() as patch:
+        other = {"tensor_port": port}
+        patch.setattr(grpc_connection, "parse_manifest", lambda data: parse_manifest(data).model_copy(update=other))
+        yield
 
 
 def say(connection: MessageSocket, *messages: bytes) -> None:

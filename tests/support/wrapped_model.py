@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from wire.frame import Call
 
@@ -18,3 +21,15 @@ class WrappedModel:
 
     def row_product(self, call: Call) -> None:
         """No call has a shorter way for one row: every product is `compute`'s."""
+
+
+class SwitchedModel(WrappedModel):
+    """Makes each product by `make`, at first the served model's own, which a test may change while a provider runs."""
+
+    def __init__(self, served_model: Any) -> None:
+        super().__init__(served_model)
+        self.make: Callable[..., torch.Tensor] = served_model.compute
+
+    def compute(self, *arguments: Any) -> torch.Tensor:
+        """Returns what `make` gives."""
+        return self.make(*arguments)

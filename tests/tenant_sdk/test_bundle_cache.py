@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,6 @@ import pytest
 
 from provider.model import bundle as providers
 from provider.model.served_model import ServedModel
-from tenant_sdk.trust import bundle
 from tenant_sdk.trust.bundle import fetch_bundle
 from tests.support.damage import flip
 from wire.errors import ConfigurationError
@@ -83,19 +83,18 @@ def test_who_waited_for_another_to_mend_it_leaves_it_alone(
     """What was seen before the lock was had is looked at again."""
     folder = fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path)
     flip(folder / "model.safetensors")
-    look, mine, another = bundle._is_whole, Counting(served_model), Counting(served_model)
-    entered: list[bool] = []
+    flock, mine, another = fcntl.flock, Counting(served_model), Counting(served_model)
+    waited: list[int] = []
 
-    def looks(folder: Path, manifest: Any) -> bool:
-        found = look(folder, manifest)
-        if not entered:
-            entered.append(found)
-            fetch_bundle(another, manifest, tmp_path)  # between this process's look and its lock
-        return found
+    def wait(held: int, operation: int) -> None:
+        if not waited:
+            waited.append(held)
+            fetch_bundle(another, served_model.manifest(), tmp_path)  # between this process's look and its lock
+        flock(held, operation)
 
-    monkeypatch.setattr(bundle, "_is_whole", looks)
+    monkeypatch.setattr(fcntl, "flock", wait)
     assert fetch_bundle(mine, served_model.manifest(), tmp_path) == folder
-    assert entered == [False]
+    assert waited, "only a look that found damage asks for the lock"
     assert (len(another.fetched), mine.fetched) == (len(served_model.manifest().bundle), [])
 
 

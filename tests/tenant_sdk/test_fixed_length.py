@@ -14,6 +14,7 @@ from attacks.programs.overflow import Fault
 from tenant_sdk import TenantClient
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
 from tenant_sdk.model.planned_calls import Course, NotFiniteWarning
+from tenant_sdk.model.remote_group import RemoteExecutor
 from tests.support.overflowing import HONEST, Opened
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction
@@ -181,9 +182,8 @@ def test_an_ordinary_answer_stops_at_once(opened: Opened, options: dict[str, Any
 
 def test_with_verify_it_stops_at_once(opened: Opened, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client, provider = opened(arithmetic="ring", verify=chat_folder)
-    executor: Any = client._open().executor
-    product = executor._product
-    monkeypatch.setattr(executor, "_product", lambda *args: product(*args) * math.nan)
+    run = RemoteExecutor.run
+    monkeypatch.setattr(RemoteExecutor, "run", lambda *args: run(*args) * math.nan)
     with pytest.raises(NotFinite):
         client.generate("who?", max_new_tokens=NEW_TOKENS, fixed_length=True)
     assert len(provider.seen) == 1
@@ -222,8 +222,8 @@ def test_the_command_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
         def generate(self, *args: Any, **options: Any) -> None:
             given.append(options)
 
-    monkeypatch.setattr(cli, "_client", lambda **_: Client())
-    runner = CliRunner()
-    assert runner.invoke(cli.app, ["generate", "who?", "--fixed-length"]).exit_code == 0
-    assert runner.invoke(cli.app, ["generate", "who?"]).exit_code == 0
+    monkeypatch.setattr("tenant_sdk.TenantClient", lambda *_, **__: Client())
+    runner, command = CliRunner(), ["generate", "who?", "--url", "inproc:x"]
+    assert runner.invoke(cli.app, [*command, "--fixed-length"]).exit_code == 0
+    assert runner.invoke(cli.app, command).exit_code == 0
     assert [options["fixed_length"] for options in given] == [True, False]

@@ -23,13 +23,12 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
+from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
 from tests.support.waiting import WAIT_S, until
 from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
-from wire.frame import Call
-from wire.payload import Payload
 
 CALLS_A_STEP = 16
 """More than the half of a step's calls: 9 groups forward, and most of them backward."""
@@ -57,29 +56,25 @@ def whole(chat_client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class Breaking:
-    """Lets a client's calls fail as those to a provider that is gone do, from call `at` on."""
+    """Lets calls fail as those to a provider that is gone do, from call `at` on."""
 
-    def __init__(self, client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: float = float("inf")
         self.count = 0
-        connection: Any = client._open().connections[0]
-        submit = connection.submit
+        before_requests(monkeypatch, self._note)
 
-        def breaking(call: Call, payload: Payload, cols: int) -> Any:
-            self.count += 1
-            if self.count >= self.at:
-                raise Unavailable("the provider is gone")
-            return submit(call, payload, cols)
-
-        monkeypatch.setattr(connection, "submit", breaking)
+    def _note(self, *_: object) -> None:
+        self.count += 1
+        if self.count >= self.at:
+            raise Unavailable("the provider is gone")
 
     def heal(self) -> None:
         self.at = float("inf")
 
 
 @pytest.fixture
-def breaking(chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> Breaking:
-    return Breaking(chat_client, monkeypatch)
+def breaking(monkeypatch: pytest.MonkeyPatch) -> Breaking:
+    return Breaking(monkeypatch)
 
 
 def calls_a_step(client: TenantClient, breaking: Breaking, folder: Path) -> int:

@@ -17,6 +17,7 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.model import build
+from tenant_sdk.model.remote_linear import RemoteLinear
 from tenant_sdk.training import finetune
 from tests.support.chat_model import make_chat_model
 from tests.support.mask_parameters import TOY_OPTIONS
@@ -145,21 +146,21 @@ def test_adapter_and_order_of_rows_come_from_the_run_s_seed_alone(
     """Whatever another thread does to the generators of the process, at the worst of times."""
     options = {**QUICK, "seed": 3, "batch_size": 2}
     expected = chat_client.finetune(ROWS, lora(), tmp_path / "alone", **options).losses
-    make_peft, make_trainer = finetune.get_peft_model, finetune._make_trainer
+    make_peft, make_trainer = finetune.get_peft_model, finetune.CompletionTrainer
 
     def peft_model(*args: Any) -> Any:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(set_seed, 99).result(TIMEOUT_S)
         return make_peft(*args)
 
-    def trainer(*args: Any) -> Any:
-        made = make_trainer(*args)
+    def trainer(**args: Any) -> Any:
+        made = make_trainer(**args)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(set_seed, 98).result(TIMEOUT_S)
         return made
 
     monkeypatch.setattr(finetune, "get_peft_model", peft_model)
-    monkeypatch.setattr(finetune, "_make_trainer", trainer)
+    monkeypatch.setattr(finetune, "CompletionTrainer", trainer)
     assert chat_client.finetune(ROWS, lora(), tmp_path / "disturbed", **options).losses == expected
 
 
@@ -181,14 +182,14 @@ def test_a_client_in_bfloat16_changes_the_default_dtype_of_no_other_thread(
 ) -> None:
     """Masks are made in other threads, and a number there in sixteen bits would be a wrong one."""
     seen: set[torch.dtype] = set()
-    swap = build._swap
 
-    def watched(*args: Any) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            seen.add(pool.submit(lambda: torch.zeros(1).dtype).result(TIMEOUT_S))
-        swap(*args)
+    class Watched(RemoteLinear):
+        def __init__(self, *args: Any) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                seen.add(pool.submit(lambda: torch.zeros(1).dtype).result(TIMEOUT_S))
+            super().__init__(*args)
 
-    monkeypatch.setattr(build, "_swap", watched)
+    monkeypatch.setattr(build, "RemoteLinear", Watched)
     options = {"mask": "off", "weights": "native", "dtype": torch.bfloat16, "cache": tmp_path, "progress": False}
     with TenantClient(f"inproc:{chat_folder}", **options) as client:
         loaded = client.load_model()

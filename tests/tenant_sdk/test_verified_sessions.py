@@ -14,18 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from noise.blocks.pool import Block
 from noise.verify import FAILED
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
+from tenant_sdk.session import Session
 from tests.support.chat_model import make_chat_model
+from tests.support.client_seams import mask_makers, opened_sessions
 from tests.support.lying_bundle import Liar
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.reachable import reachable
 from tests.support.serving import make_served_model, serving
-from tests.support.waiting import WAIT_S
+from tests.support.waiting import WAIT_S, end
 from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction, Purpose
@@ -83,20 +87,25 @@ class Site:
     served_model: ServedModel
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
+    sessions: list[Session] = field(init=False)
+    """Those of its clients, in the order in which they were made."""
+
+    def __post_init__(self) -> None:
+        self.sessions = opened_sessions(self.monkeypatch)
 
     def inproc(self, *handlers: Any, **options: Any) -> TenantClient:
         waiting = list(handlers)
         self.monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(waiting.pop(0)))
-        return self._client("inproc:x" if len(handlers) == 1 else ["inproc:x"] * len(handlers), options)
+        return self.client("inproc:x" if len(handlers) == 1 else ["inproc:x"] * len(handlers), options)
 
     def mtls(self, handler: Any, **options: Any) -> TenantClient:
         state = StateDir(self.where / "state")
         server = self.open.enter_context(serving(handler, state=state))
         url, identity = f"grpcs://127.0.0.1:{server.port}", self.where / "acme"
         enroll(state, "acme", identity, url)
-        return self._client(url, {"identity": identity, **options})
+        return self.client(url, {"identity": identity, **options})
 
-    def _client(self, url: Any, options: dict[str, Any]) -> TenantClient:
+    def client(self, url: Any, options: dict[str, Any]) -> TenantClient:
         options = {"verify": self.folder, "cache": self.where / "cache", "progress": False, **options}
         return self.open.enter_context(TenantClient(url, **options))
 
@@ -120,24 +129,23 @@ def step(model: Any) -> None:
     grads(model, batch())
 
 
-def assert_over(client: TenantClient, model: Any, forger: Forger) -> None:
+def assert_over(site: Site, model: Any, forger: Forger) -> None:
     """Secrets and connections are gone, and nothing that is asked for reaches the provider any more."""
-    session: Any = client._session
+    session: Any = site.sessions[-1]
     assert session.verifier.failed
-    assert session.verifier._projections == {}
-    assert session.verifier._fold is None
+    assert reachable(session.verifier, torch.Tensor) == []
     pool = getattr(session.scheme, "pool", None)
     if pool is not None:
         assert pool.ready_bytes == 0
-        assert not pool._shelves
+        assert reachable(pool, Block) == []
     forger.forge = lambda call, reply: None  # honest again: too late
-    asked, session_before = len(forger.asked), client._session
+    asked, num_sessions = len(forger.asked), len(site.sessions)
     for _ in range(2):
         with pytest.raises(VerificationFailed) as failure:
             step(model)
         assert str(failure.value) == FAILED
     assert len(forger.asked) == asked
-    assert client._session is session_before, "no new session by itself"
+    assert len(site.sessions) == num_sessions, "no new session by itself"
 
 
 # ---- honest ---------------------------------------------------------------------------------------------------------
@@ -155,7 +163,8 @@ def test_an_honest_provider_passes(site: Site, forger: Forger, transport: str, t
     result = client.finetune(ROWS, lora(), tmp_path / "out", **QUICK | {"max_steps": 2})
     assert len(result.losses) == 2
     client.generate("who?", tmp_path / "out", max_new_tokens=4)
-    assert not client._open().verifier.failed  # type: ignore[union-attr]
+    (verifier,) = {one.verifier for one in site.sessions} - {None}
+    assert not verifier.failed
 
 
 def test_long_calls_are_checked_too(site: Site, forger: Forger) -> None:
@@ -228,7 +237,7 @@ def test_a_lie_ends_the_session(site: Site, forger: Forger, transport: str, name
         step(model)
     assert str(failure.value) == FAILED
     assert forger.num_forged >= 1
-    assert_over(client, model, forger)
+    assert_over(site, model, forger)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "mtls"])
@@ -243,7 +252,7 @@ def test_a_lie_about_a_single_token_ends_the_session(site: Site, forger: Forger,
             model(token)
     assert str(failure.value) == FAILED
     assert forger.num_forged == 1
-    assert_over(client, model, forger)
+    assert_over(site, model, forger)
 
 
 def test_nothing_of_a_forged_hint_stays_on_disk(site: Site, forger: Forger, tmp_path: Path) -> None:
@@ -274,13 +283,12 @@ def test_a_replayed_reply_ends_the_session(site: Site, forger: Forger) -> None:
             layer(x)
 
 
-def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger) -> None:
+def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger, served_model: ServedModel) -> None:
     client = site.inproc(forger)
     model: Any = client.load_model()
     other = next(info.id for info in client.connect().groups if info.name.endswith("layers.1.mlp.down_proj"))
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj(torch.randn(3, 64))
-        served_model = forger.served_model
 
         def compute(call: Call, rows: Rows, *_: Any) -> torch.Tensor:
             return served_model.compute(replace(call, group=other), rows)
@@ -298,7 +306,7 @@ def test_other_masks_are_checked_as_well(site: Site, forger: Forger, mask: str) 
     forger.forge = lie(Purpose.PRODUCT, BACKWARD)
     with pytest.raises(VerificationFailed, match="session is over"):
         step(model)
-    assert_over(client, model, forger)
+    assert_over(site, model, forger)
 
 
 @pytest.mark.parametrize("liar", [0, 1])
@@ -310,7 +318,7 @@ def test_either_provider_of_shares_is_checked(site: Site, served_model: ServedMo
     handlers[liar].forge = lie(Purpose.PRODUCT if liar == 0 else Purpose.HINT, BACKWARD)
     with pytest.raises(VerificationFailed, match="session is over"):
         step(model)
-    assert_over(client, model, handlers[0])
+    assert_over(site, model, handlers[0])
     asked = len(handlers[1].asked)
     with pytest.raises(VeilbaseError):
         step(model)
@@ -410,15 +418,15 @@ def test_explain_tells_of_the_failure(site: Site, forger: Forger, capsys: pytest
 def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Site, forger: Forger) -> None:
     """Streamed hints that no budget keeps are fetched for every block, the worker's too."""
     options = TOY_OPTIONS | {"hints": "stream", "hint_ram_bytes": 0}
+    others = mask_makers()
     client = site.inproc(forger, mask_options=options)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
-    pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
     forger.forge = lie(Purpose.HINT, FORWARD, after=1)
     with torch.no_grad():
         layer(torch.randn(1, 64))
         with contextlib.suppress(VerificationFailed):  # the worker may be faster than this call
             layer(torch.randn(8, 64))  # less than half of a block is left: the worker makes another
-        pool._worker.join(WAIT_S)
+        end(mask_makers() - others)
         assert forger.num_forged >= 1
         with pytest.raises(VerificationFailed, match="session is over"):
             layer(torch.randn(1, 64))
@@ -450,7 +458,7 @@ def swaps(site: Site, served_model: ServedModel, tmp_path: Path) -> Swaps:
 
 
 def step_after_the_swap(site: Site, swaps: Swaps, verify: Path | None) -> VeilbaseError:
-    client = site._client(swaps.url, {"identity": swaps.identity, "verify": verify})
+    client = site.client(swaps.url, {"identity": swaps.identity, "verify": verify})
     model = client.load_model()
     with torch.no_grad():
         model(batch())

@@ -193,6 +193,17 @@ class GrpcConnection:
         self._pid = os.getpid()
         self._closed = False
 
+    @property
+    def carrier(self) -> str | None:
+        """Returns what carries the newest stream, "gRPC" or "tensor port" and its number; None before the first one.
+
+        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md), and carries a stream
+        without an error where the tensor port cannot be reached.
+        """
+        if self._stream is None:
+            return None
+        return "gRPC" if self._port is None else f"tensor port {self._port}"
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedConnection(
@@ -286,6 +297,7 @@ class GrpcConnection:
                     stream.close()
                     raise
                 self._compared = stream
+                _LOGGER.info("a stream is open, carried by %s", self.carrier)
             return self._compared
 
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:

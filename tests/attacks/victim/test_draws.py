@@ -235,7 +235,7 @@ def test_what_is_written_holds_no_sample(tmp_path: Path) -> None:
 
 
 def test_the_scheme_is_as_it_was_after_the_watch(tmp_path: Path) -> None:
-    before = sampling.error, sampling.ternary, negacyclic.combine, Lattice._make_blocks, Lattice._make_pieces
+    before = sampling.error, sampling.ternary, negacyclic.combine, dict(vars(Lattice))
     look(tmp_path)
-    after = sampling.error, sampling.ternary, negacyclic.combine, Lattice._make_blocks, Lattice._make_pieces
+    after = sampling.error, sampling.ternary, negacyclic.combine, dict(vars(Lattice))
     assert before == after

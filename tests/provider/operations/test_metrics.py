@@ -87,6 +87,14 @@ def test_every_number_is_where_it_belongs() -> None:
     assert seen.get("veilbase_errors_total", tenant="globex", code="QUOTA") == 1
 
 
+def test_connections_with_a_stream_and_without() -> None:
+    collector = ProviderCollector(
+        Meter(), UsageBook(), lambda: 0, lambda: 2, lambda: [(1, 1)], num_connections=lambda: (2, 5)
+    )
+    seen = parse(generate_latest(registry(collector)).decode(), 0.0)
+    assert seen.by_label("veilbase_connections", "state") == {"stream": 2, "guest": 5}
+
+
 def test_tenants_are_bounded_and_none_is_lost() -> None:
     usage = UsageBook()
     for number in range(3 * MAX_TENANTS):

@@ -36,7 +36,7 @@ def test_after_a_restart_of_the_provider_the_next_step_uses_fresh_rows(
     model = client.load_model()
     want = unmasked(site)(batch()).logits
     server, state = site.served["0"]
-    rows = taken(client, monkeypatch)
+    rows = taken(monkeypatch)
     with torch.no_grad():
         model(batch())
         server.stop()
@@ -55,7 +55,7 @@ def test_a_request_that_the_provider_fails_is_not_sent_again(site: Site, monkeyp
     model = client.load_model()
     with torch.no_grad():
         model(batch())
-        rows, left = taken(client, monkeypatch), [True]
+        rows, left = taken(monkeypatch), [True]
 
         def fail(call: Call) -> None:
             if left and call.purpose is Purpose.PRODUCT:
@@ -78,7 +78,7 @@ def test_a_request_that_comes_again_in_time_is_the_same_one(site: Site, monkeypa
     model, want = client.load_model(), unmasked(site)(batch()).logits
     with torch.no_grad():
         model(batch())
-        rows, left = taken(client, monkeypatch), [True, True]
+        rows, left = taken(monkeypatch), [True, True]
         watched.seen.clear()
 
         def fail(call: Call) -> None:
@@ -96,7 +96,7 @@ def test_a_request_that_comes_again_in_time_is_the_same_one(site: Site, monkeypa
 
 def test_threads_of_one_client(connect: Any, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client, _ = connect("llama")
-    model, rows = client.load_model(), taken(client, monkeypatch)
+    model, rows = client.load_model(), taken(monkeypatch)
     with torch.no_grad():
         want = unmasked(site)(batch()).logits
 

@@ -108,8 +108,10 @@ def other_numbers() -> Any:
     content = json.loads(made.backend_tokenizer.to_str())
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    made._tokenizer = Tokenizer.from_str(json.dumps(content))
-    return made
+    backend = Tokenizer.from_str(json.dumps(content))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=made.chat_template, **made.special_tokens_map
+    )
 
 
 def smaller() -> Any:

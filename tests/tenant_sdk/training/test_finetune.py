@@ -28,11 +28,11 @@ from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.finetune import CompletionTrainer, mean_loss
 from tenant_sdk.training.labelled_tokens import Collator, tokenize
 from tests.support.chat_model import character_tokenizer, make_chat_model
+from tests.support.client_seams import before_requests
 from tests.support.quick_training import QUICK, ROWS, lora
 from tests.support.serving import serving
 from wire.errors import ConfigurationError, DatasetError
 from wire.frame import Direction
-from wire.payload import Payload
 
 TOLERANCE = 1e-4
 TEXTS = [{"text": "abc def"}, {"text": "a longer line of text"}, {"text": "owl"}, {"text": "Port Hale"}]
@@ -193,18 +193,16 @@ def test_no_backward_call_below_the_lowest_adapter(
 ) -> None:
     config = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "r": 4}
     plain = chat_client.finetune(ROWS, LoraConfig(**config, task_type="CAUSAL_LM"), tmp_path / "plain", **QUICK)
-    connection, backward = chat_client._open().connections[0], set()
-    num_forward, submit = 0, connection.submit
+    num_forward, backward = 0, set()
 
-    def spy(call: Any, payload: Payload, cols: int) -> Any:
+    def spy(call: Any, rows: Any) -> None:
         nonlocal num_forward
         if call.direction is Direction.BACKWARD:
             backward.add(call.group)
         else:
             num_forward += 1
-        return submit(call, payload, cols)
 
-    monkeypatch.setattr(connection, "submit", spy)
+    before_requests(monkeypatch, spy)
     result = chat_client.finetune(
         ROWS, LoraConfig(**config, task_type="CAUSAL_LM"), tmp_path / "out",
         gradient_checkpointing=checkpointing, **QUICK,
