@@ -310,6 +310,36 @@ class TenantClient:
 
         return generate(self, prompt, adapter, max_new_tokens, on_text, fixed_length=fixed_length, **options)
 
+    def generate_many(
+        self,
+        prompts: Sequence[str | Iterable[Mapping[str, str]]],
+        adapters: str | Sequence[str | None] | None = None,
+        max_new_tokens: int | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[str]:
+        """Answers many prompts at once: an `Engine` for as long as it takes (docs/serving.md).
+
+        Args:
+            prompts: each as of `generate`.
+            adapters: None for the base model, one name for all prompts, or a list of one for each; None in the list is
+                the base model.
+            max_new_tokens: length limit of each answer; None for 128, or fewer where the context leaves fewer.
+            progress: a progress bar on stderr.
+            options: those of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, for every
+                prompt alike; and kv_dtype, kv_bytes, max_running and step_tokens of `Engine`.
+
+        Returns:
+            The answers, in the order of the prompts.
+
+        Raises:
+            ConfigurationError: a prompt, an adapter, a length or an option that cannot be.
+            VeilbaseError: an answer failed; the first in the order of the prompts is raised when its turn comes.
+        """
+        from tenant_sdk.serving.many import generate_many
+
+        return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
+
     def fetch_hints(self, backward: bool = False) -> None:
         """Fetches what the lattice mask needs once per layer, with a progress bar; no work for other masks.
 

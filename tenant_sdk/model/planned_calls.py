@@ -75,6 +75,22 @@ class Course:
         if not self.sends_zeros and not are_finite(tensors):
             self.not_finite()
 
+    def finite_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns what is sent in place of rows that are not all finite: as many rows of zeros, from now on.
+
+        Args:
+            rows: shape (num_rows, request columns).
+
+        Raises:
+            NotFinite: this run may stop at once.
+        """
+        self.not_finite()
+        return torch.zeros_like(rows)
+
+    def product_of(self, rows: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """Returns what the model is given as the product of these rows: zeros once a value was not finite."""
+        return torch.zeros_like(product) if self.sends_zeros else product
+
     def finish(self) -> None:
         """Ends the run.
 
@@ -83,6 +99,9 @@ class Course:
         """
         if self.sends_zeros:
             raise NotFinite(FAILED)
+
+
+_OneCourse = TypeVar("_OneCourse", bound=Course)
 
 
 class PlannedCalls:
@@ -108,10 +127,16 @@ class PlannedCalls:
         Args:
             may_stop: whether a value that is not finite is an error at once; with `verify` it is in any case.
         """
+        with self.on_course(Course(may_stop or self._stops)) as course:
+            yield course
+
+    @contextlib.contextmanager
+    def on_course(self, course: _OneCourse) -> Iterator[_OneCourse]:
+        """Gives the calls that this thread makes inside this course."""
         before = getattr(self._local, "course", None)
-        self._local.course = Course(may_stop or self._stops)
+        self._local.course = course
         try:
-            yield self._local.course
+            yield course
         finally:
             if before is None:
                 del self._local.course
@@ -181,18 +206,19 @@ _Made = TypeVar("_Made")
 
 
 def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
-    """Returns what `mask` makes of the rows or, in a run that goes on with zeros, of as many rows of zeros.
+    """Returns what `mask` makes of the rows or, where they are not finite, of what the course sends in their place.
 
     Args:
         mask: makes masked messages of rows; where it raises `NotFinite` it has used no mask.
         rows: the rows of one call.
         course: the course that the call belongs to.
     """
-    if not course.sends_zeros:
-        try:
-            return mask(rows)
-        except NotFinite:
-            if course.may_stop:
-                raise
-            course.not_finite()
-    return mask(torch.zeros_like(rows))
+    if course.sends_zeros:
+        return mask(torch.zeros_like(rows))
+    try:
+        return mask(rows)
+    except NotFinite:
+        if course.may_stop:
+            raise
+        rows = course.finite_rows(rows)
+    return mask(rows)
