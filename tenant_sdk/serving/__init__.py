@@ -1,0 +1,1 @@
+"""Serves many requests, each with its own adapter, over base layers that a provider holds."""

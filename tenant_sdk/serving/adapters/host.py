@@ -1,0 +1,164 @@
+"""The host tier: adapters in memory, each as one flat tensor, within a budget of bytes.
+
+Guarantees: adapters never take more than the budget; what was used longest ago goes first; every number that is kept is
+finite. An adapter that goes while it is being copied to a device stays alive until the copy is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+
+from tenant_sdk.serving.adapters.folder import Contents
+from tenant_sdk.serving.adapters.weights_file import StoredTensor
+from wire.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One layer's place in a packed adapter.
+
+    Attributes:
+        module: the layer's name in the model.
+        rank, in_features, out_features: shapes: A is (rank, in_features), and B is kept as (rank, out_features).
+        begin: where A begins in the flat tensor; B follows it.
+        scaling: the factor for B·A·x, which is not in the numbers.
+    """
+
+    module: str
+    rank: int
+    in_features: int
+    out_features: int
+    begin: int
+    scaling: float
+
+    @property
+    def num_weights(self) -> int:
+        """The numbers of both factors."""
+        return self.rank * (self.in_features + self.out_features)
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """An adapter in host memory.
+
+    Attributes:
+        digest: the SHA-256 of what it was read from.
+        layers: where each layer's factors lie.
+        values: all factors, flat, of one dtype.
+        kind: what its arithmetic is; layers of one kind are computed together.
+    """
+
+    digest: str
+    layers: tuple[PackedLayer, ...]
+    values: torch.Tensor = field(repr=False)
+    kind: str = "lora"
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a layer."""
+        return max(layer.rank for layer in self.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the factors take."""
+        return self.values.numel() * self.values.itemsize
+
+    def factors(self, layer: PackedLayer, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns A, shape (rank, inputs), and Bᵀ, shape (rank, outputs), as views.
+
+        Args:
+            layer: one of `layers`.
+            values: a copy of `values` elsewhere, to view instead.
+        """
+        flat = self.values if values is None else values
+        middle = layer.begin + layer.rank * layer.in_features
+        lora_a = flat[layer.begin : middle].view(layer.rank, layer.in_features)
+        lora_b = flat[middle : layer.begin + layer.num_weights].view(layer.rank, layer.out_features)
+        return lora_a, lora_b
+
+
+def pack(contents: Contents, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
+    """Puts an adapter's factors side by side.
+
+    Args:
+        contents: the adapter as it was read.
+        dtype: torch.bfloat16 or torch.float32.
+        pinned: whether a CUDA device will copy from it.
+
+    Raises:
+        ConfigurationError: a number is NaN or infinite, or has no value in `dtype`.
+    """
+    layers, begin = [], 0
+    for each in contents.found.layers:
+        (rank, in_features), out_features = each.lora_a.shape, each.lora_b.shape[0]
+        layers.append(PackedLayer(each.module, rank, in_features, out_features, begin, each.scaling))
+        begin += layers[-1].num_weights
+    packed = PackedAdapter(contents.digest, tuple(layers), torch.empty(begin, dtype=dtype, pin_memory=pinned))
+    for layer, stored in zip(layers, contents.found.layers, strict=True):
+        lora_a, lora_b = packed.factors(layer)
+        lora_a.copy_(_values(contents.file, stored.lora_a))
+        lora_b.copy_(_values(contents.file, stored.lora_b).t())
+    _check_finite(contents.found.name, packed.values)
+    return packed
+
+
+def _values(file: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    rows, cols = stored.shape
+    piece = file[stored.begin : stored.begin + rows * cols * stored.dtype.itemsize]
+    if stored.begin % stored.dtype.itemsize:  # the header's length decides where tensors begin
+        piece = piece.clone()
+    return piece.view(stored.dtype).view(rows, cols)
+
+
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    """Refuses NaN and infinity: one such row would reach the rows of other requests in its step."""
+    total = values.sum(dtype=torch.float32)  # an infinite sum may also come from large numbers: then look at each
+    if not bool(torch.isfinite(total)) and not bool(torch.isfinite(values).all()):
+        raise ConfigurationError(f"the adapter {name} holds NaN or infinite numbers, or such as {values.dtype} has not")
+
+
+class HostTier:
+    """Packed adapters by digest."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Args: budget_bytes: the most that all adapters may take together."""
+        self.budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._used_bytes = 0
+
+    def get(self, digest: str) -> PackedAdapter | None:
+        """Returns an adapter and counts it as used; None where it is not here."""
+        with self._lock:
+            found = self._kept.get(digest)
+            if found is not None:
+                self._kept.move_to_end(digest)
+            return found
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Drops what was used longest ago until so many bytes are free; returns False where they can never be."""
+        with self._lock:
+            if num_bytes > self.budget_bytes:
+                return False
+            while self._used_bytes + num_bytes > self.budget_bytes:
+                _, dropped = self._kept.popitem(last=False)
+                self._used_bytes -= dropped.num_bytes
+            return True
+
+    def put(self, packed: PackedAdapter) -> None:
+        """Keeps an adapter, and drops others as the budget asks."""
+        if not self.make_room(packed.num_bytes):
+            return
+        with self._lock:
+            if packed.digest not in self._kept:
+                self._kept[packed.digest] = packed
+                self._used_bytes += packed.num_bytes
+
+    def usage(self) -> tuple[int, int]:
+        """Returns (adapters, bytes)."""
+        with self._lock:
+            return len(self._kept), self._used_bytes
