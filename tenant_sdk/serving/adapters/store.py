@@ -1,9 +1,9 @@
 """The adapter store: from a name in a request to a slot on the device, through network, disk and host memory.
 
 Guarantees: a ticket's slot holds the adapter whose digest the ticket names until the ticket is released; an adapter
-that changed on disk is a new one, with a digest and a slot of its own, while requests that hold the old one keep it; nothing
-is read from outside the folder, or fetched from where a request says. Loading happens in a thread of its own, and
-fetching in others, so neither makes a step wait; the callback says when something is ready.
+that changed on disk is a new one, with a digest and a slot of its own, while requests that hold the old one keep it;
+nothing is read from outside the folder, or fetched from where a request says. Loading happens in a thread of its own,
+and fetching in others, so neither makes a step wait; the callback says when something is ready.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,31 +10,135 @@ import pytest
 import torch
 
 from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers
 from tests.tenant_sdk.serving.adapters.made import Bell, base_model, held, peft_logits, save_adapter, stepped
+from wire.errors import ConfigurationError, InvalidTensor
 
-IDS = torch.randint(3, 128, (8, 5), generator=torch.Generator().manual_seed(1))
-SETTINGS: list[dict[str, Any]] = [
+IDS = torch.randint(3, 128, (10, 5), generator=torch.Generator().manual_seed(1))
+LLAMA: list[dict[str, Any]] = [
     {"r": 8},
     {"r": 3, "lora_alpha": 5},
     {"r": 16, "use_rslora": True},
+    {"r": 16, "lora_alpha": 12},
     {"r": 64, "target_modules": ["q_proj", "v_proj"]},
-    {"r": 12, "rank_pattern": {"down_proj": 20, "layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"o_proj": 3}},
+    {"r": 12, "rank_pattern": {"down_proj": 20, r"layers\.0\.self_attn\.q_proj": 4}, "alpha_pattern": {"o_proj": 3}},
     {"r": 16, "target_modules": ["gate_proj"]},
+    {"r": 5, "target_modules": ["up_proj"]},
     {"r": 9, "target_modules": ["lm_head", "k_proj"]},
+]
+GPT2: list[dict[str, Any]] = [
+    {"r": 8, "fan_in_fan_out": True},
+    {"r": 6, "fan_in_fan_out": True, "target_modules": ["c_attn"]},
+    {"r": 40, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"], "use_rslora": True},
 ]
 
 
-def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(tmp_path: Path) -> None:
-    model, bell = base_model(), Bell()
-    for at, settings in enumerate(SETTINGS):
-        save_adapter(model, tmp_path / f"a{at}", seed=at, **settings)
+@pytest.mark.parametrize(("kind", "settings"), [("llama", LLAMA), ("gpt2", GPT2), ("gemma", LLAMA[:4])])
+def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
+    kind: str, settings: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    model, bell = base_model(kind), Bell()
+    stock = copy.deepcopy(model)
+    for at, setting in enumerate(settings):
+        save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
     store = AdapterStore(model, tmp_path, on_ready=bell)
-    tickets = held(store, bell, *(f"a{at}" for at in range(len(SETTINGS))))
-    pairs = [(ticket.slot, IDS[at]) for at, ticket in enumerate(tickets)]
-    logits = stepped(store, model, [*pairs, (0, IDS[-1])])
-    for at in range(len(SETTINGS)):
-        expected = peft_logits(model, tmp_path / f"a{at}", IDS[at])
-        assert (logits[at] - expected).abs().max() < 1e-5 * expected.abs().max()
-        assert (logits[at] - model(IDS[at][None]).logits[0]).abs().max() > 1e-2  # the adapter matters
-    assert torch.allclose(logits[-1], model(IDS[-1][None]).logits[0], atol=1e-6)
+    tickets = held(store, bell, *(f"a{at}" for at in range(len(settings))))
+    logits = stepped(store, model, [(0, IDS[-1]), *((ticket.slot, IDS[at]) for at, ticket in enumerate(tickets))])
+    plain = [stock(ids[None]).logits[0] for ids in IDS]
+    assert torch.allclose(logits[0], plain[-1], atol=1e-6)
+    for at, got in enumerate(logits[1:]):
+        expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
+        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (got - plain[at]).abs().max() > 1e-3  # the adapter matters
     store.close()
+
+
+def test_adapters_kept_in_float32_lose_nothing(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    save_adapter(model, tmp_path / "fine", seed=1, dtype=torch.float32)
+    expected = peft_logits(stock, tmp_path / "fine", IDS[0])
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        store = AdapterStore(model, tmp_path, on_ready=bell, dtype=dtype)
+        (ticket,) = held(store, bell, "fine")
+        errors[dtype] = (stepped(store, model, [(ticket.slot, IDS[0])])[0] - expected).abs().max()
+        store.close()
+    assert errors[torch.float32] < 1e-5 * expected.abs().max() < errors[torch.bfloat16]
+
+
+def test_rows_of_an_adapter_do_not_depend_on_those_beside_it(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    for at in range(5):
+        save_adapter(model, tmp_path / f"a{at}", seed=at, r=8 + 3 * at)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    slots = [ticket.slot for ticket in held(store, bell, *(f"a{at}" for at in range(5)))]
+    alone = [stepped(store, model, [(slot, IDS[0])])[0] for slot in slots]
+    together = stepped(store, model, [(slot, IDS[0]) for slot in slots])
+    for one, other in zip(alone, together, strict=True):
+        assert torch.allclose(one, other, atol=2e-5 * float(one.abs().max()))
+    store.close()
+
+
+def test_outside_a_step_and_after_close_the_model_is_its_own(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    plain = model(IDS[:1]).logits
+    save_adapter(model, tmp_path / "one", seed=1)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    (ticket,) = held(store, bell, "one")
+    assert torch.equal(model(IDS[:1]).logits, plain)
+    with store.in_step([ticket.slot] * 5), torch.no_grad():
+        with store.in_step([0] * 5):
+            assert torch.equal(model(IDS[:1]).logits, plain)
+        assert not torch.allclose(model(IDS[:1]).logits, plain, atol=1e-3)  # the outer step again
+        store.close()
+        assert torch.equal(model(IDS[:1]).logits, plain)
+
+
+def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    save_adapter(model, tmp_path / "one", seed=1)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    (ticket,) = held(store, bell, "one")
+    with store.in_step([ticket.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="5 rows in a step of 4"):
+        model(IDS[:1])
+    store.close()
+
+
+def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    for at in range(2):
+        save_adapter(model, tmp_path / f"a{at}", seed=at)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    first, second = sorted(held(store, bell, "a0", "a1"), key=lambda ticket: ticket.slot)
+    with pytest.raises(ConfigurationError, match="order"):
+        store.in_step([second.slot, first.slot])
+    with pytest.raises(ConfigurationError, match="order"):
+        store.in_step([first.slot, 0])
+    slot = second.slot
+    second.release()
+    for wrong in (slot, -1, 10_000):
+        with pytest.raises(ConfigurationError, match="no ticket holds"):
+            store.in_step([wrong])
+    store.close()
+
+
+@pytest.mark.parametrize("num_adapters", [1, 5])
+def test_gradients_pass_through(num_adapters: int) -> None:
+    """Five adapters take the grouped product, one takes plain ones."""
+    torch.manual_seed(0)
+    numbers = SlotNumbers((8,), 8)
+    linear, current = torch.nn.Linear(16, 24), CurrentStep()
+    layer = AdaptedLayer("layer", linear, current)
+    lora_a, lora_b = torch.randn(8, 8, 16), torch.randn(8, 8, 24)
+    layer.stacks[8] = (lora_a, lora_b)
+    slots = sorted(numbers.slot(8, at % num_adapters) for at in range(6))
+    x = torch.randn(6, 16, requires_grad=True)
+    with current.of(numbers.step(slots, torch.device("cpu"))):
+        y = linear(x)
+    expected = torch.stack([linear(row) + row @ lora_a[slot - 1].t() @ lora_b[slot - 1] for row, slot in zip(x, slots)])
+    assert torch.allclose(y, expected, atol=1e-4)
+    weight = torch.randn(6, 24)
+    (got,) = torch.autograd.grad((y * weight).sum(), x)
+    (wanted,) = torch.autograd.grad((expected * weight).sum(), x)
+    assert torch.allclose(got, wanted, atol=1e-3)
