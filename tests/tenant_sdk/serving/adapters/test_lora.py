@@ -136,7 +136,9 @@ def test_gradients_pass_through(num_adapters: int) -> None:
     x = torch.randn(6, 16, requires_grad=True)
     with current.of(numbers.step(slots, torch.device("cpu"))):
         y = linear(x)
-    expected = torch.stack([linear(row) + row @ lora_a[slot - 1].t() @ lora_b[slot - 1] for row, slot in zip(x, slots)])
+    expected = torch.stack(
+        [linear(row) + row @ lora_a[slot - 1].t() @ lora_b[slot - 1] for row, slot in zip(x, slots, strict=True)]
+    )
     assert torch.allclose(y, expected, atol=1e-4)
     weight = torch.randn(6, 24)
     (got,) = torch.autograd.grad((y * weight).sum(), x)
