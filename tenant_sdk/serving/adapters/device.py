@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tenant_sdk.serving.adapters.host import PackedAdapter
+from tenant_sdk.serving.adapters.host import PackedAdapter, PackedLayer
 from tenant_sdk.serving.adapters.lora import AdaptedLayer, SlotNumbers, Stack
 
 
@@ -132,46 +132,37 @@ class DeviceTier:
 
     def _copy(self, rank: int, place: int, packed: PackedAdapter) -> None:
         values = packed.values if self.device.type == "cpu" else packed.values.to(self.device)
-        adapted = {layer.module: layer for layer in packed.layers}
-        for name, layer in self._layers.items():
-            own = adapted.get(name)
-            stack = self._stack(layer, rank) if own is not None else layer.stacks.get(rank)
-            if stack is None:
-                continue
-            if own is None:
-                _fill_place(stack, place, None, 1.0)
-            else:
-                _fill_place(stack, place, packed.factors(own, values), own.scaling)
+        own = dict(zip(packed.layers, values.split([layer.num_weights for layer in packed.layers]), strict=True))
+        for layer, factors in own.items():
+            _fill(self._stack(self._layers[layer.module], rank), place, layer, factors)
+        adapted = {layer.module for layer in own}
+        for name, other in self._layers.items():
+            if name not in adapted and rank in other.stacks:
+                other.stacks[rank].places[place].zero_()  # what was in this slot before adapted this layer
 
     def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
         """Returns a layer's stacks of a rank, made when they are first needed."""
         found = layer.stacks.get(rank)
-        if found is not None:
-            return found
-        num_slots, (in_features, out_features) = self.numbers.num_slots, self._shapes[layer.name]
-        # Memory that is never written is never taken on a CPU, so only slots in use count.
-        lora_a = torch.empty(num_slots, rank, in_features, dtype=self.dtype, device=self.device)
-        lora_b = torch.empty(num_slots, rank, out_features, dtype=self.dtype, device=self.device)
-        with self._lock:
-            taken = [self.numbers.place(slot) for slot in self._slots]
-        for place in (place for its_rank, place in taken if its_rank == rank):
-            _fill_place((lora_a, lora_b), place, None, 1.0)  # adapters that are here do not adapt this layer
-        layer.stacks[rank] = (lora_a, lora_b)
-        return lora_a, lora_b
+        if found is None:
+            found = Stack(self.numbers.num_slots, rank, self._shapes[layer.name], self.dtype, self.device)
+            with self._lock:
+                taken = [self.numbers.place(slot) for slot in self._slots]
+            for place in (place for its_rank, place in taken if its_rank == rank):
+                found.places[place].zero_()  # adapters that are here already do not adapt this layer
+            layer.stacks[rank] = found
+        return found
 
 
-def _fill_place(
-    stack: Stack, place: int, factors: tuple[torch.Tensor, torch.Tensor] | None, scaling: float
-) -> None:  # fmt: skip
-    """Writes both factors, padded with zeros to the stack's rank; without factors all is zero."""
-    for number, each in enumerate(stack):
-        target = each[place]
-        if factors is None:
-            target.zero_()
-            continue
-        rank = factors[number].shape[0]
-        target[:rank].copy_(factors[number])
-        if rank < target.shape[0]:
-            target[rank:].zero_()
-        if number == 1 and scaling != 1.0:
-            target[:rank].mul_(scaling)
+def _fill(stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor) -> None:
+    """Writes a layer's factors, padded with zeros to the stack's rank."""
+    target_a, target_b = stack.lora_a[place], stack.lora_b[place]
+    if layer.rank == target_a.shape[0]:
+        stack.places[place].copy_(values)  # they lie as they are packed
+    else:
+        lora_a, lora_b = layer.factors(values)
+        target_a[: layer.rank].copy_(lora_a)
+        target_b[: layer.rank].copy_(lora_b)
+        target_a[layer.rank :].zero_()
+        target_b[layer.rank :].zero_()
+    if layer.scaling != 1.0:
+        target_b[: layer.rank].mul_(layer.scaling)

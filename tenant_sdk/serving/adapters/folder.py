@@ -31,6 +31,7 @@ RACY_NS = 100_000_000
 """A file that changed in the last 0.1 s may change again without a new time: file systems count in ticks of 1 to 10 ms.
 Its stamp is not relied on."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PIECE_BYTES = 1 << 18
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 
 Stamp = tuple[tuple[int, int, int, int, int], ...]
@@ -153,12 +154,11 @@ class AdapterFolder:
             start = os.pread(weights, 8, 0)
             header = os.pread(weights, header_bytes(name, start, size), 8)
             found = self._checked(name, before, settings, header, size)
-            file = _read_whole(name, weights, size)
+            digest = hashlib.sha256(settings)
+            file = _read_whole(name, weights, size, digest)
             after = _stamp(config, weights)
         if before != after or bytes(file[: 8 + len(header)].numpy()) != start + header:
             raise ConfigurationError(f"the adapter {name} is being written: try again when it is complete")
-        digest = hashlib.sha256(settings)
-        digest.update(file.numpy().data)
         return Contents(found, digest.hexdigest(), file)
 
     def _checked(self, name: str, stamp: Stamp, settings: bytes, header: bytes, size: int) -> Found:
@@ -233,12 +233,14 @@ def _read_config(name: str, config: int) -> bytes:
     return content
 
 
-def _read_whole(name: str, weights: int, size: int) -> torch.Tensor:
+def _read_whole(name: str, weights: int, size: int, digest: hashlib._Hash) -> torch.Tensor:
+    """Reads a file and hashes it piece by piece, while each piece is in the cache."""
     file = np.empty(size, dtype=np.uint8)
     view, done = file.data, 0
     while done < size:
-        count = os.preadv(weights, [view[done:]], done)
+        count = os.preadv(weights, [view[done : done + _PIECE_BYTES]], done)
         if count == 0:
             raise ConfigurationError(f"the adapter {name} became shorter while it was read")
+        digest.update(view[done : done + count])
         done += count
     return torch.from_numpy(file)

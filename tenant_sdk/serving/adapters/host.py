@@ -6,6 +6,7 @@ finite. An adapter that goes while it is being copied to a device stays alive un
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tenant_sdk.serving.adapters.folder import Contents
-from tenant_sdk.serving.adapters.weights_file import StoredTensor
+from tenant_sdk.serving.adapters.weights_file import LoraLayer, StoredTensor
 from wire.errors import ConfigurationError
 
 
@@ -24,21 +25,24 @@ class PackedLayer:
     Attributes:
         module: the layer's name in the model.
         rank, in_features, out_features: shapes: A is (rank, in_features), and B is kept as (rank, out_features).
-        begin: where A begins in the flat tensor; B follows it.
-        scaling: the factor for B·A·x, which is not in the numbers.
+        scaling: what B still has to be multiplied with.
     """
 
     module: str
     rank: int
     in_features: int
     out_features: int
-    begin: int
     scaling: float
 
     @property
     def num_weights(self) -> int:
         """The numbers of both factors."""
         return self.rank * (self.in_features + self.out_features)
+
+    def factors(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns A, shape (rank, inputs), and Bᵀ, shape (rank, outputs), as views of the layer's flat piece."""
+        lora_a, lora_b = values.split([self.rank * self.in_features, self.rank * self.out_features])
+        return lora_a.view(self.rank, self.in_features), lora_b.view(self.rank, self.out_features)
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ class PackedAdapter:
 
     Attributes:
         digest: the SHA-256 of what it was read from.
-        layers: where each layer's factors lie.
-        values: all factors, flat, of one dtype.
+        layers: what lies in `values`, in order.
+        values: A and then Bᵀ of each layer, flat, of one dtype.
         kind: what its arithmetic is; layers of one kind are computed together.
     """
 
@@ -67,19 +71,6 @@ class PackedAdapter:
         """The memory that the factors take."""
         return self.values.numel() * self.values.itemsize
 
-    def factors(self, layer: PackedLayer, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A, shape (rank, inputs), and Bᵀ, shape (rank, outputs), as views.
-
-        Args:
-            layer: one of `layers`.
-            values: a copy of `values` elsewhere, to view instead.
-        """
-        flat = self.values if values is None else values
-        middle = layer.begin + layer.rank * layer.in_features
-        lora_a = flat[layer.begin : middle].view(layer.rank, layer.in_features)
-        lora_b = flat[middle : layer.begin + layer.num_weights].view(layer.rank, layer.out_features)
-        return lora_a, lora_b
-
 
 def pack(contents: Contents, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
     """Puts an adapter's factors side by side.
@@ -92,18 +83,24 @@ def pack(contents: Contents, dtype: torch.dtype, pinned: bool = False) -> Packed
     Raises:
         ConfigurationError: a number is NaN or infinite, or has no value in `dtype`.
     """
-    layers, begin = [], 0
-    for each in contents.found.layers:
-        (rank, in_features), out_features = each.lora_a.shape, each.lora_b.shape[0]
-        layers.append(PackedLayer(each.module, rank, in_features, out_features, begin, each.scaling))
-        begin += layers[-1].num_weights
-    packed = PackedAdapter(contents.digest, tuple(layers), torch.empty(begin, dtype=dtype, pin_memory=pinned))
-    for layer, stored in zip(layers, contents.found.layers, strict=True):
-        lora_a, lora_b = packed.factors(layer)
+    layers = [_packed_layer(each, dtype) for each in contents.found.layers]
+    values = torch.empty(sum(layer.num_weights for layer in layers), dtype=dtype, pin_memory=pinned)
+    pieces = values.split([layer.num_weights for layer in layers])
+    for layer, piece, stored in zip(layers, pieces, contents.found.layers, strict=True):
+        lora_a, lora_b = layer.factors(piece)
         lora_a.copy_(_values(contents.file, stored.lora_a))
         lora_b.copy_(_values(contents.file, stored.lora_b).t())
-    _check_finite(contents.found.name, packed.values)
-    return packed
+        if layer.scaling != stored.scaling:
+            lora_b.mul_(stored.scaling)
+    _check_finite(contents.found.name, values)
+    return PackedAdapter(contents.digest, tuple(layers), values)
+
+
+def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
+    """Describes a layer whose B is packed with the scaling where that rounds nothing away."""
+    exact = dtype is torch.float32 or math.frexp(stored.scaling)[0] == 0.5  # a power of two
+    in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
+    return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)
 
 
 def _values(file: torch.Tensor, stored: StoredTensor) -> torch.Tensor:

@@ -24,8 +24,25 @@ MOST_RUNS = 2
 """Up to so many adapters in a step are multiplied one after the other. One group of 16 rows takes 19 µs so and 41 µs by
 `grouped_mm` (576 to 1536 features, one core), two 28 and 41, four 48 and 44."""
 
-Stack = tuple[torch.Tensor, torch.Tensor]
-"""A, shape (slots, rank, inputs), and Bᵀ times the scaling, shape (slots, rank, outputs)."""
+
+class Stack:
+    """Room for adapters of one rank at one layer.
+
+    Attributes:
+        lora_a: shape (slots, rank, inputs).
+        lora_b: shape (slots, rank, outputs): Bᵀ times the scaling.
+        places: for each slot, A and then Bᵀ in one piece of memory, flat.
+    """
+
+    def __init__(
+        self, num_slots: int, rank: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:  # fmt: skip
+        """Takes memory and leaves it as it is: on a CPU only what is written is ever taken."""
+        inputs, outputs = shape
+        whole = torch.empty(num_slots, rank * (inputs + outputs), dtype=dtype, device=device)
+        self.lora_a = whole[:, : rank * inputs].view(num_slots, rank, inputs)
+        self.lora_b = whole[:, rank * inputs :].view(num_slots, rank, outputs)
+        self.places = whole.unbind(0)
 
 
 @dataclass(frozen=True)
@@ -186,7 +203,7 @@ class AdaptedLayer:
 
 
 def _add_segment(rows: torch.Tensor, flat: torch.Tensor, segment: Segment, stack: Stack) -> None:
-    lora_a, lora_b = stack
+    lora_a, lora_b = stack.lora_a, stack.lora_b
     if segment.offs is None:
         for run in segment.runs:
             inner = F.linear(rows[run.begin : run.end].to(lora_a.dtype), lora_a[run.place])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers
+from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers, Stack
 from tests.tenant_sdk.serving.adapters.made import Bell, base_model, held, peft_logits, save_adapter, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
@@ -130,8 +130,9 @@ def test_gradients_pass_through(num_adapters: int) -> None:
     numbers = SlotNumbers((8,), 8)
     linear, current = torch.nn.Linear(16, 24), CurrentStep()
     layer = AdaptedLayer("layer", linear, current)
-    lora_a, lora_b = torch.randn(8, 8, 16), torch.randn(8, 8, 24)
-    layer.stacks[8] = (lora_a, lora_b)
+    stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
+    lora_a, lora_b = stack.lora_a.normal_(), stack.lora_b.normal_()
+    layer.stacks[8] = stack
     slots = sorted(numbers.slot(8, at % num_adapters) for at in range(6))
     x = torch.randn(6, 16, requires_grad=True)
     with current.of(numbers.step(slots, torch.device("cpu"))):
