@@ -33,6 +33,18 @@ GPT2: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote to is NaN, so that reading it shows."""
+    empty = torch.empty
+
+    def dirty(*args: Any, **options: Any) -> torch.Tensor:
+        made = empty(*args, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() and not made.is_meta else made
+
+    monkeypatch.setattr(torch, "empty", dirty)
+
+
 @pytest.mark.parametrize(("kind", "settings"), [("llama", LLAMA), ("gpt2", GPT2), ("gemma", LLAMA[:4])])
 def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
     kind: str, settings: list[dict[str, Any]], tmp_path: Path
@@ -50,6 +62,37 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
         expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
         assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
         assert (got - plain[at]).abs().max() > 1e-3  # the adapter matters
+    store.close()
+
+
+def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
+    """One slot of one rank: each adapter writes over another that had more ranks, or more layers."""
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    settings: list[dict[str, Any]] = [{"r": 8}, {"r": 8, "target_modules": ["q_proj"]}, {"r": 3}, {"r": 5}, {"r": 1}]
+    for at, setting in enumerate(settings):
+        save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
+    store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=1)
+    for at in (0, 1, 0, 2, 3, 1, 2, 4, 1):
+        (ticket,) = held(store, bell, f"a{at}")
+        (got,) = stepped(store, model, [(ticket.slot, IDS[at])])
+        expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
+        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+        ticket.release()
+    store.close()
+
+
+def test_layers_that_a_later_adapter_brings_leave_the_earlier_alone(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    save_adapter(model, tmp_path / "few", seed=1, target_modules=["q_proj"])
+    save_adapter(model, tmp_path / "all", seed=2)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    (few,) = held(store, bell, "few")
+    held(store, bell, "all")
+    (got,) = stepped(store, model, [(few.slot, IDS[0])])
+    expected = peft_logits(stock, tmp_path / "few", IDS[0])
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
     store.close()
 
 
