@@ -227,6 +227,33 @@ def test_a_ticket_that_is_released_while_it_loads_gives_its_slot_back(model: Any
     store.close()
 
 
+def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_files: None) -> None:
+    bell, go_on, fill = Bell(), threading.Event(), DeviceTier.fill
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no slot
+        for ticket in held(store, bell, name):
+            ticket.release()
+    begun = threading.Event()
+
+    def slow(tier: DeviceTier, slot: int, packed: Any) -> None:
+        begun.set()
+        go_on.wait()
+        fill(tier, slot, packed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceTier, "fill", slow)
+        first = store.reserve("a1")
+        begun.wait()
+        second = store.reserve("a1")
+        assert not first.is_ready()
+        assert not second.is_ready()
+        go_on.set()
+        bell.wait_for(first, second)
+    assert first.slot == second.slot
+    assert answers(store, model, [second.slot]) == [code_of(1)]
+    store.close()
+
+
 def test_close_fails_those_that_wait_and_refuses_others(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
