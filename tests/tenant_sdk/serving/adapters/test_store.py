@@ -48,17 +48,21 @@ def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
 
 
 @contextlib.contextmanager
-def slow_loading() -> Iterator[threading.Event]:
-    """Keeps adapters on their way from disk to host memory until the event is set."""
-    go_on, pack = threading.Event(), store_module.pack
+def held_up(where: Any, name: str) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Keeps whoever calls a function until the second event is set; the first says that somebody is there."""
+    there, go_on, real = threading.Event(), threading.Event(), getattr(where, name)
 
     def slow(*args: Any, **options: Any) -> Any:
+        there.set()
         go_on.wait()
-        return pack(*args, **options)
+        return real(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "pack", slow)
-        yield go_on
+        patch.setattr(where, name, slow)
+        try:
+            yield there, go_on
+        finally:
+            go_on.set()  # a test that fails must not leave a thread behind
 
 
 class Reads:
@@ -99,7 +103,7 @@ def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files:
 def test_tickets_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
-    with slow_loading() as go_on:
+    with held_up(store_module, "pack") as (_, go_on):
         ticket = store.reserve("a1")
         assert not ticket.is_ready()
         with pytest.raises(ConfigurationError, match="not in a slot"):
@@ -207,19 +211,12 @@ def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, n
 def test_a_ticket_that_is_released_while_it_loads_gives_its_slot_back(model: Any, root: Path) -> None:
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
-    hold = threading.Event()
-    filled = DeviceTier.fill
-
-    def slow(tier: DeviceTier, slot: int, packed: Any) -> None:
-        hold.wait()
-        filled(tier, slot, packed)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceTier, "fill", slow)
+    with held_up(DeviceTier, "fill") as (begun, go_on):
         ticket = store.reserve("a1")
+        begun.wait()
         waiting = store.reserve("a2")
         ticket.release()
-        hold.set()
+        go_on.set()
         bell.wait_for(waiting)
     assert not ticket.is_ready()
     assert answers(store, model, [waiting.slot]) == [code_of(2)]
@@ -228,20 +225,12 @@ def test_a_ticket_that_is_released_while_it_loads_gives_its_slot_back(model: Any
 
 
 def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_files: None) -> None:
-    bell, go_on, fill = Bell(), threading.Event(), DeviceTier.fill
+    bell = Bell()
     store = AdapterStore(model, root, on_ready=bell, device_slots=1)
     for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no slot
         for ticket in held(store, bell, name):
             ticket.release()
-    begun = threading.Event()
-
-    def slow(tier: DeviceTier, slot: int, packed: Any) -> None:
-        begun.set()
-        go_on.wait()
-        fill(tier, slot, packed)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceTier, "fill", slow)
+    with held_up(DeviceTier, "fill") as (begun, go_on):
         first = store.reserve("a1")
         begun.wait()
         second = store.reserve("a1")
@@ -384,7 +373,7 @@ def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_ra
     bell = Bell()
     store = AdapterStore(model, root, on_ready=bell)
     (ticket,) = held(store, bell, "a1")
-    with slow_loading() as go_on:
+    with held_up(store_module, "pack") as (_, go_on):
         stuck = store.reserve("a2")
         assert answers(store, model, [ticket.slot]) == [code_of(1)]
         assert store.reserve("a1").is_ready()
