@@ -1,1 +1,1 @@
-"""Serves many requests, each with its own adapter, over base layers that a provider holds."""
+"""Serves many requests at once over one provider: the engine, its scheduler, its KV cache and what goes with them."""

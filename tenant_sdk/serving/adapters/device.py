@@ -138,7 +138,8 @@ class DeviceTier:
         adapted = {layer.module for layer in own}
         for name, other in self._layers.items():
             if name not in adapted and rank in other.stacks:
-                other.stacks[rank].places[place].zero_()  # what was in this slot before adapted this layer
+                other.stacks[rank].places[place].zero_()  # what was in this slot before may have adapted this layer
+                other.stacks[rank].adapted.discard(place)
 
     def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
         """Returns a layer's stacks of a rank, made when they are first needed."""
@@ -166,3 +167,4 @@ def _fill(stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor) ->
         target_b[layer.rank :].zero_()
     if layer.scaling != 1.0:
         target_b[: layer.rank].mul_(layer.scaling)
+    stack.adapted.add(place)

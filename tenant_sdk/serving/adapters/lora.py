@@ -2,7 +2,8 @@
 
 Guarantees: a row gets the adapter of its slot and no other, and nothing of it depends on the other rows but by the
 order of sums; the layer itself gets the same tensor object as without adapters, so the calls that go to a provider, and
-which layers share one, stay the same. A layer that gets other rows than the step announced refuses them.
+which layers share one, stay the same. A layer that an adapter of the step adds to, and that gets other rows than the
+step announced, refuses them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Stack:
         lora_a: shape (slots, rank, inputs).
         lora_b: shape (slots, rank, outputs): Bᵀ times the scaling.
         places: for each slot, A and then Bᵀ in one piece of memory, flat.
+        adapted: the slots whose adapter adds to this layer; the others are zero once they have an adapter.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Stack:
         self.lora_a = whole[:, : rank * inputs].view(num_slots, rank, inputs)
         self.lora_b = whole[:, rank * inputs :].view(num_slots, rank, outputs)
         self.places = whole.unbind(0)
+        self.adapted: set[int] = set()
 
 
 @dataclass(frozen=True)
@@ -175,30 +178,34 @@ class AdaptedLayer:
 
     def _after(self, layer: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
         step = self._current.value
-        if step is None or not step.segments or not self.stacks:
+        if step is None or not self.stacks:
             return None
-        return self.add(args[0], output, step)
+        segments = [segment for segment in step.segments if self._adds_to(segment)]
+        return self.add(args[0], output, segments, step.num_rows) if segments else None
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, step: Step) -> torch.Tensor:
+    def _adds_to(self, segment: Segment) -> bool:
+        stack = self.stacks.get(segment.rank)
+        return stack is not None and any(run.place in stack.adapted for run in segment.runs)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, segments: Sequence[Segment], num_rows: int) -> torch.Tensor:
         """Returns y plus what the adapters make of x.
 
         Args:
-            x: the layer's input, shape (..., inputs), with `step.num_rows` rows.
+            x: the layer's input, shape (..., inputs).
             y: its output, shape (..., outputs); it is changed in place where no gradient needs it.
-            step: whose the rows are.
+            segments: rows whose adapters add to this layer.
+            num_rows: the rows of the step.
 
         Raises:
             InvalidTensor: x has another number of rows than the step, so nobody knows whose they are.
         """
         rows = x.reshape(-1, x.shape[-1])  # (rows, inputs)
-        if rows.shape[0] != step.num_rows:
-            raise InvalidTensor(f"{self.name} got {rows.shape[0]} rows in a step of {step.num_rows}")
+        if rows.shape[0] != num_rows:
+            raise InvalidTensor(f"{self.name} got {rows.shape[0]} rows in a step of {num_rows}")
         made = y.clone() if y.requires_grad or not y.is_contiguous() else y
         flat = made.view(-1, y.shape[-1])  # (rows, outputs)
-        for segment in step.segments:
-            stack = self.stacks.get(segment.rank)
-            if stack is not None:
-                _add_segment(rows, flat, segment, stack)
+        for segment in segments:
+            _add_segment(rows, flat, segment, self.stacks[segment.rank])
         return made
 
 

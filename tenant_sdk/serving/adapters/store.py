@@ -71,7 +71,7 @@ class AdapterStore:
         self, model: torch.nn.Module, root: str | Path | None, catalogue: str | Path | Catalogue | None = None,
         device_slots: int = 16, host_bytes: int = HOST_BYTES, on_ready: Callable[[], None] | None = None, *,
         dtype: torch.dtype = torch.bfloat16, bases: Sequence[str] = (), preload: Sequence[str] = (),
-        cache: str | Path | None = None,
+        cache: str | Path | None = None, with_head: bool = False,
     ) -> None:  # fmt: skip
         """Opens a store over a model.
 
@@ -86,6 +86,8 @@ class AdapterStore:
             bases: further names of this model's weights that adapters may have been trained on.
             preload: names to load now, into host memory and, the first ones, onto the device.
             cache: the folder in which downloads are kept; `adapters` in the client's cache by default.
+            with_head: whether adapters may add to the head. Leave it False where a pass makes the logits of some rows
+                only, since then nobody knows whose those are.
 
         Raises:
             ConfigurationError: an option cannot be, two adapters have one name, or one of `preload` cannot be used.
@@ -96,10 +98,11 @@ class AdapterStore:
             raise ConfigurationError(f"adapters are kept in torch.bfloat16 or torch.float32, not in {dtype}")
         self.on_ready = on_ready
         self._dtype, self._host = dtype, HostTier(host_bytes)
-        self._base = base_of(model, tuple(bases))
+        self._base = base_of(model, tuple(bases), with_head)
         self._open_folders(root, catalogue, Path(cache) if cache is not None else default_cache() / "adapters")
         self._known, self._current = Known(), CurrentStep()
-        self._layers = {name: AdaptedLayer(name, one, self._current) for name, one in linear_layers(model).items()}
+        layers = linear_layers(model)
+        self._layers = {name: AdaptedLayer(name, layers[name], self._current) for name in self._base.shapes}
         rows: Any = next(model.parameters())
         numbers = SlotNumbers(RANKS, device_slots)
         self._device = DeviceTier(self._layers, self._base.shapes, numbers, rows.dtype, rows.device)

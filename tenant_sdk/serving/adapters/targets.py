@@ -16,11 +16,13 @@ class Base:
 
     Attributes:
         names: names under which adapters may know the model; the first is the model's own.
-        shapes: (inputs, outputs) of each linear layer, by module name.
+        shapes: (inputs, outputs) of each linear layer that adapters may add to, by module name.
+        head: the name of the head, if that is a layer of its own that adapters may not add to.
     """
 
     names: tuple[str, ...]
     shapes: Mapping[str, tuple[int, int]]
+    head: str | None = None
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -28,17 +30,25 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
 
 
+def head_of(model: Any) -> str | None:
+    """Returns the name of the layer that makes logits; None where the model has none."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
 def shape_of(layer: Any) -> tuple[int, int]:
     """Returns (inputs, outputs) of a Linear or Conv1D without reading its weight."""
     return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
 
 
-def base_of(model: nn.Module, also: tuple[str, ...] = ()) -> Base:
+def base_of(model: nn.Module, also: tuple[str, ...] = (), with_head: bool = True) -> Base:
     """Describes a model to the code that checks adapters.
 
     Args:
         model: a transformers model.
         also: further names of the same weights, such as a hub id where the provider serves a folder.
+        with_head: whether adapters may add to the head.
     """
-    own = str(getattr(model, "name_or_path", "") or "")
-    return Base((own, *also), {name: shape_of(layer) for name, layer in linear_layers(model).items()})
+    own, head = str(getattr(model, "name_or_path", "") or ""), None if with_head else head_of(model)
+    layers = {name: layer for name, layer in linear_layers(model).items() if name != head}
+    return Base((own, *also), {name: shape_of(layer) for name, layer in layers.items()}, head)

@@ -162,6 +162,8 @@ def _layer(
     name: str, module: str, factors: dict[str, StoredTensor], settings: LoraSettings, base: Base
 ) -> LoraLayer:  # fmt: skip
     expected = base.shapes.get(module)
+    if module == base.head:
+        raise ConfigurationError(f"the adapter {name} adapts the head, which is not served: leave {module} out")
     if expected is None:
         raise ConfigurationError(
             f"the adapter {name} is for another base: this model has no linear layer {ascii(module)[:100]}"

@@ -53,7 +53,7 @@ def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
     stock = copy.deepcopy(model)
     for at, setting in enumerate(settings):
         save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
-    store = AdapterStore(model, tmp_path, on_ready=bell)
+    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True)
     tickets = held(store, bell, *(f"a{at}" for at in range(len(settings))))
     logits = stepped(store, model, [(0, IDS[-1]), *((ticket.slot, IDS[at]) for at, ticket in enumerate(tickets))])
     plain = [stock(ids[None]).logits[0] for ids in IDS]
@@ -148,6 +148,33 @@ def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> Non
     store.close()
 
 
+def test_a_pass_that_makes_few_logits_does_not_meet_adapters_of_the_head(tmp_path: Path) -> None:
+    """An engine asks for the logits of the rows that it samples from."""
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    save_adapter(model, tmp_path / "head", seed=1, target_modules=["lm_head", "q_proj"])
+    save_adapter(model, tmp_path / "other", seed=2)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    with pytest.raises(ConfigurationError, match="head adapts the head, which is not served: leave lm_head out"):
+        store.reserve("head")
+    (ticket,) = held(store, bell, "other")
+    with store.in_step([ticket.slot] * 5), torch.no_grad():
+        last = model(IDS[:1], logits_to_keep=1).logits[0, 0]
+    expected = peft_logits(stock, tmp_path / "other", IDS[0])[-1]
+    assert (last - expected).abs().max() < 1e-5 * expected.abs().max()
+    store.close()
+    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True)
+    head, other = held(store, bell, "head", "other")
+    with (
+        store.in_step([other.slot] * 5),
+        torch.no_grad(),
+    ):  # an adapter of the head that is not in the step is no matter
+        assert torch.allclose(model(IDS[:1], logits_to_keep=1).logits[0, 0], last, atol=1e-6)
+    with store.in_step([head.slot] * 5), torch.no_grad(), pytest.raises(InvalidTensor, match="1 rows in a step of 5"):
+        model(IDS[:1], logits_to_keep=1)
+    store.close()
+
+
 def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
     model, bell = base_model(), Bell()
     for at in range(2):
@@ -175,6 +202,7 @@ def test_gradients_pass_through(num_adapters: int) -> None:
     layer = AdaptedLayer("layer", linear, current)
     stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
     lora_a, lora_b = stack.lora_a.normal_(), stack.lora_b.normal_()
+    stack.adapted.update(range(8))
     layer.stacks[8] = stack
     slots = sorted(numbers.slot(8, at % num_adapters) for at in range(6))
     x = torch.randn(6, 16, requires_grad=True)
