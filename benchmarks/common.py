@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wire.payload import RowsPayload
+
 if TYPE_CHECKING:
     from wire.manifest import GroupInfo
     from wire.transport.grpc_connection import GrpcConnection
@@ -103,7 +105,7 @@ class ModelPasses:
         for one in groups:
             call = Call(one.id, Direction[direction], Arithmetic.RING)
             given, replied = one.widths(call.direction)
-            self._connection.submit(call, self._rows[given], replied).result()
+            self._connection.submit(call, RowsPayload(self._rows[given]), replied).result()
 
 
 class Worker:

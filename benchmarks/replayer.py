@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.common import provider
+from wire.payload import RowsPayload
 
 BLOCKS = "model.layers.[0-5].*"
 """Pattern of the blocks that are served: six of thirty, so that a pass is 24 requests."""
@@ -131,7 +132,7 @@ def replay(url: str, folder: Path, recording: Path, loads: Sequence[Load]) -> No
                 time.sleep(0.01)
                 continue
             call, given, replied = calls[0 if load.one_layer else place % len(calls)]
-            connection.submit(call, rows[given], replied).result()
+            connection.submit(call, RowsPayload(rows[given]), replied).result()
             place += 1
             counted[load.tenant] = counted.get(load.tenant, 0) + load.rows
             time.sleep(load.think_ms / 1000)

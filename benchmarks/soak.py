@@ -28,7 +28,8 @@ from safetensors.torch import load_file, save_file
 from benchmarks.common import provider
 from wire.errors import DeadlineExceeded, QuotaExceeded, Unavailable
 from wire.frame import Arithmetic, Call, Direction, Purpose
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.payload import Payload, RowsPayload, SeedPayload
+from wire.ring.seeded_rows import SeededRows
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
@@ -96,7 +97,7 @@ class _Counts:
             print(json.dumps({**self._counts, "lost": self._counts["lost"] + num_lost}), flush=True)
 
 
-def _request(rng: random.Random, known: Mapping[str, torch.Tensor], group: int) -> tuple[Call, Rows, torch.Tensor]:
+def _request(rng: random.Random, known: Mapping[str, torch.Tensor], group: int) -> tuple[Call, Payload, torch.Tensor]:
     """Returns a call, its rows and the right reply: a slice of the known rows or of the known hint."""
     direction = rng.choice(list(Direction))
     size = rng.choice((1, 1, 1, 4, 16, 100, 512))
@@ -104,9 +105,10 @@ def _request(rng: random.Random, known: Mapping[str, torch.Tensor], group: int) 
     place = slice(first, first + size)
     key = f"{group}.{int(direction)}"
     if rng.random() < 0.1:
-        rows = SeededRows(_SEED, first, size)
-        return Call(group, direction, Arithmetic.RING, Purpose.HINT), rows, known[f"{key}.hint"][place]
-    return Call(group, direction, Arithmetic.RING), known[f"{key}.rows"][place], known[f"{key}.replies"][place]
+        seed = SeedPayload(SeededRows(_SEED, first, size), known[f"{key}.rows"].shape[1])
+        return Call(group, direction, Arithmetic.RING, Purpose.HINT), seed, known[f"{key}.hint"][place]
+    rows, replies = RowsPayload(known[f"{key}.rows"][place]), known[f"{key}.replies"][place]
+    return Call(group, direction, Arithmetic.RING), rows, replies
 
 
 def _work(
@@ -121,7 +123,7 @@ def _work(
     num_groups = len(connection.manifest().groups)
     while not stop.is_set():
         asked = [_request(rng, known, rng.randrange(num_groups)) for _ in range(rng.choice((1, 1, 1, 5)))]
-        sent = [(connection.submit(call, rows, want.shape[1]), want) for call, rows, want in asked]
+        sent = [(connection.submit(call, payload, want.shape[1]), want) for call, payload, want in asked]
         if rng.random() < 0.01:
             connection.close()
             connection = connect()

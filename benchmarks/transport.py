@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction
 from wire.limits import CHUNK_BYTES
+from wire.payload import RowsPayload
 
 if TYPE_CHECKING:
     from wire.transport.connection import Connection
@@ -185,7 +186,20 @@ def run(repeats: int = 7) -> dict[str, Any]:
             name: stack.enter_context(contextlib.closing(GrpcConnection(url, identity))) for name, url in urls.items()
         }
         echo = stack.enter_context(contextlib.closing(_Echo(echo_url, identity)))
-        return _compare(echo, connections, repeats)
+        found = _compare(echo, connections, repeats)
+        check_carriers({name: connection.carrier for name, connection in connections.items()})
+        return found
+
+
+def check_carriers(carriers: Mapping[str, str | None]) -> None:
+    """Checks that the stream of each of `KINDS` was carried by what its name says.
+
+    Raises:
+        RuntimeError: the tensor port could not be reached, so that gRPC was measured in its place.
+    """
+    for name, carrier in carriers.items():
+        if carrier is None or (carrier == "gRPC") != name.endswith("by gRPC"):
+            raise RuntimeError(f"the figures of {name!r} are of a stream that was carried by {carrier}")
 
 
 def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -> dict[str, Any]:
@@ -193,8 +207,11 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
 
     ours, by_grpc = connections["identity"], connections["identity, by gRPC"]
     call = Call(0, Direction.FORWARD, Arithmetic.RING)
-    row = torch.ones(1, FEATURES, dtype=torch.int32)
-    rows = {size: torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32) for size in SIZES_MIB}
+    row = RowsPayload(torch.ones(1, FEATURES, dtype=torch.int32))
+    rows = {
+        size: RowsPayload(torch.zeros((size << 20) // (4 * FEATURES), FEATURES, dtype=torch.int32))
+        for size in SIZES_MIB
+    }
     small: dict[str, list[float]] = {name: [] for name in ("echo", *KINDS)}
     large: dict[tuple[int, int], list[Any]] = {(size, n): [] for size in SIZES_MIB for n in (1, IN_FLIGHT)}
     for repeat in range(repeats + 1):
@@ -206,10 +223,16 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
             count = max(16, 64 // size)
             echo_s = seconds_of(lambda s=size: echo.send(s), lambda _, s=size: echo.receive(s), count, in_flight)
             ours_s = seconds_of(
-                lambda s=size: ours.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
+                lambda s=size: ours.submit(call, rows[s], FEATURES),
+                lambda sent: sent.result(),
+                count,
+                in_flight,
             )
             by_grpc_s = seconds_of(
-                lambda s=size: by_grpc.submit(call, rows[s], FEATURES), lambda sent: sent.result(), count, in_flight
+                lambda s=size: by_grpc.submit(call, rows[s], FEATURES),
+                lambda sent: sent.result(),
+                count,
+                in_flight,
             )
             shares[size, in_flight] = (echo_s / ours_s, (size << 20) / ours_s / 1e6, echo_s / by_grpc_s)
         if repeat:  # the first round warms up

@@ -24,6 +24,7 @@ from noise.sampling import gaussian, other_index
 from noise.scheme import EffectPath, GroupSpec, Masked, Message
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.payload import RowsPayload
 
 
 class NotPrivateWarning(UserWarning):
@@ -85,7 +86,7 @@ class GaussianPool:
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             return replies[0] - strength * effect
 
-        return Masked((Message(call, noisy),), unmask)
+        return Masked((Message(call, RowsPayload(noisy)),), unmask)
 
     def _pick(self, group: GroupSpec, direction: Direction, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         key = (group.id, direction)
@@ -104,11 +105,8 @@ class GaussianPool:
         request_cols, reply_cols = group.widths(direction)
         noise = gaussian(self._pool_size, request_cols)
         call = Call(group.id, direction, Arithmetic.FLOAT, Purpose.EFFECT)
-        effect = self._effect_path(call, noise, reply_cols).result()
+        effect = self._effect_path(call, RowsPayload(noise), reply_cols).result()
         return _Pool(noise.to(device), effect.to(device))
-
-    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
-        """Returns None always, since this mask has no shorter way for one row; see `MaskScheme.mask_row`."""
 
     def describe(self) -> Mapping[str, str]:
         """Says that nothing is protected."""

@@ -28,10 +28,21 @@ from noise.ledger.file import Seed
 from noise.ledger.ledger import Ledger, Reservation, SeedExhausted
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
-from noise.scheme import EffectPath, GroupSpec, Masked, MaskedRow, Message, RowCodecs, decode_rows, encode_rows
+from noise.scheme import (
+    EffectPath,
+    EncodedRow,
+    GroupSpec,
+    Masked,
+    Message,
+    Reply,
+    RowEncoder,
+    decode_rows,
+    encode_rows,
+)
 from wire.errors import ConfigurationError, MaskError
-from wire.frame import HEADER_BYTES, ITEM_BYTES, Arithmetic, Call, Direction, Purpose
+from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction, Purpose
 from wire.limits import Limits
+from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
 
 BLOCKS_RESERVED_AT_ONCE = 64
@@ -98,7 +109,7 @@ class Lattice:
         # These are the worst cases of error and secret, so that no scale depends on the block that is taken.
         self._error_bound = sampling.error_bound(parameters)
         self._slack = float(hints.rounding_bound() * parameters.dimension)
-        self._codecs = RowCodecs(self._error_bound, self._slack)
+        self._row_encoder = RowEncoder(self._error_bound, self._slack)
         self._rng = sampling.Csprng()
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
@@ -117,6 +128,9 @@ class Lattice:
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Adds fresh mask rows; see `MaskScheme.mask`."""
+        row = self._row_encoder.encode(group, direction, rows)
+        if row is not None:
+            return self._mask_row(group, direction, row)
         request_cols, _ = group.widths(direction)
         error_norm = self._error_bound * math.sqrt(request_cols)
         # It raises before a row is burnt.
@@ -130,19 +144,15 @@ class Lattice:
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             return decode_rows(group, direction, replies[0], scales, effect.to(replies[0].device))
 
-        return Masked((Message(Call(group.id, direction, Arithmetic.RING), masked),), unmask)
+        return Masked((Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked)),), unmask)
 
-    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
-        """Masks one row in less time; see `MaskScheme.mask_row`."""
-        call, codec = self._codecs.of(group, direction)
-        if codec is None:
-            return None
-        message = bytearray(HEADER_BYTES + ITEM_BYTES * row.shape[1])
-        numbers = memoryview(message)[HEADER_BYTES:]
-        beta = codec.encode(row, numbers)  # It raises before a row is burnt.
+    def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
+        """Adds a fresh mask row to one that was encoded into its message."""
         mask, effect = self.pool.take(group, direction, 1)
-        codec.add(mask, numbers)
-        return MaskedRow(call, message, lambda reply: codec.decode(reply, beta, effect))
+        row.codec.add(mask, row.payload.numbers)
+        return Masked(
+            (Message(row.call, row.payload),), lambda replies: row.codec.decode(replies[0], row.scale, effect)
+        )
 
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
@@ -272,10 +282,14 @@ class Lattice:
         request_cols, reply_cols = group.widths(direction)
         call = Call(group.id, direction, Arithmetic.RING, Purpose.HINT)
         most_rows = self._limits.max_tensor_bytes // (max(request_cols, reply_cols) * ITEM_BYTES)
+
+        def fetch(first: int, count: int) -> Reply:
+            return path(call, SeedPayload(SeededRows(epoch.seed.seed, first, count), request_cols), reply_cols)
+
         return self._hints.get(
             HintKey(group.digest, epoch.seed.seed, group.id, direction),
             (self.parameters.dimension, reply_cols),
-            lambda first, count: path(call, SeededRows(epoch.seed.seed, first, count), reply_cols),
+            fetch,
             # The path has checked every row when it hands one over; the store only has to remember that.
             verify=(lambda first, rows: None) if self._verified else None,
             rows_per_fetch=max(1, min(self._limits.max_rows, most_rows)),
@@ -314,7 +328,7 @@ class Lattice:
             "assumption": "decision Module-LWE with a ternary secret; AES-256-CTR keyed by the operating system",
             "parameters": f"{chosen.name}: q=2^32, {chosen.rank}x{chosen.ring_degree}, sigma={chosen.sigma}",
             "bits": f"{chosen.bits} estimated ({chosen.source})",
-            "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of masks and effects ready, in memory only",
+            "pool": self.pool.describe("masks"),
             "hints": "streamed, not stored",
         }
         if self.keeps_hints:

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from noise.scheme import EffectPath, GroupSpec, Masked, MaskedRow, Message, RowCodecs, decode_rows, encode_rows
+from noise.scheme import EffectPath, GroupSpec, Masked, Message, RowEncoder, decode_rows, encode_rows
 from wire.errors import NotFinite
-from wire.frame import HEADER_BYTES, ITEM_BYTES, Arithmetic, Call, Direction
+from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 
 
 class Off:
@@ -19,7 +20,7 @@ class Off:
     def __init__(self, arithmetic: Arithmetic) -> None:
         """Args: arithmetic: RING (int32 rows, int8 weights, exact) or FLOAT."""
         self.arithmetic = arithmetic
-        self._codecs = RowCodecs()
+        self._row_encoder = RowEncoder()
 
     def bind(self, effect_path: EffectPath) -> None:
         """Does nothing, since there are no effects."""
@@ -29,22 +30,17 @@ class Off:
         call = Call(group.id, direction, self.arithmetic)
         if self.arithmetic is Arithmetic.FLOAT:
             check_finite(rows)
-            return Masked((Message(call, rows),), lambda replies: replies[0].clone())  # A reply may be read-only.
+            # A reply may be read-only.
+            return Masked((Message(call, RowsPayload(rows)),), lambda replies: replies[0].clone())
+        row = self._row_encoder.encode(group, direction, rows)
+        if row is not None:
+            return Masked((Message(call, row.payload),), lambda replies: row.codec.decode(replies[0], row.scale))
         encoded, scales = encode_rows(group, direction, rows)
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
             return decode_rows(group, direction, replies[0], scales)
 
-        return Masked((Message(call, encoded),), unmask)
-
-    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
-        """Codes one row in less time; see `MaskScheme.mask_row`."""
-        call, codec = self._codecs.of(group, direction)
-        if codec is None or self.arithmetic is not Arithmetic.RING:
-            return None
-        message = bytearray(HEADER_BYTES + ITEM_BYTES * row.shape[1])
-        beta = codec.encode(row, memoryview(message)[HEADER_BYTES:])
-        return MaskedRow(call, message, lambda reply: codec.decode(reply, beta))
+        return Masked((Message(call, RowsPayload(encoded)),), unmask)
 
     def describe(self) -> Mapping[str, str]:
         """Warns that nothing is hidden."""

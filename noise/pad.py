@@ -16,6 +16,7 @@ from noise.blocks.slots import Slots
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
 from wire.errors import ConfigurationError
 from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
 
@@ -67,7 +68,7 @@ class Pad:
             return decode_rows(group, direction, replies[0], scales, effect.to(replies[0].device))
 
         call = Call(group.id, direction, Arithmetic.RING)
-        return Masked((Message(call, encoded.to("cpu") + pad),), unmask)
+        return Masked((Message(call, RowsPayload(encoded.to("cpu") + pad)),), unmask)
 
     def _make(self, group: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
         weight = self._weight_of(group.id)
@@ -88,9 +89,6 @@ class Pad:
         """Makes rows before they are needed, as far as the pool's budget allows."""
         self.pool.prepare(group, direction, num_rows)
 
-    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
-        """Returns None always, since this mask has no shorter way for one row; see `MaskScheme.mask_row`."""
-
     def describe(self) -> Mapping[str, str]:
         """Describes scheme and assumption."""
         return {
@@ -98,7 +96,7 @@ class Pad:
             "assumption": "AES-256-CTR, keyed by the operating system for each block, is a pseudorandom generator",
             "bits": "256-bit keys",
             "secrets": f"a key of its own for at most {BLOCK_ROWS} rows, counted by the ledger: no budget to spend",
-            "pool": f"{self.pool.ready_bytes / 1e6:.0f} MB of pads and effects ready, in memory only",
+            "pool": self.pool.describe("pads"),
         }
 
     def close(self) -> None:

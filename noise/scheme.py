@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from wire.frame import Arithmetic, Call, Direction
+from wire.payload import MessagePayload, Payload
 from wire.ring import coding, kernels
 from wire.ring.seeded_rows import Rows
 
@@ -67,17 +68,20 @@ class GroupSpec:
         return moved
 
 
-@dataclass(frozen=True)
-class Message:
-    """One request: rows, shape (num_rows, features), or their seed, for the provider at this index of the URLs."""
+class Message(NamedTuple):
+    """One request: what it asks, its rows or their seed, and the index of the provider's URL."""
 
     call: Call
-    rows: Rows = field(repr=False)
+    payload: Payload
     provider: int = 0
 
+    @property
+    def rows(self) -> Rows:
+        """What the provider will read: the masked rows, shape (num_rows, features), or their seed."""
+        return self.payload.rows(self.call)
 
-@dataclass(frozen=True)
-class Masked:
+
+class Masked(NamedTuple):
     """Messages to send, in order, and the closure that turns their replies into the product.
 
     `unmask` takes one reply for each message, on the tenant's device, and returns float32, shape (num_rows, reply
@@ -85,7 +89,7 @@ class Masked:
     """
 
     messages: tuple[Message, ...]
-    unmask: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(repr=False)
+    unmask: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 class Reply(Protocol):
@@ -96,19 +100,7 @@ class Reply(Protocol):
         ...
 
 
-class MaskedRow(NamedTuple):
-    """One row as in `Masked`, in the bytes of a message: `message` has room for its header in front (`wire.frame`)."""
-
-    call: Call
-    message: bytearray
-    unmask: Callable[[torch.Tensor], torch.Tensor]
-
-    def __repr__(self) -> str:
-        """Shows no numbers."""
-        return "MaskedRow()"
-
-
-EffectPath = Callable[[Call, Rows, int], Reply]
+EffectPath = Callable[[Call, Payload, int], Reply]
 """A provider's bias-free path: (call with purpose EFFECT or HINT, noise rows or their seed, reply columns) → effect."""
 
 
@@ -144,11 +136,6 @@ class MaskScheme(Protocol):
         """
         ...
 
-    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> MaskedRow | None:
-        """Does what `mask` does for one row on the CPU and one provider, in less time; returns None where this mask
-        cannot."""
-        ...
-
     def describe(self) -> Mapping[str, str]:
         """Returns what a user should know: scheme, assumption, parameters, what it does not hide."""
         ...
@@ -158,21 +145,46 @@ class MaskScheme(Protocol):
         ...
 
 
-class RowCodecs:
-    """Keeps how one row is coded, for each group and direction; a decode step codes a hundred rows."""
+class EncodedRow(NamedTuple):
+    """One row that was encoded where it will be sent from; `scale` stays with the tenant."""
+
+    call: Call
+    payload: MessagePayload
+    codec: coding.RowCodec
+    scale: Any
+
+    def __repr__(self) -> str:
+        """Shows no numbers."""
+        return "EncodedRow()"
+
+
+class RowEncoder:
+    """Encodes a single row into its message: what a mask does for each of the hundred calls of a decode step."""
 
     def __init__(self, error_bound: float = 0.0, slack: float = 0.0) -> None:
         """Args: error_bound: a bound of each number of a mask's error; slack: see `wire.ring.coding.encode`."""
         self._error_bound, self._slack = error_bound, slack
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
-    def of(self, group: GroupSpec, direction: Direction) -> tuple[Call, coding.RowCodec | None]:
-        """Returns the call, and the codec of its row; None in place of the codec where rows must go through
-        `encode_rows`."""
+    def encode(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> EncodedRow | None:
+        """Encodes one row on the CPU that fits a frame; returns None for what must go through `encode_rows`.
+
+        Args:
+            rows: float32, shape (num_rows, request columns), on any device.
+
+        Raises:
+            NotFinite: a value is NaN or infinite.
+        """
+        if rows.shape[0] != 1 or not rows.is_cpu or not rows.is_contiguous() or not MessagePayload.fits(rows.shape[1]):
+            return None
         known = self._known.get((group.id, direction))
         if known is None or known[0] is not group:
             known = self._known[group.id, direction] = group, *self._make(group, direction)
-        return known[1:]
+        _, call, codec = known
+        if codec is None:
+            return None
+        payload = MessagePayload(rows.shape[1])
+        return EncodedRow(call, payload, codec, codec.encode(rows, payload.numbers))
 
     def _make(self, group: GroupSpec, direction: Direction) -> tuple[Call, coding.RowCodec | None]:
         call, widths = Call(group.id, direction, Arithmetic.RING), group.widths(direction)

@@ -14,6 +14,7 @@ import torch
 from noise.scheme import EffectPath, GroupSpec, Masked, Message, decode_rows, encode_rows
 from wire.errors import MaskError
 from wire.frame import Arithmetic, Call, Direction, Purpose
+from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
 
 
@@ -49,14 +50,11 @@ class Shares:
 
         return Masked(
             (
-                Message(Call(group.id, direction, Arithmetic.RING), hidden, 0),
-                Message(Call(group.id, direction, Arithmetic.RING, Purpose.HINT), share, 1),
+                Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(hidden), 0),
+                Message(Call(group.id, direction, Arithmetic.RING, Purpose.HINT), SeedPayload(share, rows.shape[1]), 1),
             ),
             unmask,
         )
-
-    def mask_row(self, group: GroupSpec, direction: Direction, row: torch.Tensor) -> None:
-        """Returns None always, since this mask has no shorter way for one row; see `MaskScheme.mask_row`."""
 
     def describe(self) -> Mapping[str, str]:
         """Describes scheme and assumption."""

@@ -28,7 +28,7 @@ import torch
 
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
-from wire.ring import coding
+from wire.ring import coding, int_mm
 from wire.ring.product import int_mm_is_fast
 
 FAILED = "an answer of the provider is not what the trusted checkpoint gives: this session is over"
@@ -97,12 +97,6 @@ class Verifier:
         """Tells whether a check has failed; then every later one fails."""
         return self._failed
 
-    @property
-    def secret_bytes(self) -> int:
-        """Returns the bytes of memory that the projections take."""
-        held = list(self._projections.values())
-        return sum(each.outer.numel() + each.inner.numel() for each in held)
-
     def add_group(self, group_id: int, quantised: torch.Tensor) -> None:
         """Draws the secrets of a group, for both directions, and forgets the weight.
 
@@ -147,18 +141,6 @@ class Verifier:
         if not _all_fit(projection, fold, rows.cpu(), reply.cpu()):
             self._fail()
         self._check_usable()  # Another thread may have met a forgery meanwhile.
-
-    def request_features(self, group_id: int, direction: Direction) -> int:
-        """Returns the trusted number of columns of a request; a hint's rows are expanded to so many before `check`.
-
-        Raises:
-            VerificationFailed: there is no such group, or a check has failed already.
-        """
-        self._check_usable()
-        projection = self._projections.get((group_id, direction))
-        if projection is None:
-            self._fail()
-        return projection.inputs
 
     def close(self) -> None:
         """Drops the secrets."""
@@ -236,7 +218,7 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     fold = fold[:, :num_rows].contiguous()
     # The four bytes of a number stay side by side: as the second operand they need no copy, only a sign.
     limbs = torch.bitwise_xor(rows.contiguous(), _SIGN_BITS).view(torch.int8)  # (num_rows, 4 · features)
-    parts = torch._int_mm(fold, limbs)  # type: ignore[no-untyped-call]
+    parts = int_mm.multiply(fold, limbs)
     total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # The numbers wrap mod 2^32.
     # In each byte Σ S·u = Σ S·(u − 128) + 128·ΣS, so the number is short of 0x80808080·ΣS.
     offset = coding.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)

@@ -81,7 +81,7 @@ def serve(settings: ProviderSettings) -> None:
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
         shards, busy_poll_s = _make_shards(settings, model, admission, ending), settings.busy_poll_ms / 1000
         service = server.start(model, shards, admission, usage, busy_poll_s)
-        monitor = _make_monitor(settings, service, state)
+        monitor = _make_monitor(settings, server, service, state)
         ending.callback(monitor.close)
         ending.callback(usage.close)
         ending.callback(server.stop, settings.drain_s)
@@ -255,7 +255,17 @@ def _make_scheduler(
     )
 
 
-def _make_monitor(settings: ProviderSettings, service: ProviderService, state: StateDir | None) -> Monitor:
+def _num_connections(server: Server) -> tuple[int, int]:
+    """Returns how many connections of the tensor port have a stream, and how many have none."""
+    if server.tensors is None:
+        return 0, 0
+    status = server.tensors.status()
+    return status.num_connections - status.num_guests, status.num_guests
+
+
+def _make_monitor(
+    settings: ProviderSettings, server: Server, service: ProviderService, state: StateDir | None
+) -> Monitor:
     from provider.operations.metrics import ProviderCollector, registry
     from provider.operations.monitor import Monitor
 
@@ -263,9 +273,10 @@ def _make_monitor(settings: ProviderSettings, service: ProviderService, state: S
         service.meter,
         service.usage,
         lambda: service.queue_depth,
-        lambda: service.num_streams,
+        lambda: service.status().num_streams,
         lambda: service.num_replicas,
         lambda: service.num_given_up,
+        lambda: _num_connections(server),
     )
     monitor = Monitor(registry(collector))
     if state is not None and not monitor.serve_socket(state.path):

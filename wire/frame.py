@@ -172,18 +172,6 @@ def frames(header: Header, data: memoryview) -> Iterable[bytes | memoryview]:
     return _chunks(header, data)
 
 
-def whole(header: Header, message: bytearray) -> Iterable[memoryview]:
-    """Returns the one frame of a tensor of at most CHUNK_BYTES that already lies in `message`, and writes its header
-    there."""
-    message[:HEADER_BYTES] = header.pack()
-    return (memoryview(message),)
-
-
-def row_of(call: Call, message: bytearray) -> torch.Tensor:
-    """Returns the row that lies in the message of a single row, shape (1, cols), without a copy."""
-    return torch.frombuffer(memoryview(message)[HEADER_BYTES:], dtype=DTYPES[call.arithmetic]).view(1, -1)
-
-
 def _chunks(header: Header, data: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(data), CHUNK_BYTES):
         chunk = data[start : start + CHUNK_BYTES]

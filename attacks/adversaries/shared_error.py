@@ -50,7 +50,7 @@ MOST_BLOCKS, MOST_PIECES = 8, 8
 """(how many blocks apart two compared blocks may be, into how many pieces a block may be cut)."""
 MOST_CLAIMS = 256
 _CHUNK = 1024
-_MOST_DISTANCES = 36
+MOST_DISTANCES = 36
 """The most distances that `distances` returns, for blocks of 512 rows and windows of up to 64."""
 _BITS = 3
 """Bits that tell numbers from −2 to 2 apart."""
@@ -73,7 +73,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
                 if key not in systems and len(systems) < MOST_SYSTEMS:
                     systems[key] = _System(seed, degree, num_features)
                 if key in systems and len(claims) < MOST_CLAIMS and left > 0:
-                    left -= _MOST_DISTANCES * min(len(stream.rows), MOST_IN_STREAM // _MOST_DISTANCES)
+                    left -= MOST_DISTANCES * min(len(stream.rows), MOST_IN_STREAM // MOST_DISTANCES)
                     claims += systems[key].open(stream)
         claims += stream.claims()
     return claims
@@ -115,12 +115,12 @@ class _System(Equations):
         """Returns the first rows of window pairs that both exist; only known rows where any are known."""
         starts = range(len(stream.rows) - distance - self._num_rows + 1)
         if not stream.known:
-            return list(starts[: MOST_IN_STREAM // _MOST_DISTANCES])
+            return list(starts[: MOST_IN_STREAM // MOST_DISTANCES])
         run = range(self._num_rows)
         return [
             start for start in starts
             if all(start + row in stream.known and start + distance + row in stream.known for row in run)
-        ][: MOST_IN_STREAM // _MOST_DISTANCES]  # fmt: skip
+        ][: MOST_IN_STREAM // MOST_DISTANCES]  # fmt: skip
 
     def _solved(
         self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]

@@ -24,6 +24,7 @@ from noise.gaussian_pool import GaussianPool, NotPrivateWarning
 from noise.scheme import GroupSpec
 from wire.frame import Call, Direction
 from wire.manifest import Manifest
+from wire.payload import Payload
 from wire.ring.seeded_rows import SeededRows
 
 
@@ -143,7 +144,8 @@ def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[
     """Makes the traffic that the provider of a tenant with `mask='gaussian-pool'` sees."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
 
-    def effect_path(call: Call, rows: torch.Tensor | SeededRows, reply_cols: int) -> Future[torch.Tensor]:
+    def effect_path(call: Call, payload: Payload, reply_cols: int) -> Future[torch.Tensor]:
+        rows = payload.rows(call)
         if isinstance(rows, SeededRows):
             raise TypeError("gaussian-pool sends its vectors")
         answer: Future[torch.Tensor] = Future()

@@ -41,8 +41,9 @@ from noise.registry import Setting, make_scheme
 from noise.scheme import MaskScheme, encode_rows
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
+from wire.payload import Payload
 from wire.ring import coding
-from wire.ring.seeded_rows import SEED_BYTES, Rows, SeededRows
+from wire.ring.seeded_rows import SEED_BYTES, SeededRows
 
 CONFIDENCE = 0.999
 NEEDED_HALF_WIDTH = 0.03
@@ -98,7 +99,8 @@ class Tenant:
             num_providers=2 if mask == "shares" else 1, weight_of=lambda _: self.choice.weight,
         )  # fmt: skip
 
-    def _effect(self, call: Call, rows: Rows, reply_cols: int) -> _Sent:
+    def _effect(self, call: Call, payload: Payload, reply_cols: int) -> _Sent:
+        rows = payload.rows(call)
         if not isinstance(rows, SeededRows):
             raise ConfigurationError("this provider answers hints only")
         self._seed = rows.seed  # the seed is public: the provider is told it

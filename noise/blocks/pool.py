@@ -131,6 +131,20 @@ class MaskPool:
         """Returns the bytes of masks and effects that are held now."""
         return self._ready_bytes
 
+    def ready_rows(self) -> dict[Key, int]:
+        """Returns how many rows are ready for each group number and direction that was asked for, 0 where all were
+        used."""
+        with self._state:
+            return {key: shelf.num_rows for key, shelf in self._shelves.items()}
+
+    def describe(self, what: str) -> str:
+        """Returns a line for a user that says how much is ready; `what` is the mask's own word for its rows."""
+        size = f"{self.ready_bytes / 1e6:.0f} of {self._budget_bytes / 1e6:.0f} MB"
+        line = f"{size} of {what} and effects ready, in memory only"
+        if rows := self.ready_rows():
+            line += f": at least {min(rows.values())} rows in each of {len(rows)} groups and directions"
+        return line
+
     def take(self, group: GroupSpec, direction: Direction, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns fresh rows, burnt before they are returned.
 

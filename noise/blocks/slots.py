@@ -80,21 +80,6 @@ class Slots:
         """Burns as many of the next rows as there are, at most `num_rows`; returns an empty range when none is left."""
         return self._take(0, num_rows)
 
-    def burn(self, row: int) -> None:
-        """Burns one row by number and abandons the unburnt ones before it.
-
-        Raises:
-            MaskReused: the row is burnt already, or this is a forked child.
-            SlotsExhausted: the block has no such row.
-        """
-        self._origin.check()
-        with self._lock:
-            if row < self._next:
-                raise MaskReused(f"row {row} of this block has been used: a mask row is used once")
-            if row >= self._num_rows:
-                raise SlotsExhausted(f"the block has {self._num_rows} rows, row {row} was asked for")
-            self._next = range(row, row + 1).stop  # range() refuses what is not an integer.
-
     def _take(self, at_least: int, at_most: int) -> range:
         self._origin.check()
         if at_most < 0:  # A negative count would hand out burnt rows.

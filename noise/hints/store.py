@@ -92,8 +92,6 @@ Fetch = Callable[[int, int], Reply]
 """(first row, number of rows) of H → the pending rows. It is called for several ranges before the first is awaited."""
 Verify = Callable[[int, torch.Tensor], None]
 """(first row, int32 rows at 32 bits): raises VerificationFailed unless they are A·W̃ of the trusted checkpoint."""
-Progress = Callable[[int, int], None]
-"""(bytes received, all bytes) of one hint, at 32 bits a number, including ranges of an earlier attempt."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +100,12 @@ class _Source:
 
     fetch: Fetch
     verify: Verify | None
-    on_progress: Progress | None
     rows_per_fetch: int
     in_flight: int
 
     def into(self, write: Callable[[int, torch.Tensor], None], layout: Layout, missing: Iterable[range]) -> None:
         """Fetches the missing rows, checks them and hands them to `write` in order."""
         ranges = [part for rows in missing for part in _split(rows, self.rows_per_fetch)]
-        done = layout.rows - sum(map(len, ranges))
-        self._report(done, layout)
         for part, reply in self._replies(ranges):
             if reply.dtype != torch.int32 or reply.shape != (len(part), layout.features):
                 raise InvalidTensor(
@@ -120,8 +115,6 @@ class _Source:
             if self.verify is not None:
                 self.verify(part.start, reply)
             write(part.start, reply)
-            done += len(part)
-            self._report(done, layout)
 
     def _replies(self, ranges: list[range]) -> Iterator[tuple[range, torch.Tensor]]:
         """Yields replies in order, and asks for up to `in_flight` ranges ahead of the one in hand."""
@@ -134,11 +127,6 @@ class _Source:
         while waiting:
             first, reply = waiting.popleft()
             yield first, reply.result()
-
-    def _report(self, done_rows: int, layout: Layout) -> None:
-        if self.on_progress is not None:
-            row_bytes = layout.features * ITEM_BYTES
-            self.on_progress(done_rows * row_bytes, layout.rows * row_bytes)
 
 
 def _split(rows: range, most: int) -> Iterator[range]:
@@ -199,7 +187,6 @@ class HintStore:
         fetch: Fetch,
         *,
         verify: Verify | None = None,
-        on_progress: Progress | None = None,
         rows_per_fetch: int | None = None,
     ) -> Hint:
         """Returns one hint: a kept one, one from disk, or a fetched one.
@@ -209,7 +196,6 @@ class HintStore:
             shape: (rank·N, reply features).
             fetch: asks the provider for rows; not called when the hint is at hand.
             verify: called on every fetched range; with it, a hint stored without a check is fetched again.
-            on_progress: called while fetching.
             rows_per_fetch: the most rows that the provider takes in a request; None where only `range_bytes` limits
                 them.
 
@@ -221,7 +207,7 @@ class HintStore:
         """
         layout = Layout(*shape, self.dropped_bits)
         most_rows = max(1, self._range_bytes // (layout.features * ITEM_BYTES))
-        source = _Source(fetch, verify, on_progress, min(most_rows, rows_per_fetch or most_rows), self._in_flight)
+        source = _Source(fetch, verify, min(most_rows, rows_per_fetch or most_rows), self._in_flight)
         slot = (key, layout)
         with self._lock:
             turn = self._fetching.setdefault(slot, threading.Lock())
@@ -305,11 +291,6 @@ class HintStore:
                 with contextlib.suppress(FileNotFoundError):  # Another process may finish a fetch meanwhile.
                     total += os.stat(os.path.join(folder, name)).st_size
         return total
-
-    def kept_bytes(self) -> int:
-        """Returns the bytes that count against the RAM budget at present."""
-        with self._lock:
-            return sum(hint.num_bytes for hint in self._kept.values())
 
     def rounding_bound(self) -> int:
         """Returns the largest distance of a stored coefficient from the exact one, mod 2^32: 2^(t-1), or 0."""

@@ -176,29 +176,23 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
     return alone(work)
 
 
-def combine(
-    matrix_hat: Transforms,
-    secrets_hat: torch.Tensor,
-    error: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def combine(matrix_hat: Transforms, secrets_hat: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
     """Computes for row t of block b, feature c: coefficient t of Σ_i matrix_{i,c}·s_{b,i}, plus the error, mod 2^32.
 
     Args:
         matrix_hat: the result of `transform`.
         secrets_hat: the result of `secret_transform`.
         error: int8, int16 or int32, shape (B, N, features), which is added; or None.
-        out: int32, shape (B, N, features), written; None for a new one.
 
     Returns:
-        int32, shape (B, N, features), features contiguous in a new one.
+        int32, shape (B, N, features), contiguous.
 
     Raises:
         MaskError: a coefficient is too far from an integer.
     """
     num_blocks, rank, half = secrets_hat.shape[:3]
     values, features = matrix_hat.values, matrix_hat.features
-    made = _output(out, num_blocks, 2 * half, features)
+    made = _output(num_blocks, 2 * half, features)
     if not values.is_complex():
 
         def fill(chunks: Iterator[tuple[int, int]]) -> None:
@@ -225,7 +219,6 @@ def product(
     matrix: torch.Tensor | Columns,
     secrets_hat: torch.Tensor,
     parameters: LatticeParameters,
-    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Does what `combine` does for a matrix whose transforms are not kept: a hint. Each chunk is transformed once for
     all blocks.
@@ -234,10 +227,9 @@ def product(
         matrix: int32, shape (k·N, features), or something that loads its columns.
         secrets_hat: the result of `secret_transform`.
         parameters: gives k and N.
-        out: int32, shape (B, N, features), written; None for a new one.
 
     Returns:
-        int32, shape (B, N, features).
+        int32, shape (B, N, features), contiguous.
 
     Raises:
         ConfigurationError: the matrix has another shape or type.
@@ -245,7 +237,7 @@ def product(
     """
     columns = _as_columns(matrix)
     num_blocks, rank, half = secrets_hat.shape[:3]
-    made = _output(out, num_blocks, 2 * half, columns.features)
+    made = _output(num_blocks, 2 * half, columns.features)
     if not secrets_hat.is_complex():
 
         def fill(chunks: Iterator[tuple[int, int]]) -> None:
@@ -266,31 +258,10 @@ def product(
     return made
 
 
-def reference_product(matrix: torch.Tensor, secrets: torch.Tensor) -> torch.Tensor:
-    """Computes what `combine` and `product` must equal: the schoolbook sum in integers, X^N = −1.
-
-    Args:
-        matrix: int32, shape (k·N, features).
-        secrets: int8, shape (B, k, N).
-
-    Returns:
-        int32, shape (B, N, features).
-    """
-    num_blocks, rank, degree = secrets.shape
-    polynomials = matrix.to(torch.int64).view(rank, degree, -1)
-    total = torch.zeros(num_blocks, degree, matrix.shape[1], dtype=torch.int64, device="cpu")
-    for shift in range(degree):
-        for i in range(rank):
-            # X^shift times polynomial i: what passes X^N comes back negated.
-            turned = torch.cat((-polynomials[i, degree - shift :], polynomials[i, : degree - shift]))
-            total += secrets[:, i, shift].to(torch.int64).view(-1, 1, 1) * turned
-    return ((total + 2**31) % 2**32 - 2**31).to(torch.int32)
-
-
-def _output(out: torch.Tensor | None, num_blocks: int, degree: int, features: int) -> torch.Tensor:
+def _output(num_blocks: int, degree: int, features: int) -> torch.Tensor:
     # Masks are added in place, and the code that adds them may be outside of inference mode.
     with torch.inference_mode(False):
-        return torch.empty(num_blocks, degree, features, dtype=torch.int32, device="cpu") if out is None else out
+        return torch.empty(num_blocks, degree, features, dtype=torch.int32, device="cpu")
 
 
 class _Inverse:

@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 RETRY_S = 1.0
 """Seconds after which tenants may come again while a lost shard is being restored."""
-_REJOIN_S = 60.0
+REJOIN_S = 60.0
 """Seconds for which requests are told to come again where another host may join."""
 _MAX_LOSSES = 2
 """Replicas that may be lost over one batch before it is given up, since the batch may be what ends them."""
@@ -362,7 +362,7 @@ class Executor:
         """Returns the error that says why nothing can be computed, or None; the caller holds the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
-        is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < _REJOIN_S
+        is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < REJOIN_S
         can_return = is_waited_for or any(lane.replica.can_return for lane in self._lanes)
         return _unavailable(RETRY_S if can_return else 0.0)
 

@@ -23,9 +23,9 @@ from wire.ring.seeded_rows import Rows, SeededRows
 if TYPE_CHECKING:
     from provider.model.weights import PreparedModel
 
-_BLOCK_ELEMENTS = 1 << 24
+BLOCK_ELEMENTS = 1 << 24
 """Weights that are converted to float32 at a time, 64 MiB: a full copy of an output head would take gigabytes."""
-_HINT_SCRATCH_BYTES = 64 << 20
+HINT_SCRATCH_BYTES = 64 << 20
 """Most bytes of scratch in which a hint's rows are expanded and multiplied: a whole hint of a wide layer would take
 gigabytes."""
 
@@ -144,7 +144,7 @@ def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, featu
     reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32, device="cpu")
     # These are the numbers and their limbs, and four limbs of int32 sums.
     row_bytes = 8 * features + 16 * reply_features
-    for piece in rows.split(max(1, _HINT_SCRATCH_BYTES // row_bytes)):
+    for piece in rows.split(max(1, HINT_SCRATCH_BYTES // row_bytes)):
         start = piece.first_row - rows.first_row
         numbers = piece.expand(features)[:, columns.start : columns.stop]
         reply[start : start + piece.num_rows] = coding.product(numbers, weight)
@@ -185,4 +185,4 @@ def _float_backward(group: ServedGroup, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _block_columns(weight: torch.Tensor) -> int:
-    return max(1, _BLOCK_ELEMENTS // weight.shape[0])
+    return max(1, BLOCK_ELEMENTS // weight.shape[0])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from provider.identity.authority import Role, peer_identity
 from provider.identity.registry import RevocationList
 from provider.schedule.quota import LOCAL_TENANT
-from wire.errors import REVOKED, NotPermitted, Unauthenticated, WireCode
+from wire.errors import REVOKED, NotPermitted, Unauthenticated, Unavailable, WireCode
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,16 @@ class Access:
 
     tenant: str
     refusal: Callable[[], WireCode | None]
+
+    def may_stay(self) -> bool:
+        """Tells whether the registry says that the caller may go on; where it cannot be read, it does not say so.
+
+        This is for shards, which come again by themselves. A tenant's stream asks `refusal`, and goes on meanwhile.
+        """
+        try:
+            return self.refusal() is None
+        except Unavailable:
+            return False
 
 
 class AccessCheck:

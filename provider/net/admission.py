@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from provider.schedule.quota import EVERYBODY, MAX_IN_FLIGHT_BYTES, Quota, SharedRoom, TenantLimits
 from provider.schedule.request_class import RequestClass
@@ -16,6 +17,13 @@ from wire.limits import MAX_RETRY_S, Limits
 
 TRAINING_S = 60.0
 """Seconds after a gradient for which a tenant counts as training, on all its streams."""
+
+
+class InFlight(NamedTuple):
+    """What a tenant has in flight, on all its streams: rows, and bytes of requests and replies."""
+
+    num_rows: int
+    num_bytes: int
 
 
 class TenantAdmission:
@@ -78,6 +86,12 @@ class TenantAdmission:
             self.num_decode -= request_class is RequestClass.DECODE
             if self._quota is not None:
                 self._quota.released(num_rows, num_bytes)
+
+    def in_flight(self) -> InFlight:
+        """Returns what was admitted and not yet released."""
+        with self._lock:
+            quota = self._quota
+            return InFlight(0, 0) if quota is None else InFlight(quota.rows_in_flight, quota.bytes_in_flight)
 
     def announced(self, limits: Limits) -> Limits:
         """Returns the limits in this tenant's manifest, by which the tenant splits its requests and waits.

@@ -104,6 +104,11 @@ class Server:
         self._tensors = TensorPort(host, tensor_port or 0, share.streams) if has_tensor_port else None
 
     @property
+    def tensors(self) -> TensorPort | None:
+        """Returns the tensor port, for callers that want to watch it, or None where there is none."""
+        return self._tensors
+
+    @property
     def tensor_port(self) -> int | None:
         """Returns the number of the tensor port, or None where there is none."""
         return None if self._tensors is None else self._tensors.port
@@ -166,7 +171,10 @@ class Server:
         """
         if self._service is not None:
             if drain_s > 0 and not self._service.drain(drain_s):
-                _LOGGER.warning("some requests were not answered within the %.0f s of the drain", drain_s)
+                left = self._service.status().num_unanswered
+                _LOGGER.warning(
+                    "requests of %d streams were not answered within the %.0f s of the drain", left, drain_s
+                )
             self._service.close()
         ending = self._server.stop(_STOP_GRACE_S)
         if self._tensors is not None:

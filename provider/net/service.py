@@ -12,7 +12,6 @@ import math
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,8 +22,10 @@ from provider.identity.registry import RegistryUnreadable, RevocationList
 from provider.model.served_model import ServedModel
 from provider.net.access import Access, AccessCheck
 from provider.net.admission import Admission
+from provider.net.calls import Calls
 from provider.net.grpc_stream import carry_rpc
 from provider.net.session import SWEEP_S, Session
+from provider.net.status import ServiceStatus
 from provider.net.tensor_port import carry
 from provider.operations.meter import Meter
 from provider.operations.usage import UsageBook
@@ -44,11 +45,8 @@ from wire.transport.busy_poll import MOST_S, BusyPoll
 from wire.transport.tls_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
-MAX_CALLS_PER_TENANT = 8
-"""Most streams and downloads of one tenant at a time. Each holds a thread, and all tenants share the threads."""
-_CALLS_OF_EACH = 2
-"""The same limit while half of all threads or more are taken, so that a few dozen tenants cannot shut others out."""
 MAX_THREADS = 256
+"""Threads that all callers share; each call holds one."""
 _DRAIN_LOOK_S = 0.02
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
@@ -58,15 +56,6 @@ _STATUS = {
 }
 """gRPC's status and a fixed text for each refusal; the text tells nothing about what happened here."""
 _LOGGER = logging.getLogger(__name__)
-
-
-def _is_refused(access: Access) -> bool:
-    """Tells whether a shard is refused. It comes again by itself, so where the registry cannot be read it is sent
-    away."""
-    try:
-        return access.refusal() is not None
-    except Unavailable:
-        return True
 
 
 class ProviderService:
@@ -106,8 +95,8 @@ class ProviderService:
         self._shard_listener = None if revocations is None else ShardListener(model, plan, self._executor.executors)
         self._is_draining = False
         self._manifest_of = functools.lru_cache(admission.num_limits + 1)(self._make_manifest)
+        self._calls = Calls(MAX_THREADS)
         self._lock = threading.Lock()
-        self._calls: Counter[str] = Counter()
         self._sessions: set[Session] = set()
         self._stopped = threading.Event()
         threading.Thread(target=self._sweep, name="veilbase-sweep", daemon=True).start()
@@ -128,10 +117,27 @@ class ProviderService:
         return sum(one.is_given_up for one in self._executor.executors)
 
     @property
-    def num_streams(self) -> int:
-        """Returns how many streams are open."""
+    def sessions(self) -> list[Session]:
+        """Returns the streams that are open now."""
         with self._lock:
-            return len(self._sessions)
+            return list(self._sessions)
+
+    def status(self) -> ServiceStatus:
+        """Returns what all streams have in flight and hold."""
+        sessions = self.sessions
+        each, tenants = [session.status() for session in sessions], {session.tenant for session in sessions}
+        return ServiceStatus(
+            num_streams=len(each),
+            num_tenants=len(tenants),
+            num_unanswered=sum(not one.is_idle for one in each),
+            num_requests=sum(one.num_requests for one in each),
+            num_rows=sum(self._admission.of(tenant).in_flight().num_rows for tenant in tenants),
+            held_bytes=sum(one.held_bytes for one in each),
+            num_waiting=sum(one.num_waiting for one in each),
+            calls=self._calls.counts(),
+            num_joining=0 if self._shard_listener is None else self._shard_listener.num_joining,
+            is_draining=self._is_draining,
+        )
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Returns the methods for gRPC, which takes and gives raw bytes."""
@@ -188,7 +194,7 @@ class ProviderService:
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:
             access = self._look_up(cert_pem, "tenant")
-            if not self._take_place(access.tenant):
+            if not self._calls.take_place(access.tenant):
                 raise QuotaExceeded("too many calls at once")
         except VeilbaseError as exc:
             return exc
@@ -199,7 +205,7 @@ class ProviderService:
         finally:
             if session is not None:
                 self._drop(session)
-            self._leave(access.tenant)
+            self._calls.leave(access.tenant)
         return None
 
     def _open(self, access: Access, hang_up: Callable[[], object]) -> Session:
@@ -223,7 +229,7 @@ class ProviderService:
             return
         access = self._admit(context, "shard")
         self._occupy(f"shard {access.tenant}", context)  # No tenant can have such a name.
-        yield from self._shard_listener.serve(access.tenant, messages, context, lambda: _is_refused(access))
+        yield from self._shard_listener.serve(access.tenant, messages, context, lambda: not access.may_stay())
 
     def _enter(self, context: Any) -> str:
         """Returns the name of the tenant that calls; ends the RPC if the tenant may not."""
@@ -250,24 +256,10 @@ class ProviderService:
 
     def _occupy(self, caller: str, context: Any) -> None:
         """Counts the call until it ends, whichever side ends it; ends it at once where there are too many."""
-        if not self._take_place(caller):
+        if not self._calls.take_place(caller):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
-        if not context.add_callback(lambda: self._leave(caller)):
-            self._leave(caller)
-
-    def _take_place(self, caller: str) -> bool:
-        with self._lock:
-            is_crowded = 2 * self._calls.total() >= MAX_THREADS
-            if self._calls[caller] >= (_CALLS_OF_EACH if is_crowded else MAX_CALLS_PER_TENANT):
-                return False
-            self._calls[caller] += 1
-            return True
-
-    def _leave(self, tenant: str) -> None:
-        with self._lock:
-            self._calls[tenant] -= 1
-            if self._calls[tenant] <= 0:
-                del self._calls[tenant]
+        if not context.add_callback(lambda: self._calls.leave(caller)):
+            self._calls.leave(caller)
 
     def _sweep(self) -> None:
         """Checks every stream from outside: a stream that only waits for messages would not notice a revocation."""
@@ -275,9 +267,7 @@ class ProviderService:
             self._executor.look()
             if self._shard_listener is not None:
                 self._shard_listener.sweep(time.monotonic())
-            with self._lock:
-                sessions = list(self._sessions)
-            for session in sessions:
+            for session in self.sessions:
                 try:
                     session.sweep(time.monotonic())
                 except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
@@ -298,14 +288,14 @@ class ProviderService:
             Whether all of it was answered in time.
         """
         self._is_draining = True
-        with self._lock:
-            num_open = sum(not session.is_idle for session in self._sessions)
-        _LOGGER.info("draining for up to %.0f s: %d streams have requests that are not answered", seconds, num_open)
+        now = self.status()
+        _LOGGER.info(
+            "draining for up to %.0f s: %d streams have requests that are not answered, of %d rows in all",
+            seconds, now.num_unanswered, now.num_rows,
+        )  # fmt: skip
         give_up_at = time.monotonic() + seconds
         while True:
-            with self._lock:
-                # The list is made anew each time: a session may have come in just before.
-                sessions = list(self._sessions)
+            sessions = self.sessions  # They are asked for anew each time: one may have come in just before.
             for session in sessions:
                 session.drain()
             busy = [session for session in sessions if not session.is_idle]
@@ -316,8 +306,6 @@ class ProviderService:
     def close(self) -> None:
         """Tells every open stream, then ends the compute threads."""
         self._stopped.set()
-        with self._lock:
-            sessions = list(self._sessions)
-        for session in sessions:
+        for session in self.sessions:
             session.end(WireCode.UNAVAILABLE)
         self._executor.close()

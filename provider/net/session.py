@@ -1,33 +1,32 @@
-"""One tenant's stream: frames come in, frames go out, and many requests are in flight.
+"""The protocol of one tenant's stream: what each of its frames means, and what a fault of one brings about.
 
 Guarantees: a request's header passes every check before anything is allocated for it; a fault of one request answers
 that request alone, a frame that cannot be read ends the stream; only replies are sent, and errors as numbers. When the
-tenant goes, everything of the session goes. This module does not know which transport carries the frames.
+tenant goes, everything of the session goes. This module does not know which transport carries the frames. What is in
+flight is kept by `provider.net.request_table`, and what is to be sent by `provider.net.outbox`.
 
 Threads: the session has none of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands messages
 in, one at a time, and takes frames out, one at a time; small requests are computed where they are handed in, the rest
-by the executor's worker. `_lock` guards the table.
+by the executor's worker, which hands its outcomes in. The sweep of `provider/net/service.py`, and whoever drains or
+ends the stream, come in other threads. There is no lock here: the table has one.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import queue
 import secrets
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
-
-import torch
 
 from provider.engine.job import Job, Outcome
 from provider.net.admission import TenantAdmission
+from provider.net.outbox import Outbox
+from provider.net.request_table import MAX_REQUESTS, Request, RequestTable
+from provider.net.status import SessionStatus
 from provider.operations.usage import TenantUsage
-from provider.schedule.quota import FULL_RETRY_S
-from provider.schedule.request_class import RequestClass, allowed_by, class_of
+from provider.schedule.request_class import RequestClass
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -41,7 +40,7 @@ from wire.errors import (
     WireCode,
     code_of,
 )
-from wire.frame import Assembler, Call, Direction, FrameType, Header
+from wire.frame import Assembler, Call, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 
@@ -50,13 +49,9 @@ INLINE_ROWS = 8
 block, and each change of threads costs."""
 INLINE_PRODUCTS = 1 << 23
 """Most multiplications of such a request, which take a millisecond or so."""
-MAX_REQUESTS = 1 << 14
-"""Most requests in flight, and most answers that wait to be sent: without it, empty requests would cost nothing and add
-up."""
 SWEEP_S = 0.5
 """Seconds after which, at most, a stream that only waits learns of a revocation or of a deadline."""
 HANDSHAKE_S = 20.0
-_END = object()
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -79,20 +74,6 @@ class _Refused(Exception):
 
     def __init__(self, code: WireCode) -> None:
         self.code = code
-
-
-class _Request:
-    """A request that was admitted and not yet answered."""
-
-    def __init__(
-        self, header: Header, reply_cols: int, held_bytes: int, request_class: RequestClass, expires_at: float
-    ) -> None:
-        self.header, self.reply_cols, self.held_bytes = header, reply_cols, held_bytes
-        self.reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
-        self.request_class, self.expires_at = request_class, expires_at
-        self.assembler: Assembler | None = Assembler(header)
-        self.job: Job | None = None
-        self.reply: torch.Tensor | None = None
 
 
 def _is_whole_row(header: Header, payload: memoryview, request_class: RequestClass, reply_cols: int) -> bool:
@@ -140,34 +121,35 @@ class Session:
             refusal: returns why this tenant may not go on, or None; called on every request. If it raises Unavailable,
                 the registry cannot be read just now, and that request alone is answered so.
             hang_up: ends the RPC from outside.
-
-        `notify` may be set before the first message: it is called, in any thread, when there may be a frame to send.
         """
         self.tenant = tenant
-        self._limits, self._admission, self._usage = limits, admission, usage
         self.stream_id = secrets.token_hex(4)
+        self._limits, self._usage = limits, usage
         self._check, self._executor, self._refusal = check, executor, refusal
         self._hang_up = hang_up
-        self.notify: Callable[[], None] = lambda: None
-        self._lock = threading.Lock()
-        self._requests: dict[int, _Request] = {}
-        self._held_bytes = 0
+        self._table = RequestTable(limits.max_in_flight_bytes, admission, executor.cancel, MAX_REQUESTS)
+        self._outbox = Outbox(self._table, usage, MAX_REQUESTS)
         self._highest_id = 0
-        self._output: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._replies: deque[tuple[_Request, Iterator[bytes | memoryview]]] = deque()
-        """Large replies that are being sent; only the thread that takes frames looks at them."""
-        self._greeted = self._input_ended = self._closed = self._over = False
-        self._draining = self._is_answering = False
+        self._has_greeted = self._is_draining = False
         now = time.monotonic()
         self._greet_by, self._sweep_at = now + HANDSHAKE_S, now + SWEEP_S
 
-    # ---- receiving --------------------------------------------------------------------------------------------------
+    @property
+    def notify(self) -> Callable[[], None]:
+        """What is called, in any thread, when there may be a frame to send; whoever carries the frames sets it."""
+        return self._outbox.notify
+
+    @notify.setter
+    def notify(self, notify: Callable[[], None]) -> None:
+        self._outbox.notify = notify
+
+    # ---- frames that come -------------------------------------------------------------------------------------------
 
     def receive(self, message: bytes | memoryview) -> bool:
         """Takes one message, from one thread at a time. Returns False when no more will be taken."""
         try:
             self._take(*frame.parse(message))
-            return not self._closed
+            return not self._table.is_closed
         except _Refused as exc:
             self.end(exc.code)
         except VeilbaseError as exc:
@@ -178,12 +160,12 @@ class Session:
         return False
 
     def _take(self, header: Header, payload: memoryview) -> None:
-        if not self._greeted:
+        if not self._has_greeted:
             self._greet(header, payload)
         elif header.kind is FrameType.REQUEST:
             self._take_request(header, payload)
         elif header.kind is FrameType.CANCEL:
-            self._forget(header.request_id)
+            self._table.forget(header.request_id)
         else:
             raise MalformedFrame("the tenant sent a frame that only providers send, or a second HELLO")
 
@@ -194,11 +176,11 @@ class Session:
             raise VersionMismatch(f"this provider speaks protocol {frame.PROTOCOL_VERSION}, the tenant {header.code}")
         if bytes(payload) != frame.MAGIC:
             raise MalformedFrame("expected VEIL in HELLO")
-        self._greeted = True
-        self._put(frame.hello(FrameType.WELCOME))
+        self._has_greeted = True
+        self._outbox.put(frame.hello(FrameType.WELCOME))
 
     def _take_request(self, header: Header, payload: memoryview) -> None:
-        request = self._requests.get(header.request_id)
+        request = self._table.get(header.request_id)
         if request is None:
             if header.offset:
                 self._check_leftover(header)
@@ -220,7 +202,7 @@ class Session:
         if header.request_id > self._highest_id:
             raise MalformedFrame("a request must begin with its first chunk")
 
-    def _admit_or_answer(self, header: Header, payload: memoryview) -> _Request | None:
+    def _admit_or_answer(self, header: Header, payload: memoryview) -> Request | None:
         """Admits a request, whose first frame has this payload; returns None where it has been answered."""
         if header.request_id == 0:
             raise MalformedFrame("request id 0 is the stream itself")
@@ -232,14 +214,14 @@ class Session:
             code = self._refusal()
             if code is not None:
                 raise _Refused(code)
-            if self._draining:
+            if self._is_draining:
                 raise Unavailable("the provider is shutting down")
             return self._admit(header, payload, now)
         except VeilbaseError as exc:
             self._fail(header.request_id, exc, is_admitted=False)
             return None
 
-    def _admit(self, header: Header, payload: memoryview, now: float) -> _Request | None:
+    def _admit(self, header: Header, payload: memoryview, now: float) -> Request | None:
         """Makes every check that needs the header alone, then takes a place in the table, unless it can be answered at
         once."""
         if header.deadline_ms == 0:
@@ -247,68 +229,13 @@ class Session:
         reply_cols = self._check_shape(header)
         held = header.total_bytes + header.rows * reply_cols * frame.ITEM_BYTES
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
-        admission = self._admission
-        request_class = class_of(header.call, header.rows, admission.num_decode, admission.is_training(now))
+        request_class = self._table.class_of(header, now)
         # This holds only where nothing waits to be sent: otherwise replies to a tenant that does not read would pile up
         # uncounted.
-        is_row = _is_whole_row(header, payload, request_class, reply_cols) and self._has_sent_all()
-        request = None if is_row else _Request(header, reply_cols, held, request_class, expires_at)
-        with self._lock:
-            if self._closed:  # This message was taken just before the end: what it asked for would be held for ever.
-                raise Unavailable("the stream has ended")
-            if self._held_bytes + held > self._limits.max_in_flight_bytes or len(self._requests) >= MAX_REQUESTS:
-                raise QuotaExceeded("too much in flight", FULL_RETRY_S)
-            allowed = allowed_by(header.call, request_class, header.rows)
-            admission.admit(request_class, allowed, header.rows, held, now)
-            if request is not None:
-                self._keep(request)
-            else:
-                self._is_answering = True
-        if request is None:
-            return self._answer_row(header, payload, reply_cols, held, expires_at)
-        if header.call.direction is Direction.BACKWARD:
-            admission.trained(now)
-        return request
-
-    def _keep(self, request: _Request) -> None:
-        """Puts a request into the table; the caller holds the lock."""
-        self._requests[request.header.request_id] = request
-        self._held_bytes += request.held_bytes
-
-    def _has_sent_all(self) -> bool:
-        return self._output.empty() and not self._replies
-
-    def _answer_row(
-        self, header: Header, row: memoryview, reply_cols: int, held: int, expires_at: float
-    ) -> _Request | None:
-        """Answers a token's row, which was admitted, without a place in the table: nothing can ask for it meanwhile.
-
-        Returns:
-            None; or the request, with its place, where it cannot be answered here.
-        """
-        size, is_kept = reply_cols * frame.ITEM_BYTES, False
-        try:
-            message = memoryview(bytearray(frame.HEADER_BYTES + size))
-            outcome = self._executor.compute_row(self.tenant, header.call, row, message[frame.HEADER_BYTES :])
-            if outcome is True:
-                reply = Header(FrameType.REPLY, header.request_id, header.call, 1, reply_cols, 0, size)
-                message[: frame.HEADER_BYTES] = reply.pack()
-                self._usage.answered(RequestClass.DECODE, 1, header.total_bytes, size)
-                self._put(message)
-            elif isinstance(outcome, VeilbaseError):
-                self._fail(header.request_id, outcome, is_admitted=False)
-            else:
-                request = _Request(header, reply_cols, held, RequestClass.DECODE, expires_at)
-                with self._lock:
-                    if not self._closed:
-                        self._keep(request)
-                        is_kept = True
-                return request if is_kept else None
-        finally:
-            self._is_answering = False
-            if not is_kept:
-                self._admission.release(RequestClass.DECODE, 1, held)
-        return None
+        is_row = _is_whole_row(header, payload, request_class, reply_cols) and self._outbox.is_empty
+        request = None if is_row else Request(header, reply_cols, held, request_class, expires_at)
+        self._table.admit(header, request_class, held, now, request)
+        return request or self._answer_row(header, payload, reply_cols, held, expires_at)
 
     def _check_shape(self, header: Header) -> int:
         """Returns how many numbers a row of the reply has, to what the header announces."""
@@ -324,16 +251,39 @@ class Session:
 
     def end_input(self) -> None:
         """Notes that no more messages will come; what is being computed is still answered."""
-        with self._lock:
-            unfinished = [number for number, request in self._requests.items() if request.assembler is not None]
-        for number in unfinished:
-            self._forget(number)
-        self._input_ended = True
-        self.notify()
+        self._table.forget_unfinished()
+        self._outbox.end_input()
 
     # ---- computing --------------------------------------------------------------------------------------------------
 
-    def _compute(self, request: _Request, assembler: Assembler) -> None:
+    def _answer_row(
+        self, header: Header, row: memoryview, reply_cols: int, held: int, expires_at: float
+    ) -> Request | None:
+        """Answers a token's row, which was admitted, without a place in the table: nothing can ask for it meanwhile.
+
+        Returns:
+            None; or the request, with its place, where it cannot be answered here.
+        """
+        size, is_kept = reply_cols * frame.ITEM_BYTES, False
+        try:
+            message = memoryview(bytearray(frame.HEADER_BYTES + size))
+            outcome = self._executor.compute_row(self.tenant, header.call, row, message[frame.HEADER_BYTES :])
+            if outcome is True:
+                reply = Header(FrameType.REPLY, header.request_id, header.call, 1, reply_cols, 0, size)
+                message[: frame.HEADER_BYTES] = reply.pack()
+                self._usage.answered(RequestClass.DECODE, 1, header.total_bytes, size)
+                self._outbox.put(message)
+            elif isinstance(outcome, VeilbaseError):
+                self._fail(header.request_id, outcome, is_admitted=False)
+            else:
+                request = Request(header, reply_cols, held, RequestClass.DECODE, expires_at)
+                is_kept = self._table.keep_row(request)
+                return request if is_kept else None
+        finally:
+            self._table.row_ended(RequestClass.DECODE, held, is_kept)
+        return None
+
+    def _compute(self, request: Request, assembler: Assembler) -> None:
         header, call = request.header, request.header.call
         try:
             rows = assembler.rows()
@@ -357,130 +307,20 @@ class Session:
         job = request.job = Job(
             call, rows, self.tenant, request.request_class, request.expires_at, done, request.reply_cols
         )
-        if self._requests.get(header.request_id) is request:  # Otherwise the tenant went away since the last chunk.
+        if self._table.has(request):  # Otherwise the tenant went away since the last chunk.
             self._executor.submit(job)
 
-    def _answer(self, request: _Request, outcome: Outcome) -> None:
-        number = request.header.request_id
-        if self._requests.get(number) is not request:
+    def _answer(self, request: Request, outcome: Outcome) -> None:
+        if not self._table.has(request):
             return  # The request was cancelled meanwhile.
         if isinstance(outcome, VeilbaseError):
-            self._fail(number, outcome)
-        elif self._output.qsize() > MAX_REQUESTS:
+            self._fail(request.header.request_id, outcome)
+        elif self._outbox.is_full:
             self._give_up()
         else:
-            request.reply = outcome  # It is kept there, so that a request that is forgotten takes its reply with it.
-            self._put(request)
+            self._outbox.put_reply(request, outcome)
 
-    def _forget(self, request_id: int, last: bytes | None = None) -> bool:
-        """Drops a request, and queues `last` about it if given; returns False where there was no such request."""
-        with self._lock:
-            request = self._requests.pop(request_id, None)
-            if request is None:
-                return False
-            self._held_bytes -= request.held_bytes
-            if last is not None:
-                self._output.put(last)  # This is under the lock: a thread that finds no request left finds this frame.
-        self._admission.release(request.request_class, request.header.rows, request.held_bytes)
-        request.reply = None
-        if request.job is not None:
-            self._executor.cancel(request.job)
-        return True
-
-    def sweep(self, now: float) -> None:
-        """Drops what has expired; ends a stream whose tenant was revoked, or that never sent HELLO."""
-        self._sweep_at = now + SWEEP_S
-        if self._closed:
-            self._hang_up()  # The thread that sends is held by a tenant that does not read.
-            return
-        with self._lock:
-            expired = [number for number, request in self._requests.items() if now >= request.expires_at]
-        for number in expired:
-            self._fail(number, DeadlineExceeded("not answered in time"))
-        try:
-            code = self._refusal()
-        except Unavailable:
-            code = None  # The registry may be back in a moment, and until then every request is refused.
-        if code is None and not self._greeted and now >= self._greet_by:
-            code = WireCode.MALFORMED
-        if code is not None:
-            self.end(code)
-
-    # ---- sending ----------------------------------------------------------------------------------------------------
-
-    def _put(self, item: object) -> None:
-        self._output.put(item)
-        self.notify()
-
-    @property
-    def is_over(self) -> bool:
-        """Tells whether `next_frame` will never return another frame."""
-        return self._over
-
-    def next_frame(self) -> bytes | memoryview | None:
-        """Returns the frame to send next, or None where there is none now; one thread at a time calls this.
-
-        Large replies take turns, a chunk each. `notify` is called when there may be a frame again.
-        """
-        while not self._over:
-            ended = self._input_ended and self.is_idle  # This comes before the queue is seen to be empty.
-            item = None if self._output.empty() else self._output.get()
-            if isinstance(item, bytes | memoryview):
-                return item
-            if isinstance(item, _Request):
-                if item.reply_bytes <= CHUNK_BYTES:
-                    if (only := self._small_reply(item)) is not None:
-                        return only
-                    continue
-                self._replies.append((item, self._reply_frames(item)))
-            if item is _END or (ended and item is None and not self._replies):
-                self._over = True
-            elif self._replies:
-                request, frames = self._replies.popleft()
-                chunk = next(frames, None)
-                if chunk is not None:
-                    if self._requests.get(request.header.request_id) is request:  # Otherwise that was the last chunk.
-                        self._replies.append((request, frames))
-                    return chunk
-            else:
-                return None
-        self._replies.clear()
-        return None
-
-    def stop_sending(self) -> None:
-        """Drops replies that are half sent; called by the thread that takes frames, which will take no more."""
-        self._over = True
-        self._replies.clear()
-
-    def _small_reply(self, request: _Request) -> bytes | memoryview | None:
-        """Returns the one frame of a reply; None where the request was cancelled or expired before its turn."""
-        reply = request.reply
-        if reply is None:
-            return None
-        (message,) = frame.frames(self._answered(request), frame.tensor_bytes(reply))
-        return message if self._forget(request.header.request_id) else None
-
-    def _answered(self, request: _Request) -> Header:
-        """Returns the header of the reply, and counts it; from here on the caller holds the reply."""
-        asked, size = request.header, request.reply_bytes
-        self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
-        request.reply = None
-        return Header(FrameType.REPLY, asked.request_id, asked.call, asked.rows, request.reply_cols, 0, size)
-
-    def _reply_frames(self, request: _Request) -> Iterator[bytes | memoryview]:
-        asked, reply = request.header, request.reply
-        if reply is None:
-            return  # The request was cancelled, or expired before its turn.
-        left = request.reply_bytes
-        for message in frame.frames(self._answered(request), frame.tensor_bytes(reply)):
-            left -= len(message) - frame.HEADER_BYTES
-            if self._requests.get(asked.request_id) is not request:
-                return
-            if left == 0:
-                # It is released before the last chunk is sent: the tenant may use the room as soon as it has that
-                # chunk.
-                self._forget(asked.request_id)
-            yield message
+    # ---- faults and ends --------------------------------------------------------------------------------------------
 
     def _fail(self, request_id: int, error: VeilbaseError, is_admitted: bool = True) -> None:
         """Answers a request with an error: one in the table, unless it has ended, or one that never was in it."""
@@ -489,13 +329,13 @@ class Session:
             _LOGGER.error("a request failed", extra=self._named(request_id))
         last = error_frame(request_id, error)
         if not is_admitted:
-            self._output.put(last)
-        elif not self._forget(request_id, last):
+            self._outbox.append(last)
+        elif not self._table.forget(request_id, then=lambda: self._outbox.append(last)):
             return
         self._usage.failed(code)
-        if self._output.qsize() > MAX_REQUESTS:
+        if self._outbox.is_full:
             self._give_up()
-        self.notify()
+        self._outbox.notify()
 
     def _named(self, request_id: int) -> dict[str, object]:
         """Returns the fields that tell the log which request of which stream this is."""
@@ -506,27 +346,72 @@ class Session:
         self.end(WireCode.QUOTA)
         self._hang_up()
 
-    @property
-    def is_idle(self) -> bool:
-        """Tells whether every request has been answered, and its answer is queued."""
-        with self._lock:
-            return not self._requests and not self._is_answering
+    def sweep(self, now: float) -> None:
+        """Drops what has expired; ends a stream whose tenant was revoked, or that never sent HELLO."""
+        self._sweep_at = now + SWEEP_S
+        if self._table.is_closed:
+            self._hang_up()  # The thread that sends is held by a tenant that does not read.
+            return
+        for number in self._table.expired(now):
+            self._fail(number, DeadlineExceeded("not answered in time"))
+        try:
+            code = self._refusal()
+        except Unavailable:
+            code = None  # The registry may be back in a moment, and until then every request is refused.
+        if code is None and not self._has_greeted and now >= self._greet_by:
+            code = WireCode.MALFORMED
+        if code is not None:
+            self.end(code)
 
     def drain(self) -> None:
         """Refuses new requests from now on; those that are here are answered."""
-        self._draining = True
+        self._is_draining = True
 
     def end(self, code: WireCode) -> None:
         """Ends the stream with one error about all of it."""
         self._usage.failed(code)
-        self._output.put(Header(FrameType.ERROR, 0, code=code).pack())
+        self._outbox.append(Header(FrameType.ERROR, 0, code=code).pack())
         self.close()
 
     def close(self) -> None:
         """Drops everything. It is safe to call this twice and from any thread."""
-        with self._lock:
-            self._closed = True  # It is set under the lock, so that nothing is admitted after it.
-            numbers = list(self._requests)
-        for number in numbers:
-            self._forget(number)
-        self._put(_END)
+        self._table.close()
+        self._outbox.end()
+
+    # ---- frames that go, and what is here ---------------------------------------------------------------------------
+
+    def next_frame(self) -> bytes | memoryview | None:
+        """Returns the frame to send next, or None where there is none now; one thread at a time calls this.
+
+        Large replies take turns, a chunk each. `notify` is called when there may be a frame again.
+        """
+        return self._outbox.next_frame()
+
+    @property
+    def is_over(self) -> bool:
+        """Tells whether `next_frame` will never return another frame."""
+        return self._outbox.is_over
+
+    def stop_sending(self) -> None:
+        """Drops replies that are half sent; called by the thread that takes frames, which will take no more."""
+        self._outbox.stop_sending()
+
+    @property
+    def is_idle(self) -> bool:
+        """Tells whether every request has been answered, and its answer is queued."""
+        return self._table.is_idle
+
+    def status(self) -> SessionStatus:
+        """Returns what is in flight and what waits, from any thread; it keeps the stream up for a moment only."""
+        num_requests, held_bytes = self._table.in_flight()
+        return SessionStatus(
+            num_requests=num_requests,
+            held_bytes=held_bytes,
+            num_waiting=self._outbox.num_waiting,
+            num_half_sent=self._outbox.num_half_sent,
+            is_idle=self._table.is_idle,
+            has_greeted=self._has_greeted,
+            is_draining=self._is_draining,
+            is_closed=self._table.is_closed,
+            is_over=self._outbox.is_over,
+        )

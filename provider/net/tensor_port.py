@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from provider.net.descriptors import MOST_STREAMS
 from provider.net.session import Session, error_frame
@@ -39,6 +40,20 @@ _WAKE = (1).to_bytes(8, sys.byteorder)
 """The bytes that wake a waiting thread. eventfd takes a number to add to its count; a pipe takes anything."""
 _LOGGER = logging.getLogger(__name__)
 Serve = Callable[[MessageSocket], VeilbaseError | None]
+
+
+@dataclass(frozen=True)
+class TensorPortStatus:
+    """What a tensor port holds at one moment.
+
+    Attributes:
+        num_connections: connections that are open, each of which has a place and a thread.
+        num_guests: those of them without a stream: their handshake is not done, or they were refused. Where they are
+            nearly all, strangers hold the places.
+    """
+
+    num_connections: int
+    num_guests: int
 
 
 class TensorPort:
@@ -71,6 +86,12 @@ class TensorPort:
         self._guests: dict[socket.socket | MessageSocket, None] = {}
         """Open connections without a stream, the oldest first: their handshake is not done, or they were refused."""
         self._has_stopped = False
+
+    def status(self) -> TensorPortStatus:
+        """Returns how many connections are open; any thread may call it."""
+        with self._lock:
+            # For a moment after its handshake a connection stands here twice, but its thread is one.
+            return TensorPortStatus(len({*self._open.values()}), len(self._guests))
 
     def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
         """Lets connections in.

@@ -38,9 +38,16 @@ class ProviderCollector(Collector):
         num_streams: Callable[[], int],
         num_replicas: Callable[[], Sequence[tuple[int, int]]],
         num_given_up: Callable[[], int] = lambda: 0,
+        num_connections: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """Args: queue_depth, num_streams, num_replicas, num_given_up: ask the service, each time."""
-        self._num_given_up = num_given_up
+        """Reads nothing before it is asked.
+
+        Args:
+            meter, usage: count products and what tenants asked for.
+            queue_depth, num_streams, num_replicas, num_given_up: ask the service, each time.
+            num_connections: asks the tensor port how many of its connections have a stream, and how many have none.
+        """
+        self._num_given_up, self._num_connections = num_given_up, num_connections
         self._meter, self._usage, self._num_replicas = meter, usage, num_replicas
         self._queue_depth, self._num_streams = queue_depth, num_streams
         self._began_s = time.time()
@@ -51,6 +58,10 @@ class ProviderCollector(Collector):
         yield GaugeMetricFamily("veilbase_start_time_seconds", "When the provider began.", self._began_s)
         yield GaugeMetricFamily("veilbase_queue_depth", "Requests that wait for the executor.", self._queue_depth())
         yield GaugeMetricFamily("veilbase_streams", "Streams that are open.", self._num_streams())
+        connections = GaugeMetricFamily("veilbase_connections", "Connections to the tensor port.", labels=["state"])
+        for state, number in zip(("stream", "guest"), self._num_connections(), strict=True):
+            connections.add_metric([state], number)
+        yield connections
         replicas = GaugeMetricFamily("veilbase_replicas", "Holders of a shard's weights.", labels=["shard", "state"])
         for shard, (num_live, num_all) in enumerate(self._num_replicas()):
             replicas.add_metric([str(shard), "live"], num_live)

@@ -22,7 +22,8 @@ avoidance and control", SIGCOMM 1988), so many after it, and at least so many se
 _SURELY = 0.8
 """Share of the mean gap after which a request is expected at the latest."""
 _MOST_GAPS = 1 << 15
-_MOST_TENANTS = 1 << 7
+MOST_TENANTS = 1 << 7
+"""Most tenants that are expected at a time; of more, the one that was answered the longest ago is forgotten."""
 
 
 class Arrivals:
@@ -38,7 +39,7 @@ class Arrivals:
         """Notes that a decode request was answered."""
         self._replied[tenant] = call, now_s
         self._replied.move_to_end(tenant)
-        if len(self._replied) > _MOST_TENANTS:
+        if len(self._replied) > MOST_TENANTS:
             self._replied.popitem(last=False)
 
     def arrived(self, tenant: str, now_s: float) -> None:

@@ -14,7 +14,8 @@ _NEW = 0.1
 _LEAST_PAUSE = 0.25
 """Least mean pause of a tenant that decodes, as a share of the time of its own products: a layer's reply has to travel
 to the tenant, and the next request back."""
-_MOST_TENANTS = 1 << 10
+MOST_TENANTS = 1 << 10
+"""Most tenants that are known; of more, the one that asked the longest ago is forgotten."""
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Pauses:
         one = self._tenants.get(tenant)
         if one is None:
             one = self._tenants[tenant] = _Tenant()
-            if len(self._tenants) > _MOST_TENANTS:
+            if len(self._tenants) > MOST_TENANTS:
                 self._tenants.popitem(last=False)
         self._tenants.move_to_end(tenant)
         pause_s = 0.0 if one.num_here else None if one.left_s is None else max(0.0, now_s - one.left_s)

@@ -117,7 +117,8 @@ class Quota:
         self.limits = limits
         self._room = room or SharedRoom(math.inf)
         self._rows, self._bytes = TokenBucket(limits.rows_per_s, now_s), TokenBucket(limits.bytes_per_s, now_s)
-        self._rows_in_flight = self._bytes_in_flight = 0
+        self.rows_in_flight = self.bytes_in_flight = 0
+        """Rows, and bytes with their replies', of requests that were admitted and not yet released."""
 
     def admit(self, num_rows: int, num_bytes: int, now_s: float) -> float:
         """Admits a request and returns 0, or leaves all as it was and returns the seconds to wait first.
@@ -132,24 +133,24 @@ class Quota:
         wait_s = max(self._rows.retry_s(num_rows, now_s), self._bytes.retry_s(num_bytes, now_s))
         if wait_s > 0:
             return wait_s
-        if not self._room.take(self._bytes_in_flight, num_bytes):
+        if not self._room.take(self.bytes_in_flight, num_bytes):
             return FULL_RETRY_S
         self._rows.take(num_rows)
         self._bytes.take(num_bytes)
-        self._rows_in_flight += num_rows
-        self._bytes_in_flight += num_bytes
+        self.rows_in_flight += num_rows
+        self.bytes_in_flight += num_bytes
         return 0.0
 
     def _is_full(self, num_rows: int, num_bytes: int) -> bool:
         """Tells whether a request does not fit now. One that is larger than the room passes alone, or it never
         would."""
         rows, most_bytes = self.limits.max_rows_in_flight, self.limits.max_in_flight_bytes
-        if rows is not None and self._rows_in_flight > 0 and self._rows_in_flight + num_rows > rows:
+        if rows is not None and self.rows_in_flight > 0 and self.rows_in_flight + num_rows > rows:
             return True
-        return most_bytes is not None and self._bytes_in_flight > 0 and self._bytes_in_flight + num_bytes > most_bytes
+        return most_bytes is not None and self.bytes_in_flight > 0 and self.bytes_in_flight + num_bytes > most_bytes
 
     def released(self, num_rows: int, num_bytes: int) -> None:
         """Notes that the request is answered, cancelled or lost."""
-        self._rows_in_flight -= num_rows
-        self._bytes_in_flight -= num_bytes
+        self.rows_in_flight -= num_rows
+        self.bytes_in_flight -= num_bytes
         self._room.give_back(num_bytes)

@@ -92,6 +92,12 @@ class ShardListener:
         digests = {one: self._model.fingerprints[one] for one in self._plan[shard]}
         return Assignment(model_id=manifest.model_id, weights=manifest.weights, digests=digests)
 
+    @property
+    def num_joining(self) -> int:
+        """Returns how many hosts are on their way in: they hold a thread, and no rows are sent to them yet."""
+        with self._lock:
+            return len(self._visits)
+
     def sweep(self, now: float) -> None:
         """Ends visits that take too long, and those of revoked hosts."""
         with self._lock:

@@ -13,7 +13,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -22,9 +22,10 @@ from noise.scheme import GroupSpec, Masked, MaskScheme, Message
 from noise.verify import FAILED, Verifier
 from tenant_sdk.model.planned_calls import AT_ONCE, Course, PlannedCalls, masked_on_course
 from wire.errors import InvalidTensor, VerificationFailed
-from wire.frame import DTYPES, ITEM_BYTES, Arithmetic, Call, Direction, row_of
-from wire.limits import CHUNK_BYTES, Limits
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.frame import ITEM_BYTES, Arithmetic, Call, Direction
+from wire.limits import Limits
+from wire.payload import Payload
+from wire.ring.seeded_rows import SeededRows
 from wire.transport.connection import Connection, Pending
 
 _Asked = tuple[Masked, list[Pending]]
@@ -111,30 +112,11 @@ class RemoteExecutor:
         num_rows = rows.shape[0]
         if num_rows == 0:
             return torch.empty(0, reply_cols, dtype=torch.float32, device=rows.device)
-        if num_rows == 1:  # one token's row is never too large
-            product = self._run_row(group, direction, rows, reply_cols, course)
-            if product is not None:
-                return product
-        parts = rows.split(min(num_rows, self._rows_per_request(request_cols, reply_cols)))
-        waiting = [self._ask(group, direction, part, reply_cols, course) for part in parts]
-        products = [self._result(each, rows) for each in waiting]
-        return products[0] if len(products) == 1 else torch.cat(products)
-
-    def _run_row(
-        self, group: GroupSpec, direction: Direction, row: torch.Tensor, reply_cols: int, course: Course
-    ) -> torch.Tensor | None:
-        """Masks and sends one row by the shorter path that some masks have; None where the mask has none."""
-        if not row.is_cpu or not row.is_contiguous() or row.shape[1] * ITEM_BYTES > CHUNK_BYTES:
-            return None
-        masked = masked_on_course(lambda row: self.scheme.mask_row(group, direction, row), row, course)
-        if masked is None:
-            return None
-        self._check_honest()
-        call, message, unmask = masked
-        reply = self._connections[0].submit(call, message, reply_cols).result()
-        if self._verifier is not None:
-            self.check(call, row_of(call, message), reply)
-        return unmask(reply)
+        most_rows = self._rows_per_request(request_cols, reply_cols)
+        if num_rows <= most_rows:
+            return self._result(self._ask(group, direction, rows, reply_cols, course), rows)
+        waiting = [self._ask(group, direction, part, reply_cols, course) for part in rows.split(most_rows)]
+        return torch.cat([self._result(each, rows) for each in waiting])
 
     def _ask(
         self, group: GroupSpec, direction: Direction, rows: torch.Tensor, reply_cols: int, course: Course
@@ -155,13 +137,11 @@ class RemoteExecutor:
 
     def _send(self, message: Message, reply_cols: int) -> Pending:
         self._check_honest()  # the thread that makes masks sends here too, and an inproc: connection cannot be closed
-        rows = message.rows
-        if isinstance(rows, torch.Tensor):
-            rows = rows.to("cpu", DTYPES[message.call.arithmetic]).contiguous()
-        pending = self._connections[message.provider].submit(message.call, rows, reply_cols)
-        return pending if self._verifier is None else _Checked(pending, message.call, rows, self)
+        call, payload, provider = message
+        pending = self._connections[provider].submit(call, payload, reply_cols)
+        return pending if self._verifier is None else _Checked(pending, call, payload, self)
 
-    def check(self, call: Call, rows: Rows, reply: torch.Tensor) -> None:
+    def check(self, call: Call, payload: Payload, reply: torch.Tensor) -> None:
         """Ends the session unless a reply is what the trusted weights give.
 
         Raises:
@@ -170,8 +150,9 @@ class RemoteExecutor:
         if self._verifier is None:
             return
         try:
+            rows = payload.rows(call)
             if isinstance(rows, SeededRows):
-                rows = rows.expand(self._verifier.request_features(call.group, call.direction))
+                rows = rows.expand(payload.cols)
             self._verifier.check(call.group, call.direction, rows, reply)
         except VerificationFailed:
             self.close()
@@ -185,8 +166,8 @@ class RemoteExecutor:
         for connection in self._connections:
             connection.close()
 
-    def _effect(self, call: Call, rows: Rows, reply_cols: int) -> Pending:
-        return self._send(Message(call, rows), reply_cols)
+    def _effect(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
+        return self._send(Message(call, payload), reply_cols)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteExecutor:
         """Returns itself: a copied model uses the same connection."""
@@ -222,13 +203,13 @@ class _Checked:
 
     pending: Pending
     call: Call
-    rows: Rows = field(repr=False)
+    payload: Payload
     executor: RemoteExecutor
 
     def result(self) -> torch.Tensor:
         """Waits for the reply and checks it as it came, while it is still masked."""
         reply = self.pending.result()
-        self.executor.check(self.call, self.rows, reply)
+        self.executor.check(self.call, self.payload, reply)
         return reply
 
 

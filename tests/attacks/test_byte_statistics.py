@@ -21,7 +21,7 @@ from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
-from tests.tenant_sdk.tiny import serving
+from tests.support.serving import serving
 
 
 def uniform(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -160,16 +160,16 @@ def test_real_training(mask: str, is_fault: bool, tmp_path: Path) -> None:
     """Two steps of the tiny model through the tenant's and the provider's own code."""
     model = quick_model.make("tiny-llama", tmp_path / "model")
     served = serve_model(load(resolve(str(model))), recording=True)
-    core = ServedModel(served, Recorder(tmp_path / "seen", served.manifest))
+    served_model = ServedModel(served, Recorder(tmp_path / "seen", served.manifest))
     options = {"verify": model, "cache": tmp_path / "cache", "progress": False}
     with (
-        serving(core) as server,
+        serving(served_model) as server,
         TenantClient(f"grpc://127.0.0.1:{server.port}", mask=mask, arithmetic="ring", **options) as client,
     ):
         client.finetune(
             list(quick_model.FACTS), output_dir=tmp_path / "adapter", max_steps=2, progress=False, resume=False
         )
-    core.close()
+    served_model.close()
     found = statistics.look(open_view(tmp_path / "seen"))
     assert len(found.looked_at) > 10
     assert bool(found.faults()) == is_fault

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,8 @@ from attacks.seen.public_model import describe
 from attacks.seen.view import View
 from attacks.victim.synthetic import Exchange, write_recording
 from tenant_sdk import TenantClient, embedded
-from tests.tenant_sdk.tiny import lora
+from tests.support.quick_training import lora
+from tests.support.wrapped_model import WrappedModel
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
@@ -127,21 +127,15 @@ def test_traffic_without_training_gives_nothing(traffic: Traffic) -> None:
 # ---- fine-tuning by the SDK -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Recording:
+class Recording(WrappedModel):
     """An honest provider that keeps what it sees."""
 
-    core: Any
-    seen: list[Exchange] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.core, name)
-
-    def row_product(self, call: Call) -> None:
-        """Every product is `compute`'s."""
+    def __init__(self, served_model: Any) -> None:
+        super().__init__(served_model)
+        self.seen: list[Exchange] = []
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        reply = self.core.compute(call, rows)
+        reply = self.served_model.compute(call, rows)
         request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
         names = call.direction.name.lower(), call.purpose.name.lower()
         self.seen.append(Exchange(call.group, request, reply.clone(), *names))

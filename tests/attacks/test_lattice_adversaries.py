@@ -38,12 +38,15 @@ from noise.hints.store import HintStore
 from noise.lattice import Lattice
 from noise.ledger.ledger import Ledger
 from noise.params import NOMINAL_SIGMA, PARAMETERS, LatticeParameters
-from noise.polynomial import negacyclic
 from noise.scheme import GroupSpec, encode_rows
+from tests.support.answered import Answered
+from tests.support.schoolbook import reference_product
+from tests.support.spies import results_of
 from wire.errors import ConfigurationError
 from wire.frame import Call, Direction
+from wire.payload import Payload
 from wire.ring import coding
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.ring.seeded_rows import SeededRows
 
 DEFAULT = PARAMETERS["default"]
 MODULES = no_error, leaked_secret, slot_reuse, arora_ge, lattice_reduction, sparse_secret, shared_error
@@ -71,7 +74,7 @@ def test_equations_are_the_masks_of_noise(parameters: LatticeParameters) -> None
     rng = sampling.Csprng()
     seed = SeededRows(bytes(range(32)), 0, parameters.dimension)
     secret = sampling.ternary(rng, (1, parameters.rank, parameters.ring_degree))
-    masks = negacyclic.reference_product(seed.expand(5), secret)[0]
+    masks = reference_product(seed.expand(5), secret)[0]
     public = PublicMatrix.of(seed, parameters.ring_degree, 5)
     flat = secret.reshape(-1).to(torch.int64)
     for offset in range(0, parameters.ring_degree, max(1, parameters.ring_degree // 16)):
@@ -91,33 +94,19 @@ def test_any_row_may_be_taken_as_row_0(at: int) -> None:
         assert torch.equal(public.mask(turned.reshape(-1), row - at), masks[row])
 
 
-class _Pending:
-    def __init__(self, reply: torch.Tensor) -> None:
-        self._reply = reply
-
-    def result(self) -> torch.Tensor:
-        return self._reply
-
-
 def test_the_secret_opens_what_the_scheme_itself_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """noise.lattice end to end: its request minus the mask of its secret is its encoded input plus its error."""
     parameters, weight = toy(16, 2, NOMINAL_SIGMA), torch.randint(-127, 128, (40, 24), dtype=torch.int8)
     spec = GroupSpec(0, 40, 24, 700.0, 700.0, torch.full((24,), 0.01), "0" * 64)
-    drawn: list[torch.Tensor] = []
-    ternary = sampling.ternary
-
-    def spy(*arguments: object) -> torch.Tensor:
-        drawn.append(ternary(*arguments))  # type: ignore[arg-type]
-        return drawn[-1]
-
     asked: list[SeededRows] = []
 
-    def effect(call: Call, rows: Rows, reply_cols: int) -> _Pending:
+    def effect(call: Call, payload: Payload, reply_cols: int) -> Answered:
+        rows = payload.rows(call)
         assert isinstance(rows, SeededRows)
         asked.append(rows)
-        return _Pending(coding.product(rows.expand(40), weight))
+        return Answered(coding.product(rows.expand(40), weight))
 
-    monkeypatch.setattr(sampling, "ternary", spy)
+    drawn = results_of(monkeypatch, sampling, "ternary")
     scheme = Lattice(parameters, Ledger.open(tmp_path / "ledger", "tenant"), HintStore(None), background=False)
     scheme.bind(effect)
     rows = torch.randn(16, 40)

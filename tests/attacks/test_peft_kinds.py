@@ -9,7 +9,7 @@ import pytest
 from attacks import extract_lora
 from attacks.report import verdict
 from attacks.report.table import Result
-from tests.attacks.test_quick import read
+from tests.support.attack_report import read
 
 
 def values(results: list[Result], mask: str, arithmetic: str, metric: str) -> dict[str, float]:

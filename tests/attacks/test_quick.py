@@ -19,20 +19,7 @@ from attacks.report.finding import SHARE_TRIED, Finding
 from attacks.report.table import Result
 from attacks.victim import check, quick_model
 from attacks.victim.check import Check
-
-
-def read(folder: Path) -> list[Result]:
-    results = json.loads((folder / "report.json").read_text())["results"]
-    return [
-        Result(
-            one["mask"], one["arithmetic"], one["adversary"],
-            Finding(
-                one["module"], one["metric"], float("inf") if one["value"] is None else one["value"],
-                one["baseline"], tuple(one["interval"]), one["verdict"],
-            ),
-        )
-        for one in results
-    ]  # fmt: skip
+from tests.support.attack_report import read
 
 
 def check_files(folder: Path) -> None:
@@ -308,7 +295,7 @@ SEEDED = """
 def test_a_victim_whose_mask_is_broken_is_noticed(
     mutation: str, noticed_by: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_controls: None
 ) -> None:
-    """The lattice mask forgets one direction, draws no error, or draws its secrets as DESIGN.md forbids."""
+    """The lattice mask forgets a direction, has no error, or draws secrets as docs/masks.md, "lattice", rules out."""
     (tmp_path / "sitecustomize.py").write_text(IN_THE_VICTIM + mutation)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(attacks.__file__).parent.parent}")
     options = ["--masks", "lattice", "--adversaries", ",".join(noticed_by), "--out", str(tmp_path / "out")]

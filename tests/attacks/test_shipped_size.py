@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from attacks.controls import sparse_secret as sparse_secret_control
 from attacks.controls.lattice_traffic import ACTIVATION, Traffic, no_model
 from attacks.controls.weak_lattice import WEAKNESSES
 from attacks.programs import weakenings
-from attacks.report.evaluate import _certain
-from attacks.seen.adversary import Claim, StolenDifference, StolenFact, StolenRows
+from attacks.report.evaluate import Case, attack
+from attacks.report.verdict import weakened
+from attacks.seen.adversary import Adversary, Claim, StolenDifference, StolenFact, StolenRows
 from noise.params import PARAMETERS
 from wire.ring.seeded_rows import SeededRows
 
@@ -153,7 +155,7 @@ def test_a_secret_comes_back_from_its_difference(distance: int) -> None:
 
 def test_distances_are_those_of_blocks_and_pieces() -> None:
     found = distances(512, 49)
-    assert len(found) == len(set(found)) <= shared_error._MOST_DISTANCES
+    assert len(found) == len(set(found)) <= shared_error.MOST_DISTANCES
     assert {64, 128, 171, 256, 512, 1024} <= set(found)
 
 
@@ -161,10 +163,13 @@ def test_distances_are_those_of_blocks_and_pieces() -> None:
     ("name", "claim"),
     [("sparse-secret", StolenRows(1, torch.zeros(1, 1))), ("shared-error", StolenFact(SHARED, "1, 2"))],
 )
-def test_what_they_claim_is_certain(name: str, claim: Claim) -> None:
+def test_what_they_claim_is_certain(name: str, claim: Claim, tmp_path: Path) -> None:
     """An alarm of the gate on any private mask, whether or not anybody knows the truth."""
-    (finding,) = _certain(name, [claim])
-    assert finding.metric == "certain claims"
+    view = SimpleNamespace(select=lambda *_: [], with_tensors=lambda: SimpleNamespace(messages=[None]))
+    case = Case("seen", "lattice", view, no_model(), None, [], None)  # type: ignore[arg-type]
+    results = attack(case, [Adversary(name, "", lambda *_: [claim])], [], tmp_path, lambda _: None)
+    (certain,) = [one for one in results if one.finding.metric == "certain claims"]
+    assert weakened([certain])
 
 
 # ---- all of it, with a real tenant ----------------------------------------------------------------------------------

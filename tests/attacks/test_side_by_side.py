@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from attacks.report import command_line, evaluate
-from tests.waiting import WAIT_S
+from tests.support.waiting import WAIT_S
 
 STUCK = """
 import os, signal, sys, threading, time

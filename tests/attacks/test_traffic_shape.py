@@ -52,11 +52,12 @@ def test_wins_on_its_control() -> None:
 def test_reads_no_tensor(
     changes_inputs: bool, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(message: Message, name: str) -> NoReturn:
-        raise AssertionError(f"{name} of message {message.seq} was read")
+    def refuse(message: Message) -> NoReturn:
+        raise AssertionError(f"message {message.seq} was read")
 
     view = control.record(tmp_path / "seen", changes_inputs, checkpointing)
-    monkeypatch.setattr(Message, "_read", refuse)
+    for name in ("request", "reply"):
+        monkeypatch.setattr(Message, name, refuse)
     assert facts(view) == control.facts(changes_inputs)
 
 

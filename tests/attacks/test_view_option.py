@@ -20,7 +20,7 @@ from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from provider.operations.recording import Recorder
 from tenant_sdk import TenantClient
-from tests.tenant_sdk.tiny import serving
+from tests.support.serving import serving
 
 PROMPTS = [list(range(20 + 7 * number, 26 + 7 * number)) for number in range(4)]
 Record = Callable[..., Path]
@@ -35,14 +35,14 @@ def model(tmp_path: Path) -> Path:
 def record(model: Path, tmp_path: Path, no_controls: None) -> Record:
     def run(name: str = "seen", prompts: list[list[int]] = PROMPTS, limit: int = 1 << 30, layers: str = "") -> Path:
         served = serve_model(load(resolve(str(model))), recording=True)
-        core = ServedModel(served, Recorder(tmp_path / name, served.manifest, limit, layers))
-        with serving(core) as server:
+        served_model = ServedModel(served, Recorder(tmp_path / name, served.manifest, limit, layers))
+        with serving(served_model) as server:
             url = f"grpc://127.0.0.1:{server.port}"
             with TenantClient(url, mask="off", arithmetic="float", cache=tmp_path / "cache") as client, torch.no_grad():
                 tenant = client.load_model()
                 for prompt in prompts:
                     tenant(torch.tensor([prompt]))
-        core.close()
+        served_model.close()
         return tmp_path / name
 
     return run

@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks import estimate
 from noise.params import PARAMETERS, REFUSED, choose
+from tests.support.repository import ROOT
+from tests.support.waiting import WAIT_S
 from wire.errors import WeakParameters
 
-ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60
 BITS = {1536: 161, 2048: 219, 1280: 149, 1024: 106}
 STAND_IN = """
 from sage.all import oo
@@ -183,7 +183,7 @@ def test_make_says_it_in_one_line(tmp_path: Path) -> None:
     ):
         done = subprocess.run(
             ["make", "--no-print-directory", "estimate", f"PYTHON={sys.executable}", *words], cwd=ROOT, check=False,
-            capture_output=True, text=True, timeout=TIMEOUT_S,
+            capture_output=True, text=True, timeout=WAIT_S,
         )  # fmt: skip
         assert done.returncode != 0
         ours = [line for line in done.stderr.splitlines() if not line.startswith("make")]

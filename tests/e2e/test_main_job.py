@@ -17,11 +17,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.chat_model import character_tokenizer, make_chat_model
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, TransportError
-
-TIMEOUT_S = 60.0
+from wire.transport.grpc_connection import GrpcConnection
 
 
 class Process:
@@ -40,12 +40,12 @@ class Process:
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         if self.handle.poll() is None:
             self.handle.send_signal(number)
-        self.handle.communicate(timeout=TIMEOUT_S)
+        self.handle.communicate(timeout=WAIT_S)
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    folder = tiny.chat_model(tmp_path / "model")
+    folder = make_chat_model(tmp_path / "model")
     running: list[Process] = []
 
     def start(port: int = 0) -> Process:
@@ -59,10 +59,12 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 def provider(tmp_path: Path, *arguments: Any) -> None:
     command = [sys.executable, "-m", "provider", *map(str, arguments), "--state", str(tmp_path / "provider")]
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+    subprocess.run(command, check=True, capture_output=True, timeout=WAIT_S)
 
 
-def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Path) -> None:
+def test_kill_restart_resume_revoke(
+    serve: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = serve()
     identity, out = tmp_path / "acme", tmp_path / "adapters" / "support"
     provider(tmp_path, "enroll", "acme", "--out", identity)
@@ -74,17 +76,16 @@ def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Pat
     ) as client:
         whole = client.finetune(data, lora(), tmp_path / "whole", **settings)
         # SIGKILL, from another thread than the one that waits for a reply, once there is a checkpoint
-        connection: Any = client._open().connections[0]
-        submit, saved = connection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
+        submit, saved = GrpcConnection.submit, out.with_name("support.checkpoints") / "checkpoint-4" / "complete"
         killer = threading.Thread(target=first.end, args=(signal.SIGKILL,))
 
         def kill_once(*arguments: Any) -> Any:
             if killer.ident is None and saved.exists():
                 killer.start()
-                killer.join(TIMEOUT_S)
+                killer.join(WAIT_S)
             return submit(*arguments)
 
-        connection.submit = kill_once
+        monkeypatch.setattr(GrpcConnection, "submit", kill_once)
         with pytest.raises(TransportError) as failure:
             client.finetune(data, lora(), out, **settings)
         assert "\n" not in str(failure.value)
@@ -96,7 +97,7 @@ def test_kill_restart_resume_revoke(serve: Callable[..., Process], tmp_path: Pat
         assert result.losses == pytest.approx(whole.losses, rel=1e-5)
         answer = client.generate("who?", out, 12)
         stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), out).eval()
-        tokenizer = tiny.tokenizer()
+        tokenizer = character_tokenizer()
         prompt = [{"role": "user", "content": "who?"}]
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         want = stock.generate(input_ids=ids, max_new_tokens=12, do_sample=False, pad_token_id=0)

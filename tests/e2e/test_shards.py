@@ -25,11 +25,14 @@ from provider.shards.local import LocalShards
 from provider.shards.router import Shard
 from tenant_sdk import TenantClient
 from tenant_sdk.training import checkpoints
-from tests.rpc.test_cli import Serving, one_line_error, run
-from tests.tenant_sdk.tiny import QUICK, ROWS, chat_model, lora, make_core, serving
-from tests.waiting import WAIT_S, comes, end, until
+from tests.support.chat_model import make_chat_model
+from tests.support.provider_command import Serving, one_line_error, run
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model, serving
+from tests.support.waiting import WAIT_S, comes, end, until
 from wire.errors import Unavailable
 from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 from wire.transport.grpc_connection import GrpcConnection
 
 pytestmark = pytest.mark.slow
@@ -39,7 +42,7 @@ Serve = Callable[..., Serving]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return chat_model(tmp_path_factory.mktemp("shards") / "tiny")
+    return make_chat_model(tmp_path_factory.mktemp("shards") / "tiny")
 
 
 @pytest.fixture
@@ -104,7 +107,7 @@ class Killer:
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses with a provider of one process."""
-    with serving(make_core(model, "int8")) as server:
+    with serving(make_served_model(model, "int8")) as server:
         return finetune(f"grpc://127.0.0.1:{server.port}", tmp_path_factory.mktemp("plain") / "run", "off")
 
 
@@ -148,18 +151,20 @@ def test_a_shard_without_a_replica_is_waited_for(
 
 def test_layers_of_other_shards_go_on(model: Path) -> None:
     """A shard that is given up is an error at once; the other one does not notice."""
-    core = make_core(model, "int8")
-    local = LocalShards.start(core.served, 2, 1)
-    schedulers = [make_scheduler(core.served, Policy(), profiled=False) for _ in range(2)]
-    core.let_weights_go()
+    served_model = make_served_model(model, "int8")
+    local = LocalShards.start(served_model.served, 2, 1)
+    schedulers = [make_scheduler(served_model.served, Policy(), profiled=False) for _ in range(2)]
+    served_model.let_weights_go()
     server = Server("127.0.0.1", 0, None)
-    server.start(core, [Shard(*one) for one in zip(local.plan, local.replicas, schedulers, strict=True)])
+    server.start(served_model, [Shard(*one) for one in zip(local.plan, local.replicas, schedulers, strict=True)])
     connection = GrpcConnection(f"grpc://127.0.0.1:{server.port}")
 
     def product(group: int, num_rows: int = 20) -> torch.Tensor:
         info = connection.manifest().groups[group]
         rows = torch.ones(num_rows, info.in_features, dtype=torch.int32)
-        return connection.submit(Call(group, Direction.FORWARD, Arithmetic.RING), rows, info.out_features).result()
+        return connection.submit(
+            Call(group, Direction.FORWARD, Arithmetic.RING), RowsPayload(rows), info.out_features
+        ).result()
 
     try:
         last = len(connection.manifest().groups) - 1

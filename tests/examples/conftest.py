@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.tenant_sdk.tiny import tokenizer
-
-ROOT = Path(__file__).parents[2]
+from tests.support.chat_model import character_tokenizer
+from tests.support.repository import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +25,7 @@ def tiny_chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import re
 import shlex
 from pathlib import Path
@@ -15,14 +14,14 @@ import typer
 import yaml
 
 from attacks.report import command_line as attacks_cli
-from noise import registry
+from noise.options import OPTIONS
 from noise.params import PARAMETERS
 from noise.registry import MASKS
 from provider.cli import app as provider_app
 from provider.config import ProviderSettings, load_settings
 from provider.schedule.quota import TenantLimits
 from tenant_sdk.cli import app as tenant_app
-from tests.examples.conftest import ROOT
+from tests.support.repository import ROOT
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
@@ -152,10 +151,8 @@ def test_masks_md_names_every_mask_and_option() -> None:
     assert sorted(re.findall(r"^\| `([\w-]+)`", overview, re.MULTILINE)) == sorted(MASKS)
     assert all(f"\n## {mask}\n" in text for mask in MASKS)
     (lattice,) = re.findall(r"\n## lattice\n(.*?)\n## ", text, re.DOTALL)
-    known = inspect.signature(registry._lattice).parameters
-    assert re.findall(r"^\| `(\w+)` \|", lattice, re.MULTILINE) == [
-        name for name in known if name not in ("setting", "allow_toy")
-    ]
+    known = [name for name in OPTIONS["lattice"] if name != "allow_toy"]
+    assert re.findall(r"^\| `(\w+)` \|", lattice, re.MULTILINE) == known
     for chosen in PARAMETERS.values():
         assert f"{chosen.bits} bits" in lattice
 

@@ -10,7 +10,7 @@ import pytest
 from peft import PeftConfig
 from safetensors.torch import load_file
 
-from tests.examples.conftest import ROOT
+from tests.support.repository import ROOT
 
 pytestmark = pytest.mark.slow
 

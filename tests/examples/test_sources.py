@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import ROOT
+from tests.support.repository import ROOT
 
-CITING_PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
-"""Packages whose citations are checked."""
+CITING_FOLDERS = ("wire", "noise", "tenant_sdk", "provider", "attacks", "tests")
+"""Folders whose citations are checked."""
 _FILE = r"(?<![\w/.-])(?P<path>(?:[\w.-]+/)+[\w-]+\.md|[A-Z_]{3,}\.md)"
 _PLACE = r"(?:,? section (?P<section>\d+)|, \"(?P<heading>[^\"]+)\"|, (?P<bare>[A-Z].{0,60}))?"
 _CITATION = re.compile(_FILE + _PLACE)
@@ -43,13 +46,29 @@ def missing_sources(source: str) -> list[str]:
     return missing
 
 
-def sources(package: str) -> list[Path]:
-    return sorted(path for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".c", ".h", ".md"))
+def comments_and_docstrings(source: str) -> str:
+    """What a Python file says of itself, in its order: other strings of a test may name files that are not there."""
+    said = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            said.append((token.start[0], token.string))
+    return "\n".join(text for _, text in sorted(said))
 
 
-@pytest.mark.parametrize("package", CITING_PACKAGES)
-def test_cited_sources_exist(package: str) -> None:
-    texts = {path: path.read_text() for path in sources(package)}
+def sources(folder: str) -> dict[Path, str]:
+    """The text of each source file and page below a folder; of tests what they say in comments and docstrings."""
+    paths = sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c", ".h", ".md"))
+    texts = {path: path.read_text() for path in paths}
+    return {path: comments_and_docstrings(text) for path, text in texts.items()} if folder == "tests" else texts
+
+
+@pytest.mark.parametrize("folder", CITING_FOLDERS)
+def test_cited_sources_exist(folder: str) -> None:
+    texts = sources(folder)
     assert any(_CITATION.search(unwrapped(text)) for text in texts.values())
     missing = {str(path.relative_to(ROOT)): missing_sources(text) for path, text in texts.items()}
     assert {path: citations for path, citations in missing.items() if citations} == {}
@@ -86,3 +105,14 @@ def test_missing_source_is_found(cited: str) -> None:
 def test_source_that_exists_is_accepted(cited: str) -> None:
     assert _CITATION.search(unwrapped(f"the bound ({cited})."))
     assert missing_sources(f"the bound ({cited}).") == []
+
+
+def test_what_a_test_says_is_looked_at_and_its_other_strings_are_not() -> None:
+    source = '''"""Checks the bound\nof docs/no-such-page.md."""
+LIMIT = 3
+"""From DESIGN.md, section 3."""
+names = ["docs/not-cited.md"]  # as wire/SPEC.md,
+# section 99 says
+'''
+    cited = ["docs/no-such-page.md", "DESIGN.md, section 3", "wire/SPEC.md, section 99"]
+    assert missing_sources(comments_and_docstrings(source)) == cited

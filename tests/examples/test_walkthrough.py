@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import ROOT
+from tests.support.repository import ROOT
 
 PAGE = ROOT / "examples" / "two_terminals.md"
 BLOCK = re.compile(r"^```sh *([a-z-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

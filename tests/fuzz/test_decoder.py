@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.wire.test_manifest import valid
+from tests.support.manifests import valid
 from wire import frame
 from wire.errors import VeilbaseError, code_of, error_from_code
 from wire.frame import (

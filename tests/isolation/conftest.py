@@ -1,4 +1,4 @@
-"""A tiny model's core, and an executor that stands still until it is told."""
+"""Fixtures that the provider's tests have too: a served model, and an executor that stands still until it is told."""
 
-from tests.provider.conftest import core  # noqa: F401 - fixtures
-from tests.provider.engine.test_executor import gate  # noqa: F401
+from tests.support.executor_gate import gate  # noqa: F401
+from tests.support.served_llama import served_model  # noqa: F401

@@ -13,7 +13,8 @@ from typing import Any
 import grimp
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 HOLD_NO_TRUTH = {"seen", "adversaries"}
 """Folders of attacks that an adversary may import."""

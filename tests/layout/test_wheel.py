@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from noise.polynomial import kernels as polynomial_kernels
+from tests.support.repository import ROOT
 from wire.ring import kernels as ring_kernels
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 BESIDE = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 NOT_PACKED = shutil.ignore_patterns("__pycache__", "*.so")

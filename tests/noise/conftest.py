@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +13,15 @@ import pytest
 import torch
 
 from noise import sampling
-from noise.hints.store import HintStore
+from noise.hints.store import DEFAULT_RAM_BUDGET_BYTES, HintStore
 from noise.lattice import Lattice
+from noise.ledger.file import Seed
 from noise.ledger.ledger import Ledger
 from noise.params import LatticeParameters
-from tests.support.lattice import (
-    DEFAULT,
-    Provider,
-    weight_of,
-)
+from noise.polynomial import negacyclic
+from tests.support.lattice import Provider, weight_of
+from tests.support.mask_parameters import DEFAULT
+from tests.support.spies import results_of
 
 
 @pytest.fixture
@@ -33,12 +37,15 @@ def make(tmp_path: Path, provider: Provider) -> Any:
         parameters: LatticeParameters = DEFAULT,
         bits: int = 24,
         folder: Path | None = tmp_path / "hints",
+        is_bound: bool = True,
+        hint_ram_bytes: int = DEFAULT_RAM_BUDGET_BYTES,
         **options: Any,
     ) -> Lattice:
         ledger = Ledger.open(tmp_path / "ledger", "tenant")
         options = {"background": False, **options}
-        made.append(Lattice(parameters, ledger, HintStore(folder, 32 - bits), **options))
-        made[-1].bind(provider.effect)
+        made.append(Lattice(parameters, ledger, HintStore(folder, 32 - bits, hint_ram_bytes), **options))
+        if is_bound:
+            made[-1].bind(provider.effect)
         return made[-1]
 
     yield run
@@ -49,17 +56,34 @@ def make(tmp_path: Path, provider: Provider) -> Any:
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[torch.Tensor]]:
     """The secrets and errors that are drawn, in order."""
-    seen: dict[str, list[torch.Tensor]] = {"secret": [], "error": []}
-    ternary, error = sampling.ternary, sampling.error
+    return {"secret": results_of(monkeypatch, sampling, "ternary"), "error": results_of(monkeypatch, sampling, "error")}
 
-    def spy_ternary(*arguments: Any) -> torch.Tensor:
-        seen["secret"].append(ternary(*arguments))
-        return seen["secret"][-1]
 
-    def spy_error(*arguments: Any) -> torch.Tensor:
-        seen["error"].append(error(*arguments))
-        return seen["error"][-1]
+@pytest.fixture
+def counted(tmp_path: Path) -> Callable[[], list[Seed]]:
+    """The seeds in the ledger of every mask that `make` makes, as another process sees them."""
 
-    monkeypatch.setattr(sampling, "ternary", spy_ternary)
-    monkeypatch.setattr(sampling, "error", spy_error)
-    return seen
+    def audit() -> list[Seed]:
+        with contextlib.closing(Ledger.open(tmp_path / "ledger", "tenant")) as ledger:
+            return ledger.audit()
+
+    return audit
+
+
+@pytest.fixture
+def live_secrets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many of the transforms of secrets that were made since are in memory; they are as secret as the secrets."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    transform = negacyclic.secret_transform
+
+    def spy(secrets: torch.Tensor) -> torch.Tensor:
+        secrets_hat = transform(secrets)
+        made.append(weakref.ref(secrets_hat))
+        return secrets_hat
+
+    def count() -> int:
+        gc.collect()
+        return sum(each() is not None for each in made)
+
+    monkeypatch.setattr(negacyclic, "secret_transform", spy)
+    return count

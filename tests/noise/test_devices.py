@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,24 +19,24 @@ from noise.off import Off
 from noise.pad import Pad
 from noise.polynomial import kernels as mask_kernels
 from noise.polynomial import negacyclic
-from noise.scheme import GroupSpec, RowCodecs, decode_rows, encode_rows
-from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, weight_of, wide
-from wire.frame import Arithmetic, Direction, row_of
+from noise.scheme import GroupSpec, RowEncoder, decode_rows, encode_rows
+from tests.support.cached import forget
+from tests.support.compiled_kernels import needs_products, needs_transforms
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.ring_rows import ring_rows
+from tests.support.schoolbook import reference_product
+from wire.frame import Arithmetic, Direction
 from wire.ring import coding, product
 from wire.ring import kernels as wire_kernels
 from wire.ring.seeded_rows import SeededRows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 FORMS = [
-    pytest.param(True, id="compiled", marks=pytest.mark.skipif(
-        not (mask_kernels.available() and wire_kernels.available()), reason="no compiled kernels on this machine"
-    )),
+    pytest.param(True, id="compiled", marks=[needs_transforms, needs_products]),
     pytest.param(False, id="torch"),
-]  # fmt: skip
-CACHED: list[Any] = [
-    negacyclic._twist, negacyclic._untwist, negacyclic._rounder, product.int_mm_is_exact, product.int_mm_is_fast
-]  # fmt: skip
-"""What is computed once for a process: whoever asks first must not decide the device for all."""
+]
 
 
 @pytest.fixture
@@ -71,15 +72,16 @@ def scheme(request: Any, tmp_path: Path, provider: Provider) -> Iterator[Any]:
 
 @pytest.fixture(params=FORMS)
 def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both ways through masks, coding and products; none of what they keep was made before, or stays."""
+    """Both ways through masks, coding and products; none of what they keep was made before, or stays.
+
+    Whoever asks first for what is computed once for a process must not decide the device for all.
+    """
     if not request.param:
         monkeypatch.setattr(mask_kernels, "available", lambda: False)
         monkeypatch.setattr(wire_kernels, "available", lambda: False)
-    for each in CACHED:
-        each.cache_clear()
+    forget(negacyclic, product)
     yield
-    for each in CACHED:
-        each.cache_clear()
+    forget(negacyclic, product)
 
 
 @pytest.fixture
@@ -87,17 +89,6 @@ def on_meta() -> Iterator[Callable[[], None]]:
     """Makes a device without data the default, as a user may make a GPU."""
     yield lambda: torch.set_default_device("meta")
     torch.set_default_device(None)
-
-
-def unmasked_row(scheme: Any, provider: Provider, direction: Direction, row: torch.Tensor) -> torch.Tensor | None:
-    """By the shorter way, where the mask has one."""
-    masked = scheme.mask_row(provider.groups[0], direction, row)
-    if masked is None:
-        return None
-    call, message, unmask = masked
-    reply = coding.product(row_of(call, message), provider.matrix(call))
-    found: torch.Tensor = unmask(reply)
-    return found
 
 
 @pytest.mark.usefixtures("form")
@@ -111,16 +102,12 @@ def test_the_default_device_changes_nothing(
     off = provider.answer(Off(Arithmetic.RING).mask(spec, direction, rows))
     exact, bound, _ = bounds(spec, direction, provider.weights[0], rows, DEFAULT, 128)
     on_meta()
-    found = [provider.answer(scheme.mask(spec, direction, rows))]
-    if num_rows == 1:
-        by_row = unmasked_row(scheme, provider, direction, rows)
-        found += [] if by_row is None else [by_row]
+    result = provider.answer(scheme.mask(spec, direction, rows))
     torch.set_default_device(None)
-    for result in found:
-        assert (result.device, result.dtype) == (CPU, torch.float32)
-        assert bool(((wide(result) - exact).abs() <= bound).all())
-        if scheme.name != "lattice":
-            assert torch.equal(result, off)
+    assert (result.device, result.dtype) == (CPU, torch.float32)
+    assert bool(((wide(result) - exact).abs() <= bound).all())
+    if scheme.name != "lattice":
+        assert torch.equal(result, off)
 
 
 @pytest.mark.usefixtures("form")
@@ -136,10 +123,24 @@ def test_what_is_drawn_and_kept_stays_on_the_cpu(on_meta: Callable[[], None]) ->
         (sampling.error(rng, (2, 3), replace(DEFAULT, sigma=0.0)), torch.int8),
         (sampling.error(rng, (2, 3), replace(DEFAULT, sigma=32.0)), torch.int16),
         (SeededRows(bytes(32), 0, 3).expand(5), torch.int32),
-        (negacyclic._untwist(8), torch.complex128),
-        (negacyclic._rounder(), torch.complex128),
     ]
     assert [(tensor.device, tensor.dtype) for tensor, _ in drawn] == [(CPU, dtype) for _, dtype in drawn]
+
+
+@pytest.mark.usefixtures("form")
+def test_products_of_polynomials_are_made_on_the_cpu(on_meta: Callable[[], None]) -> None:
+    """What the first call keeps for later ones, too: the last is made with the CPU as default again."""
+    toy = replace(TOY, ring_degree=16)
+    rng, secrets = sampling.Csprng(), torch.randint(-1, 2, (2, toy.rank, 16), dtype=torch.int8)
+    matrix = rng.random_bytes(4 * toy.dimension * 5).view(torch.int32).view(toy.dimension, 5)
+    on_meta()
+    secrets_hat = negacyclic.secret_transform(secrets)
+    made = [negacyclic.combine(negacyclic.transform(matrix, toy), secrets_hat)]
+    made.append(negacyclic.product(matrix, secrets_hat, toy))
+    torch.set_default_device(None)
+    made.append(negacyclic.product(matrix, negacyclic.secret_transform(secrets), toy))
+    assert secrets_hat.is_cpu
+    assert all(torch.equal(each, reference_product(matrix, secrets)) for each in made)
 
 
 @pytest.mark.usefixtures("form")
@@ -149,7 +150,24 @@ def test_a_self_test_is_of_the_cpu(on_meta: Callable[[], None]) -> None:
     on_meta()
     assert product.int_mm_is_exact() is expected
     product.int_mm_is_fast()  # which may differ on a busy machine, but ends
-    assert product._BYTE_VALUES.is_cpu
+
+
+@pytest.mark.skipif(not product.int_mm_is_exact(), reason="this machine's _int_mm is not exact")
+@pytest.mark.parametrize("num_rows", [3, 30])
+def test_a_module_that_is_imported_then_multiplies_on_the_cpu(
+    num_rows: int, on_meta: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_kernels, "available", lambda: False)
+    rows, weight = ring_rows(num_rows, 24), weight_of(24, 16)
+    expected = product.product(rows, weight)
+    on_meta()
+    spec = importlib.util.spec_from_file_location("another_product", product.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    another: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(another)
+    another.int_mm_is_fast = lambda: True
+    assert torch.equal(another.product(rows, weight), expected)
 
 
 # ---- rows elsewhere: a model that was moved -------------------------------------------------------------------------
@@ -191,25 +209,20 @@ def test_rows_elsewhere_meet_scales_there(spec: GroupSpec, monkeypatch: pytest.M
     assert [alpha.device for alpha in seen if alpha is not None] == [META, CPU]
 
 
-@pytest.mark.skipif(not wire_kernels.available(), reason="no compiled kernels on this machine")
+@needs_products
 def test_one_row_on_the_cpu_after_the_model_came_back(spec: GroupSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales that began on another device do not take the shorter way from rows on the CPU."""
-    kept = spec.alpha.clone()
     away = replace(spec, alpha=torch.empty_like(spec.alpha, device=META))
-    away._moved[CPU] = kept  # a tensor without data cannot be copied back
+    back = {CPU: spec.alpha.clone()}  # a tensor without data cannot be copied back
+    monkeypatch.setattr(GroupSpec, "alpha_on", lambda group, device: back[device])
     for direction in (FORWARD, BACKWARD):
-        _, codec = RowCodecs().of(away, direction)
-        assert codec is not None
         row = rows_of(1, spec.widths(direction)[0])
-        assert torch.equal(codec.decode(*_reply(spec, direction, codec, row)), _by_the_longer_way(spec, direction, row))
-
-
-def _reply(spec: GroupSpec, direction: Direction, codec: Any, row: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    coded = bytearray(4 * row.shape[1])
-    beta = codec.encode(row, memoryview(coded))
-    weight = weight_of(40, 24, 1)
-    rows = torch.frombuffer(coded, dtype=torch.int32).view(1, -1)
-    return coding.product(rows, weight if direction is FORWARD else weight.t()), beta
+        encoded = RowEncoder().encode(away, direction, row)
+        assert encoded is not None
+        weight = weight_of(40, 24, 1)
+        sent = encoded.payload.rows(encoded.call)
+        reply = coding.product(sent, weight if direction is FORWARD else weight.t())
+        assert torch.equal(encoded.codec.decode(reply, encoded.scale), _by_the_longer_way(spec, direction, row))
 
 
 def _by_the_longer_way(spec: GroupSpec, direction: Direction, row: torch.Tensor) -> torch.Tensor:

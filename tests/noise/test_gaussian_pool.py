@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,9 @@ from noise.registry import Setting, make_scheme
 from noise.sampling import gaussian, other_index
 from noise.scheme import GroupSpec
 from tenant_sdk import TenantClient
-from tests.conftest import make_tiny
-from tests.reference.test_parity import adapted, batch, grads, lora, relative
+from tests.support.answered import Answered
+from tests.support.parity import adapted, batch, grads, lora, relative
+from tests.support.tiny_models import make_tiny
 from wire.errors import ConfigurationError, InvalidTensor
 from wire.frame import Arithmetic, Call, Direction, Purpose
 
@@ -64,16 +64,6 @@ def provider_path(weight: torch.Tensor, bias: torch.Tensor) -> Callable[[Call, t
     return answer
 
 
-@dataclass
-class Ready:
-    """A reply that is there already."""
-
-    reply: torch.Tensor
-
-    def result(self) -> torch.Tensor:
-        return self.reply
-
-
 SPEC = GroupSpec(0, 24, 40, 1.0, 1.0, torch.ones(40))
 
 
@@ -83,7 +73,7 @@ def test_equations(kind: str, bias: bool) -> None:
     module, weight, b = layer(kind, bias)
     answer = provider_path(weight, b)
     scheme = pool(pool_size=4)
-    scheme.bind(lambda *asked: Ready(answer(*asked)))
+    scheme.bind(lambda call, payload, cols: Answered(answer(call, payload.rows(call), cols)))
     x = torch.randn(7, 24, requires_grad=True)
     want = module(x)
     upstream = torch.randn_like(want)
@@ -111,7 +101,7 @@ def test_each_effect_is_computed_once_and_renewed() -> None:
         return answer(call, rows, cols)
 
     scheme = pool(pool_size=3, renew_every=10)
-    scheme.bind(lambda *asked: Ready(counting(*asked)))
+    scheme.bind(lambda call, payload, cols: Answered(counting(call, payload.rows(call), cols)))
     rows = torch.ones(2, 24)
     sent = [scheme.mask(SPEC, Direction.FORWARD, rows).messages[0].rows for _ in range(10)]
     assert asked == [(Direction.FORWARD, 3)]
@@ -168,7 +158,7 @@ def test_warns_and_refuses() -> None:
 def test_nothing_is_sent_for_values_that_are_not_finite(bad: float, name: str) -> None:
     asked = []
     scheme: Any = pool() if name == "pool" else make_scheme("off", name[4:], {}, setting())
-    scheme.bind(lambda call, rows, cols: asked.append(call))
+    scheme.bind(lambda call, payload, cols: asked.append(call))
     rows = torch.zeros(3, 24)
     rows[1, 5] = bad
     with pytest.raises(InvalidTensor, match="nothing was sent"):

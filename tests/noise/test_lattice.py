@@ -12,22 +12,15 @@ import torch
 from noise import sampling
 from noise.off import Off
 from noise.params import PARAMETERS, LatticeParameters
-from noise.polynomial import negacyclic
-from noise.scheme import RowCodecs, decode_rows, encode_rows
-from tests.support.lattice import (
-    BACKWARD,
-    DEFAULT,
-    ETA,
-    FORWARD,
-    TOY,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    wide,
-)
+from noise.scheme import RowEncoder, decode_rows, encode_rows
+from tests.support.compiled_kernels import needs_products
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent
+from tests.support.lattice_bounds import ETA, bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.schoolbook import reference_product
 from wire.errors import InvalidTensor
-from wire.frame import HEADER_BYTES, Arithmetic, Call, Direction, row_of
+from wire.frame import Arithmetic, Call, Direction
+from wire.payload import MessagePayload
 from wire.ring import coding, kernels
 from wire.ring.seeded_rows import SeededRows
 
@@ -47,9 +40,9 @@ def test_masks_and_effects_are_those_of_the_reference(
     seed = provider.hints[0][1].seed
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(seed, 0, parameters.dimension).expand(matrix.shape[0])
-    assert torch.equal(mask.view(error.shape), negacyclic.reference_product(public, secret) + error.to(torch.int32))
+    assert torch.equal(mask.view(error.shape), reference_product(public, secret) + error.to(torch.int32))
     hint = coding.product(public, matrix)
-    assert torch.equal(effect.view(2, -1, matrix.shape[1]), negacyclic.reference_product(hint, secret))
+    assert torch.equal(effect.view(2, -1, matrix.shape[1]), reference_product(hint, secret))
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
@@ -166,10 +159,8 @@ def test_rows_are_scaled_alone(make: Any, provider: Provider) -> None:
 
 # ---- one row, by the short way --------------------------------------------------------------------------------------
 
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
 
-
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Provider, direction: Direction) -> None:
     scheme, spec = make(), provider.groups[1]
@@ -184,48 +175,65 @@ def test_a_row_in_bytes_is_masked_and_unmasked_like_any(make: Any, provider: Pro
     scheme.pool.take = spy
     for number in range(5):
         rows = rows_of(1, spec.widths(direction)[0], number)
-        call, message, unmask = masked = scheme.mask_row(spec, direction, rows)
-        assert call == Call(1, direction, Arithmetic.RING)
-        assert len(message) == HEADER_BYTES + 4 * rows.shape[1]
-        error_norm = scheme._error_bound * math.sqrt(rows.shape[1])
-        encoded, scales = encode_rows(spec, direction, rows, error_norm, scheme._slack)
+        masked = scheme.mask(spec, direction, rows)
+        (message,) = masked.messages
+        assert message.call == Call(1, direction, Arithmetic.RING)
+        assert isinstance(message.payload, MessagePayload)
+        error_norm, slack = ETA * math.sqrt(rows.shape[1]), float(2**7 * DEFAULT.dimension)  # of hints at 24 bits
+        encoded, scales = encode_rows(spec, direction, rows, error_norm, slack)
         ((mask, effect),) = taken
-        assert torch.equal(row_of(call, message), encoded + mask)
-        reply = coding.product(row_of(call, message), provider.matrix(call))
-        assert torch.equal(unmask(reply), decode_rows(spec, direction, reply, scales, effect))
-        assert repr(masked) == "MaskedRow()"
+        assert torch.equal(message.rows, encoded + mask)
+        reply = coding.product(message.rows, provider.matrix(message.call))
+        assert torch.equal(masked.unmask([reply]), decode_rows(spec, direction, reply, scales, effect))
+        assert "tensor" not in repr(masked)
+        assert not any(str(number) in repr(masked) for number in message.rows.flatten().tolist())
         taken.clear()
 
 
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_costs_nothing_by_the_short_way_either(
-    make: Any, provider: Provider, bad: float
+    make: Any, provider: Provider, counted: Any, bad: float
 ) -> None:
     scheme, spec = make(), provider.groups[0]
     rows = rows_of(1, spec.in_features)
     rows[0, 2] = bad
     with pytest.raises(InvalidTensor, match="nothing was sent"):
-        scheme.mask_row(spec, FORWARD, rows)
-    assert (provider.hints, scheme._ledger.audit()) == ([], [])
+        scheme.mask(spec, FORWARD, rows)
+    assert (provider.hints, counted()) == ([], [])
 
 
-@needs_kernels
+@needs_products
 def test_the_two_ways_share_no_slot(make: Any, provider: Provider) -> None:
     scheme, spec = make(TOY), provider.groups[0]
-    rows, seen = torch.zeros(1, spec.in_features), []
-    for number in range(3 * TOY.ring_degree):
-        if number % 3:
-            call, message, _ = scheme.mask_row(spec, FORWARD, rows)
-            seen.append(row_of(call, message).numpy().tobytes())
-        else:
-            seen.append(sent(scheme.mask(spec, FORWARD, rows)).numpy().tobytes())
-    assert len(set(seen)) == len(seen)
+    rows, seen = torch.zeros(3, spec.in_features), []
+    for number in range(TOY.ring_degree):
+        for part in rows.split(1) if number % 3 else (rows,):
+            seen += [bytes(row.numpy()) for row in sent(scheme.mask(spec, FORWARD, part))]
+    assert len(set(seen)) == len(seen) == 3 * TOY.ring_degree
 
 
 def test_a_group_of_another_session_has_a_codec_of_its_own(make: Any, provider: Provider) -> None:
-    codecs, spec = RowCodecs(), provider.groups[0]
+    encoder, spec = RowEncoder(), provider.groups[0]
     twin = replace(spec, alpha=2 * spec.alpha)
-    first = codecs.of(spec, FORWARD)
-    assert codecs.of(spec, FORWARD)[1] is first[1]
-    assert codecs.of(twin, FORWARD)[1] is not first[1] or first[1] is None
+    row = rows_of(1, spec.in_features)
+    first, second, other = (encoder.encode(each, FORWARD, row) for each in (spec, spec, twin))
+    if not kernels.available():
+        assert first is second is other is None
+        return
+    assert first is not None
+    assert second is not None
+    assert other is not None
+    assert second.codec is first.codec
+    assert other.codec is not first.codec
+
+
+@needs_products
+def test_what_does_not_fit_a_message_goes_the_other_way(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, spec = RowEncoder(), provider.groups[0]
+    row = rows_of(1, spec.in_features)
+    assert encoder.encode(spec, FORWARD, row) is not None
+    assert encoder.encode(spec, FORWARD, rows_of(2, spec.in_features)) is None
+    assert encoder.encode(spec, FORWARD, rows_of(1, 2 * spec.in_features)[:, ::2]) is None
+    monkeypatch.setattr("wire.payload.CHUNK_BYTES", 4 * spec.in_features - 1)
+    assert encoder.encode(spec, FORWARD, row) is None

@@ -15,21 +15,19 @@ import pytest
 import torch
 
 from noise import lattice, sampling
-from noise.blocks.pool import DEFAULT_BYTES
+from noise.blocks.pool import DEFAULT_BYTES, Block, MaskPool
+from noise.blocks.slots import Slots
+from noise.lattice import Lattice
+from noise.ledger.file import Seed
+from noise.ledger.ledger import Ledger, Reservation
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
-from tests.support.lattice import (
-    DEFAULT,
-    FORWARD,
-    TIMEOUT_S,
-    TOY,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    weight_of,
-    wide,
-)
+from noise.sampling import Csprng
+from tests.support.lattice import FORWARD, Provider, rows_of, sent, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT, TOY
+from tests.support.reachable import reachable
+from tests.support.waiting import WAIT_S, end
 from wire.errors import ConfigurationError, MaskError, Unavailable, VerificationFailed
 from wire.limits import Limits
 
@@ -48,7 +46,7 @@ class Few(LatticeParameters):
 
 @pytest.mark.parametrize("budget", [1, 4, 13, 70])
 def test_a_seed_that_has_served_its_budget_is_replaced_with_its_hints(
-    make: Any, provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
+    make: Any, provider: Provider, counted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: int
 ) -> None:
     monkeypatch.setattr(Few, "budget", budget)
     few = Few("few", 16, 2, 3.2, 0, "a test", toy=True)
@@ -59,7 +57,7 @@ def test_a_seed_that_has_served_its_budget_is_replaced_with_its_hints(
         exact, bound, _ = bounds(spec, FORWARD, provider.weights[0], rows, few, 128)
         assert bool(((wide(provider.answer(scheme.mask(spec, FORWARD, rows))) - exact).abs() <= bound).all())
         folders.append({path.name for path in (tmp_path / "hints").iterdir()})
-    seeds = scheme._ledger.audit()
+    seeds = counted()
     assert all(seed.used <= budget for seed in seeds)
     assert sum(seed.used for seed in seeds) >= 6 * 23
     fetched = [rows.seed for call, rows in provider.hints if rows.first_row == 0]
@@ -70,7 +68,7 @@ def test_a_seed_that_has_served_its_budget_is_replaced_with_its_hints(
     assert len(seeds) >= 6 * 23 // max(budget, 1)
 
 
-def test_a_restart_goes_on_with_the_seed_and_its_hints(make: Any, provider: Provider) -> None:
+def test_a_restart_goes_on_with_the_seed_and_its_hints(make: Any, provider: Provider, counted: Any) -> None:
     spec, rows = provider.groups[0], rows_of(2, 40)
     first = make()
     first.mask(spec, FORWARD, rows)
@@ -78,7 +76,7 @@ def test_a_restart_goes_on_with_the_seed_and_its_hints(make: Any, provider: Prov
     second = make()
     second.mask(spec, FORWARD, rows)
     assert len(provider.hints) == asked
-    (seed,) = second._ledger.audit()
+    (seed,) = counted()
     assert seed.used == 2 * lattice.BLOCKS_RESERVED_AT_ONCE
 
 
@@ -179,8 +177,7 @@ def test_use_before_a_connection_and_after_the_end(make: Any, provider: Provider
     with pytest.raises(MaskError, match="closed"):
         scheme.mask(spec, FORWARD, rows_of(1, 40))
     scheme.close()
-    unbound = make()
-    unbound._effect_path = None
+    unbound = make(is_bound=False)
     with pytest.raises(ConfigurationError, match="before its client had a connection"):
         unbound.mask(spec, FORWARD, rows_of(1, 40))
 
@@ -204,21 +201,31 @@ def test_secrets_do_not_outlive_the_making(make: Any, provider: Provider, monkey
     assert [each() for each in kept] == [None] * 3
 
 
-def test_nothing_can_be_pickled_copied_or_printed(make: Any, provider: Provider) -> None:
-    scheme, rows = make(), rows_of(2, 40)
+SECRETIVE = ("noise.lattice", "noise.blocks.", "noise.sampling", "noise.ledger.ledger")
+"""Modules whose objects hold secrets, or what makes them; others that a mask keeps are of public facts."""
+
+
+@pytest.mark.parametrize("options", [{}, {"pool_bytes": 4 * 64 * 200, "features": 64}], ids=["blocks", "pieces"])
+def test_nothing_can_be_pickled_copied_or_printed(
+    make: Any, provider: Provider, counted: Any, options: dict[str, int]
+) -> None:
+    scheme, rows = make(**options), rows_of(2, 40)
     masked = scheme.mask(provider.groups[0], FORWARD, rows)
-    block = scheme.pool._shelves[0, FORWARD].blocks[0]
-    for secret in (scheme, scheme.pool, block, scheme._rng, scheme._epoch, scheme._ledger, block.slots):
+    kept = [each for each in reachable(scheme, object) if type(each).__module__.startswith(SECRETIVE)]
+    assert {Lattice, MaskPool, Block, Slots, Csprng, Ledger, Reservation} <= {type(each) for each in kept}
+    for secret in kept:
         for duplicate in (pickle.dumps, copy.deepcopy):
             with pytest.raises(TypeError):
                 duplicate(secret)
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         pickle.dumps(masked)
+    (block,) = reachable(scheme, Block)
     numbers = [str(int(number)) for number in (*sent(masked)[0], *block.mask[1], *block.effect[1])]
-    text = "".join(map(repr, (scheme, scheme.pool, block, masked, scheme._epoch, scheme._rng)))
+    text = "".join(map(repr, (*kept, *reachable(scheme, Seed), masked)))
     assert not any(number in text for number in numbers if len(number) > 5)
     assert "tensor" not in text
-    assert scheme._epoch.seed.seed.hex() not in text
+    (seed,) = counted()
+    assert seed.seed.hex() not in text
 
 
 def test_it_says_what_is_in_force(make: Any, provider: Provider) -> None:
@@ -230,26 +237,25 @@ def test_it_says_what_is_in_force(make: Any, provider: Provider) -> None:
     assert said["bits"].startswith("161 ")
     assert said["secrets"].startswith(f"{lattice.BLOCKS_RESERVED_AT_ONCE} of {2**33} ")
     assert "24 bits" in said["hints"]
-    assert scheme.pool._budget_bytes == DEFAULT_BYTES
+    assert f" of {DEFAULT_BYTES / 1e6:.0f} MB of masks and effects ready" in said["pool"]
+    assert "at least 512 rows in each of 1 " in said["pool"]
 
 
 def test_closing_while_the_worker_makes_masks(make: Any, provider: Provider) -> None:
-    scheme, spec = make(background=True), provider.groups[0]
+    before = set(threading.enumerate())
+    scheme, spec = make(folder=None, hint_ram_bytes=0, background=True), provider.groups[0]
     scheme.prepare(spec, FORWARD, 512)
     reached, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
         reached.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(WAIT_S)
 
     provider.fail = hold
-    scheme._hints.forget(scheme._epoch.seed.seed)  # so that the worker has to ask the provider
     scheme.mask(spec, FORWARD, rows_of(511, 40))
-    assert reached.wait(TIMEOUT_S)
+    assert reached.wait(WAIT_S), "the worker asks the provider, since no hint is kept"
     scheme.close()
+    (worker,) = (each for each in set(threading.enumerate()) - before if each.name == "veilbase-masks")
     go_on.set()
-    worker = scheme.pool._worker
-    assert worker is not None
-    worker.join(TIMEOUT_S)
-    assert not worker.is_alive()
+    end(worker)
     assert scheme.pool.ready_bytes == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,17 +12,11 @@ import torch
 
 from noise import sampling
 from noise.polynomial import negacyclic
-from tests.support.lattice import (
-    BACKWARD,
-    DEFAULT,
-    FORWARD,
-    Provider,
-    bounds,
-    rows_of,
-    sent,
-    weight_of,
-    wide,
-)
+from tests.support.forked_child import in_child
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
+from tests.support.schoolbook import reference_product
 from wire.errors import InvalidTensor, MaskError, MaskReused, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.ring import coding
@@ -34,24 +26,25 @@ from wire.ring.seeded_rows import SeededRows
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_costs_nothing(make: Any, provider: Provider, bad: float) -> None:
+def test_a_value_that_is_not_finite_costs_nothing(make: Any, provider: Provider, counted: Any, bad: float) -> None:
     scheme, spec = make(), provider.groups[0]
     rows = rows_of(3, spec.in_features)
     rows[1, 2] = bad
     for given in (rows, rows[1:2]):
         with pytest.raises(InvalidTensor, match="nothing was sent"):
             scheme.mask(spec, FORWARD, given)
-    assert (provider.hints, scheme._ledger.audit()) == ([], [])
+    assert (provider.hints, counted()) == ([], [])
     scheme.mask(spec, FORWARD, rows[:1])
-    left = scheme.pool._shelves[0, FORWARD].num_rows
+    left = scheme.pool.ready_rows()
+    assert left.keys() == {(0, FORWARD)}
     with pytest.raises(InvalidTensor):
         scheme.mask(spec, FORWARD, rows)
-    assert scheme.pool._shelves[0, FORWARD].num_rows == left
+    assert scheme.pool.ready_rows() == left
     huge = torch.full((1, spec.out_features), 3e38)
     spec.alpha.mul_(1e4)
     with pytest.raises(InvalidTensor):  # g ⊙ α overflows
         scheme.mask(spec, BACKWARD, huge)
-    assert (0, BACKWARD) not in scheme.pool._shelves
+    assert scheme.pool.ready_rows() == left
 
 
 WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
@@ -61,21 +54,23 @@ WIDE: dict[str, Any] = {"pool_bytes": 4 * 64 * 200, "features": 64}
 @pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
 @pytest.mark.parametrize("bits", [32, 24])
 def test_pieces_of_a_block_are_rows_of_one_sample(
-    make: Any, provider: Provider, drawn: Any, direction: Direction, bits: int
+    make: Any, provider: Provider, drawn: Any, live_secrets: Any, direction: Direction, bits: int
 ) -> None:
     """By the schoolbook product: row t of piece p is row t of A·s, with an error of its own; one secret is counted."""
     scheme, spec = make(bits=bits, **WIDE), provider.groups[0]
-    parts = [scheme.pool.take(spec, direction, 1) for _ in range(DEFAULT.ring_degree)]
+    parts = [scheme.pool.take(spec, direction, 1) for _ in range(DEFAULT.ring_degree - 82)]
+    assert live_secrets() == 1
+    parts += [scheme.pool.take(spec, direction, 1) for _ in range(82)]
     mask, effect = (torch.cat(each) for each in zip(*parts, strict=True))
     (secret,) = drawn["secret"]
     error = torch.cat([each.to(torch.int32) for each in drawn["error"]])
     assert [len(each) for each in drawn["error"]] == [86, 86, 86, 86, 86, 82]
     matrix = provider.matrix(Call(0, direction, Arithmetic.RING))
     public = SeededRows(provider.hints[0][1].seed, 0, DEFAULT.dimension).expand(matrix.shape[0])
-    assert torch.equal(mask - error, negacyclic.reference_product(public, secret)[0])
-    off = effect - negacyclic.reference_product(coding.product(public, matrix), secret)[0]
+    assert torch.equal(mask - error, reference_product(public, secret)[0])
+    off = effect - reference_product(coding.product(public, matrix), secret)[0]
     assert int(off.abs().max()) <= (0 if bits == 32 else 2**7 * int(secret.abs().sum()))
-    assert scheme._cuts == {}, "a secret is dropped with its last row"
+    assert live_secrets() == 0, "a secret is dropped with its last row"
     scheme.pool.take(spec, direction, 1)
     assert len(drawn["secret"]) == 2
 
@@ -101,19 +96,20 @@ def test_no_row_of_a_sample_is_in_two_pieces(make: Any, provider: Provider, monk
     assert len(seen) == total
 
 
-def test_closing_while_a_block_is_opened_for_pieces_leaves_no_secret(make: Any, provider: Provider) -> None:
+def test_closing_while_a_block_is_opened_for_pieces_leaves_no_secret(
+    make: Any, provider: Provider, live_secrets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheme = make(**WIDE)
-    open_blocks = scheme._open_blocks
+    transform = negacyclic.secret_transform
 
-    def closing(num_blocks: int) -> Any:
-        opened = open_blocks(num_blocks)
+    def closing(secrets: torch.Tensor) -> torch.Tensor:
         scheme.close()
-        return opened
+        return transform(secrets)
 
-    scheme._open_blocks = closing
+    monkeypatch.setattr(negacyclic, "secret_transform", closing)
     with pytest.raises(MaskError, match="closed"):
         scheme.pool.take(provider.groups[0], FORWARD, 1)
-    assert scheme._cuts == {}
+    assert live_secrets() == 0
 
 
 def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provider) -> None:
@@ -124,31 +120,34 @@ def test_streamed_hints_are_fetched_once_for_a_block(make: Any, provider: Provid
     assert sum(rows.num_rows for _, rows in provider.hints) == DEFAULT.dimension
 
 
-def test_pieces_under_an_old_seed_are_abandoned(make: Any, provider: Provider, drawn: Any) -> None:
+def test_pieces_under_an_old_seed_are_abandoned(make: Any, provider: Provider, drawn: Any, live_secrets: Any) -> None:
     """Each secret meets the matrix and hint of one seed only."""
-    scheme = make(replace(DEFAULT, bits=129), **WIDE)  # two secrets a seed
-    scheme.pool.take(provider.groups[0], FORWARD, 1)
-    old = scheme._current()
-    scheme._renew(old)
-    scheme.pool.take(provider.groups[0], FORWARD, 86)
-    cut = scheme._cuts[0, FORWARD]
-    assert cut.epoch is scheme._current() is not old
-    assert len(drawn["secret"]) == 2
-    assert provider.answer(scheme.mask(provider.groups[0], FORWARD, rows_of(1, 40))).shape == (1, 24)
+    two_a_seed = replace(DEFAULT, bits=129)
+    scheme, (first, second) = make(two_a_seed, **WIDE), provider.groups
+    scheme.pool.take(first, FORWARD, 1)
+    scheme.pool.take(second, FORWARD, 1)
+    assert live_secrets() == 2
+    scheme.pool.take(second, BACKWARD, 1)  # the third secret, under the next seed
+    assert (len(drawn["secret"]), live_secrets()) == (3, 3)
+    rows = rows_of(86, 40)  # more than is left of the first piece
+    masked = scheme.mask(first, FORWARD, rows)
+    assert (len(drawn["secret"]), live_secrets()) == (4, 3)
+    fetched = [hint.seed for call, hint in provider.hints if (call.group, call.direction) == (0, FORWARD)]
+    assert len(set(fetched)) == 2
+    exact, bound, _ = bounds(first, FORWARD, provider.weights[0], rows, two_a_seed, 128)
+    assert bool(((wide(provider.answer(masked)) - exact).abs() <= bound).all())
 
 
-def test_secrets_of_pieces_go_with_the_pool(make: Any, provider: Provider) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_secrets_of_pieces_go_with_the_pool(make: Any, provider: Provider, live_secrets: Any) -> None:
     closed, forked = make(**WIDE), make(**WIDE)
     for scheme in (closed, forked):
         scheme.pool.take(provider.groups[0], FORWARD, 1)
-        assert len(scheme._cuts) == 1
+    assert live_secrets() == 2
     closed.close()
-    assert closed._cuts == {}
-    pid = os.fork()
-    if pid == 0:
-        os._exit(len(forked._cuts))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert len(forked._cuts) == 1
+    assert live_secrets() == 1
+    assert in_child(lambda: f"{live_secrets()} secrets") == "0 secrets"
+    assert live_secrets() == 1
 
 
 @pytest.mark.parametrize("is_cutting", [False, True])
@@ -166,7 +165,9 @@ def test_a_hint_that_fails_costs_no_rows(make: Any, provider: Provider, is_cutti
     assert mask.shape == (1, 40)
 
 
-def test_every_group_direction_and_block_has_a_secret_of_its_own(make: Any, provider: Provider, drawn: Any) -> None:
+def test_every_group_direction_and_block_has_a_secret_of_its_own(
+    make: Any, provider: Provider, drawn: Any, counted: Any
+) -> None:
     """One secret in two layers would show the difference of their activations under the shared A."""
     scheme = make()
     for spec in provider.groups:
@@ -176,7 +177,7 @@ def test_every_group_direction_and_block_has_a_secret_of_its_own(make: Any, prov
     errors = [tuple(error.flatten().tolist()) for batch in drawn["error"] for error in batch]
     assert len(secrets) == len(set(secrets)) == 2 * 2 * 3
     assert len(errors) == len(set(errors)) == 2 * 2 * 3
-    assert scheme._ledger.audit()[0].used >= len(secrets)
+    assert counted()[0].used >= len(secrets)
 
 
 def test_the_same_rows_never_look_the_same(make: Any, provider: Provider) -> None:
@@ -247,24 +248,13 @@ def test_eight_threads_and_a_worker(make: Any, provider: Provider) -> None:
 def test_a_forked_child_is_refused_and_the_parent_goes_on(make: Any, provider: Provider) -> None:
     scheme, spec, rows = make(background=True), provider.groups[0], rows_of(2, 40)
     scheme.mask(spec, FORWARD, rows)
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        said = []
+
+    def child() -> str:
         for use in (lambda: scheme.mask(spec, FORWARD, rows), lambda: scheme.prepare(spec, FORWARD, 9000)):
-            try:
+            with pytest.raises(MaskReused):
                 use()
-                said.append("no error")
-            except MaskReused:
-                said.append("refused")
-            except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-                said.append(type(exc).__name__)
-        os.write(write, " ".join(said).encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        assert pipe.read() == b"refused refused"
-    os.waitpid(pid, 0)
+        return "refused twice"
+
+    assert in_child(child) == "refused twice"
     exact, bound, _ = bounds(spec, FORWARD, provider.weights[0], rows, DEFAULT, 128)
     assert bool(((wide(provider.answer(scheme.mask(spec, FORWARD, rows))) - exact).abs() <= bound).all())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,30 +19,20 @@ from noise.off import Off
 from noise.pad import BLOCK_ROWS, Pad
 from noise.scheme import GroupSpec, Masked, encode_rows
 from noise.shares import Shares
-from wire.errors import ConfigurationError, InvalidTensor, MaskError
+from tests.support.forked_child import in_child
+from tests.support.lattice import group_of, weight_of
+from wire.errors import ConfigurationError, InvalidTensor, MaskError, MaskReused
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring import coding
-from wire.ring.quantise import max_norms
 from wire.ring.seeded_rows import SeededRows
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randint(-127, 128, (d, m), generator=generator, dtype=torch.int8)
-    return weight
-
-
 WEIGHTS = [weight_of(40, 24, 1), weight_of(3, 56, 2)]
 
 
-def group_of(number: int) -> GroupSpec:
-    weight = WEIGHTS[number]
-    return GroupSpec(number, *weight.shape, *max_norms(weight), torch.linspace(0.001, 0.01, weight.shape[1]))
-
-
-GROUPS = [group_of(0), group_of(1)]
+GROUPS = [group_of(number, weight) for number, weight in enumerate(WEIGHTS)]
 
 
 def product(call: Call, rows: torch.Tensor) -> torch.Tensor:
@@ -154,20 +143,13 @@ def test_eight_threads_never_share_a_row_or_a_seed(scheme: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_gets_no_mask(scheme: Any) -> None:
     scheme.mask(GROUPS[0], FORWARD, rows_of(2, 40))
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
+
+    def child() -> str:
+        with pytest.raises(MaskReused):
             scheme.mask(GROUPS[0], FORWARD, rows_of(2, 40))
-            said = "no error"
-        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-            said = type(exc).__name__
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        assert pipe.read() == b"MaskReused"
-    os.waitpid(pid, 0)
+        return "refused"
+
+    assert in_child(child) == "refused"
     masked = scheme.mask(GROUPS[0], FORWARD, rows_of(2, 40))
     plain = Off(Arithmetic.RING).mask(GROUPS[0], FORWARD, rows_of(2, 40))
     assert torch.equal(masked.unmask(answers(masked)), plain.unmask(answers(plain)))
@@ -214,15 +196,14 @@ def test_a_pad_is_the_expanded_key_and_its_own_product(make_pad: Any, monkeypatc
     assert all(key.num_rows <= BLOCK_ROWS for key in keys)
 
 
-def test_pads_are_made_ahead_and_bounded(make_pad: Any) -> None:
+def test_pads_are_made_ahead_and_bounded(make_pad: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row_bytes = 4 * (40 + 24)
     scheme = make_pad(pool_bytes=3 * BLOCK_ROWS * row_bytes)
     scheme.prepare(GROUPS[0], FORWARD, 2 * BLOCK_ROWS)
     assert scheme.pool.ready_bytes == 2 * BLOCK_ROWS * row_bytes
-    made = scheme.pool._make
-    scheme.pool._make = None  # nothing more is needed
-    scheme.mask(GROUPS[0], FORWARD, rows_of(2 * BLOCK_ROWS, 40))
-    scheme.pool._make = made
+    with monkeypatch.context() as patch:
+        patch.setattr(pad_module, "SeededRows", lambda *_: pytest.fail("nothing more is needed"))
+        scheme.mask(GROUPS[0], FORWARD, rows_of(2 * BLOCK_ROWS, 40))
     scheme.prepare(GROUPS[0], FORWARD, 100 * BLOCK_ROWS)
     assert scheme.pool.ready_bytes == 0, "as many do not fit"
 
@@ -257,7 +238,7 @@ def test_one_provider_gets_a_seed_and_the_other_rows(shares: Shares) -> None:
     assert not torch.equal(hidden.rows, encoded)
 
 
-def test_every_call_has_a_seed_of_its_own_counted_before_use(shares: Shares, ledger: Ledger) -> None:
+def test_every_call_has_a_seed_of_its_own_counted_before_use(shares: Shares, ledger: Ledger, tmp_path: Path) -> None:
     seeds: list[bytes] = []
     for _ in range(30):
         _, second = shares.mask(GROUPS[0], FORWARD, torch.zeros(2, 40)).messages
@@ -267,9 +248,8 @@ def test_every_call_has_a_seed_of_its_own_counted_before_use(shares: Shares, led
     (counted,) = ledger.audit()
     assert (counted.parameters, counted.seed) == ("shares", b"")
     assert counted.used >= 30
-    assert not any(seed in Path(ledger._path).read_bytes() for seed in seeds), (
-        "a share's seed is secret from provider 1"
-    )
+    written = (tmp_path / "ledger").read_bytes()
+    assert not any(seed in written for seed in seeds), "a share's seed is secret from provider 1"
 
 
 def test_replies_in_the_wrong_order_or_alone_are_not_the_product(shares: Shares) -> None:

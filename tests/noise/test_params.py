@@ -7,12 +7,12 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from noise.params import PARAMETERS, LatticeParameters, choose
+from tests.support.repository import ROOT
 from wire.errors import ConfigurationError, WeakParameters
 
 OWN = LatticeParameters("own", 256, 6, 3.2, 161, "a test")
@@ -42,14 +42,14 @@ def test_there_are_no_other_shipped_sets_and_they_are_frozen() -> None:
 
 
 def test_the_document_has_the_same_numbers() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+    text = (ROOT / "docs" / "parameters.md").read_text()
     for name, row in PARAMETERS.items():
         pattern = rf"\| `{name}` \| {row.rank}×{row.ring_degree} \| {row.dimension} \| {row.sigma:g} \| {row.bits} \|"
         assert re.search(pattern, text), name
 
 
 def test_the_documents_check_comes_out_as_it_says() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+    text = (ROOT / "docs" / "parameters.md").read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)
     assert script is not None
     done = subprocess.run([sys.executable, "-c", script[1]], capture_output=True, text=True, check=True, timeout=60)
@@ -63,7 +63,7 @@ def test_the_documents_check_comes_out_as_it_says() -> None:
 
 def test_the_documents_block_sizes_are_those_published_for_kyber() -> None:
     """Kyber specification 3.02 (2021), table 4: core-SVP, classical and quantum. Within a bit: we try every 16th m."""
-    text = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+    text = (ROOT / "docs" / "parameters.md").read_text()
     script = re.search(r"```python\n(.*?)```", text, re.S)
     assert script is not None
     names: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def test_the_documents_block_sizes_are_those_published_for_kyber() -> None:
 
 
 def test_what_many_secrets_leave_is_what_the_document_says() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "parameters.md").read_text()
+    text = (ROOT / "docs" / "parameters.md").read_text()
     rows = re.findall(r"\| `(\w+)` \| 2\^(\d+)( \(the limit\))? \| (\d+) \| (\d+) \| (\d+) \|", text)
     assert {(name, int(log_secrets)) for name, log_secrets, *_ in rows} >= {("default", 20), ("default", 33)}
     assert len(rows) == 6

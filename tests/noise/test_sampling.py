@@ -8,13 +8,16 @@ means at 7 standard errors.
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import math
 import os
 import pickle
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -22,7 +25,8 @@ import torch
 from noise import sampling
 from noise.params import PARAMETERS, LatticeParameters
 from noise.sampling import Csprng, centred_binomial, discrete_gaussian, error, error_bound, ternary
-from tests.waiting import end
+from tests.support.forked_child import in_child
+from tests.support.waiting import end
 from wire.errors import ConfigurationError
 
 RNG = Csprng()
@@ -95,39 +99,54 @@ def test_two_generators_have_two_keys() -> None:
     assert bytes(Csprng().array(32)) != bytes(Csprng().array(32))
 
 
-def test_it_takes_a_new_key_before_the_old_one_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[int] = []
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What is asked of the operating system from now on."""
+    drawn: list[bytes] = []
     real = os.urandom
 
-    def counted(size: int) -> bytes:
-        drawn.append(size)
-        return real(size)
+    def spy(size: int) -> bytes:
+        drawn.append(real(size))
+        return drawn[-1]
 
-    monkeypatch.setattr(sampling.os, "urandom", counted)
-    monkeypatch.setattr(sampling, "_REKEY_BYTES", 1 << 20)
-    rng = Csprng()
-    for _ in range(8):
-        rng.array(1 << 19)
-    assert drawn == [32] * 4
+    monkeypatch.setattr(sampling.os, "urandom", spy)
+    return drawn
 
 
-def test_the_limit_of_one_key_is_2_36_bytes() -> None:
-    assert sampling._REKEY_BYTES <= 2**36
+class Counting:
+    """Stands in for a cipher that encrypts nothing, so that more can be drawn than there is time for."""
+
+    encrypted_bytes: ClassVar[list[int]] = []
+
+    def __init__(self, *_: object) -> None:
+        self.encrypted_bytes.append(0)
+
+    def encryptor(self) -> Counting:
+        return self
+
+    def update_into(self, data: bytes, out: memoryview) -> int:
+        self.encrypted_bytes[-1] += len(data)
+        return len(data)
+
+
+def test_a_key_serves_2_36_bytes_and_no_more(keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "Cipher", Counting)
+    monkeypatch.setattr(Counting, "encrypted_bytes", [])
+    rng, large = Csprng(), np.empty(1 << 30, dtype=np.uint8)
+    for _ in range(64):
+        rng.fill(large)
+    assert Counting.encrypted_bytes == [2**36]
+    rng.array(7)
+    for _ in range(64):
+        rng.fill(large)
+    assert Counting.encrypted_bytes == [2**36, 7 + 2**36 - (1 << 18), 1 << 18], "a piece is under one key"
+    assert [len(key) for key in keys] == [32] * 3
+    assert len(set(keys)) == 3
 
 
 def child_bytes(rng: Csprng) -> bytes:
     """What a forked child draws next."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writer, bytes(rng.array(64)))
-        finally:
-            os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        made = pipe.read()
-    os.waitpid(child, 0)
+    made = bytes.fromhex(in_child(lambda: bytes(rng.array(64)).hex()))
     assert len(made) == 64
     return made
 
@@ -141,32 +160,32 @@ def test_a_forked_child_draws_other_bytes() -> None:
     assert len({first, second, own}) == 3
 
 
-def test_another_process_id_alone_means_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_process_id_alone_means_another_key(keys: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork that Python's hook did not see."""
     rng = Csprng()
     rng.array(16)
-    context = rng._streams.context
     rng.array(16)
-    assert rng._streams.context is context
+    assert len(keys) == 1
     monkeypatch.setattr(sampling.os, "getpid", lambda: -5)
     rng.array(16)
-    assert rng._streams.context is not context
+    assert len(set(keys)) == len(keys) == 2
 
 
-def test_each_thread_draws_under_a_key_of_its_own() -> None:
+def test_each_thread_draws_under_a_key_of_its_own(keys: list[bytes]) -> None:
     rng = Csprng()
     rng.array(16)
-    others: list[object] = []
 
     def draw() -> None:
         rng.array(16)
-        others.append(rng._streams.context)
+        rng.array(16)
 
-    for _ in range(2):
+    for number in (2, 3):
         thread = threading.Thread(target=draw)
         thread.start()
         end(thread)
-    assert len({id(one) for one in (*others, rng._streams.context)}) == 3
+        assert len(set(keys)) == len(keys) == number
+    rng.array(16)
+    assert len(keys) == 3, "this thread goes on under its own"
 
 
 @pytest.mark.parametrize("clone", [pickle.dumps, copy.copy, copy.deepcopy])
@@ -268,17 +287,15 @@ def test_discrete_gaussian_has_its_distribution(sigma: float) -> None:
     assert uncorrelated(samples[:-1], samples[1:])
 
 
-@pytest.mark.parametrize("sigma", [0.7, 32.0])
-def test_the_table_is_the_distribution_function_to_80_bits(sigma: float) -> None:
+@functools.cache
+def boundaries_of(sigma: float) -> list[int]:
+    """round(2^80·P(X ≤ x)) for each x from −11σ to below 11σ, by mpmath: what the sampler's table has to hold."""
     tail = math.ceil(11 * sigma)
-    boundaries = sampling._boundaries(sigma, tail)
-    assert boundaries == sorted(boundaries)
-    masses = np.diff(np.array([0, *boundaries, 2**80], dtype=object))
-    for mass, weight in zip(masses, gaussian_weights(sigma, tail), strict=True):
-        # float64 knows a weight to about 1e-15 of itself, the table to 2^-80
-        assert abs(int(mass) / 2**80 - weight) <= 4e-15 * weight + 2.0**-79
-    for low, high in zip(masses, masses[::-1], strict=True):
-        assert abs(int(low) - int(high)) <= 2  # symmetric but for rounding
+    with mpmath.workdps(60):
+        weights = [mpmath.exp(-(mpmath.mpf(x) ** 2) / (2 * mpmath.mpf(sigma) ** 2)) for x in range(-tail, tail + 1)]
+        scale = mpmath.mpf(2) ** 80 / mpmath.fsum(weights)
+        sums = itertools.accumulate(weights[:-1])
+        return [min(int(mpmath.nint(each * scale)), 2**80 - 1) for each in sums]
 
 
 class _Numbers(Csprng):
@@ -297,10 +314,10 @@ class _Numbers(Csprng):
 
 
 @pytest.mark.parametrize("sigma", [0.7, 3.3, 32.0, 300.0])
-def test_the_search_is_the_inverse_of_the_table(sigma: float) -> None:
-    """At, just below and just above every boundary, against Python integers."""
-    tail = math.ceil(11 * sigma)
-    boundaries = sampling._boundaries(sigma, tail)
+def test_samples_are_the_inverse_of_the_distribution_function(sigma: float) -> None:
+    """At, just below and just above every boundary of the distribution function to 80 bits, against Python integers."""
+    tail, boundaries = math.ceil(11 * sigma), boundaries_of(sigma)
+    assert boundaries == sorted(boundaries)
     cells = {boundary >> 64 for boundary in boundaries}
     numbers = [0, 2**80 - 1]
     for boundary in boundaries[:: max(1, len(boundaries) // 3000)]:

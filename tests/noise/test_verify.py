@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -13,31 +15,25 @@ import torch
 
 from noise import verify
 from noise.verify import FAILED, Verifier
-from tests.noise.blocks.test_pool import in_child
+from tests.support.forked_child import in_child
+from tests.support.lattice import weight_of
+from tests.support.reachable import reachable
+from tests.support.ring_rows import ring_rows
 from wire.errors import ConfigurationError, InvalidTensor, VerificationFailed
 from wire.frame import Direction
 from wire.ring import coding
 from wire.ring.product import int_mm_is_exact
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-FOLDED = verify._FOLD_FROM
-"""Rows from which rows are folded before they are projected: both ways must hold."""
+FOLDED, FOLDED_TOGETHER = 160, 1024
+"""Rows from which rows are folded before they are projected, and most of them that are folded at once: every way must
+hold."""
 
 
 @pytest.fixture(autouse=True)
 def _folds_wherever_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it would be slow, and so is not done."""
     monkeypatch.setattr(verify, "int_mm_is_fast", int_mm_is_exact)
-
-
-def weight_of(d: int, m: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-127, 128, (d, m), generator=generator, dtype=torch.int8)
-
-
-def ring_rows(num_rows: int, features: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (num_rows, features), generator=generator).to(torch.int32)
 
 
 def exact(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -53,6 +49,17 @@ def verifier_of(weight: torch.Tensor, made: type[Verifier] = Verifier, kappa: in
     verifier = made(kappa)
     verifier.add_group(0, weight)
     return verifier
+
+
+def secrets_of(verifier: Verifier) -> list[weakref.ref[torch.Tensor]]:
+    found = [weakref.ref(each) for each in reachable(verifier, torch.Tensor)]
+    assert len(found) == 5, "R and V for each direction, and the secrets for folding"
+    return found
+
+
+def alive(secrets: list[weakref.ref[torch.Tensor]]) -> int:
+    gc.collect()
+    return sum(each() is not None for each in secrets)
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor, direction: Direction) -> torch.Tensor:
@@ -125,13 +132,44 @@ FORGERIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("num_rows", [FOLDED, 1024 + FOLDED])
-def test_without_a_fast_kernel_nothing_is_folded(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def projected(verifier: Verifier, rows: torch.Tensor, reply: torch.Tensor) -> list[int]:
+    """How many rows each projection in a check has: κ + 1 where rows were folded before."""
+    seen: list[int] = []
+    multiply = coding.product
+
+    def spy(given: torch.Tensor, secret: torch.Tensor) -> torch.Tensor:
+        seen.append(given.shape[0])
+        return multiply(given, secret)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coding, "product", spy)
+        verifier.check(0, FORWARD, rows, reply)
+    assert seen[::2] == seen[1::2], "rows and replies are projected alike"
+    return seen[::2]
+
+
+@pytest.mark.skipif(not int_mm_is_exact(), reason="rows are never folded on this machine")
+def test_many_rows_are_folded_before_they_are_projected() -> None:
+    weight = weight_of(33, 17)
+    for num_rows, expected in [
+        (FOLDED - 1, [FOLDED - 1]),
+        (FOLDED, [41]),
+        (FOLDED_TOGETHER, [41]),
+        (FOLDED_TOGETHER + 1, [41, 1]),
+        (FOLDED_TOGETHER + FOLDED, [41, 41]),
+    ]:
+        rows = ring_rows(num_rows, 33)
+        assert projected(verifier_of(weight), rows, coding.product(rows, weight)) == expected
+
+
+@pytest.mark.parametrize(("num_rows", "parts"), [(FOLDED, [FOLDED]), (1024 + FOLDED, [1024, FOLDED])])
+def test_without_a_fast_kernel_nothing_is_folded(
+    num_rows: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify, "int_mm_is_fast", lambda: False)
-    monkeypatch.delattr(verify, "_folded")
     weight, rows = weight_of(33, 17), ring_rows(num_rows, 33)
     reply = exact(rows, weight)
-    verifier_of(weight).check(0, FORWARD, rows, reply)
+    assert projected(verifier_of(weight), rows, reply) == parts
     for forge in FORGERIES.values():
         with pytest.raises(VerificationFailed):
             verifier_of(weight).check(0, FORWARD, rows, forge(reply))
@@ -166,12 +204,12 @@ def test_every_single_number_counts() -> None:
 def test_every_row_of_a_long_reply_counts() -> None:
     """Rows of different folding blocks must not cancel either."""
     weight = weight_of(3, 4)
-    rows = ring_rows(2 * verify._FOLD_ROWS + 5, 3)
+    rows = ring_rows(2 * FOLDED_TOGETHER + 5, 3)
     reply = coding.product(rows, weight)
     for row in (0, 1023, 1024, 2047, 2048, 2052):
         with pytest.raises(VerificationFailed):
             verifier_of(weight).check(0, FORWARD, rows, changed(reply, row, 1, 2**31))
-    opposite = changed(changed(reply, 7, 1, 11), 7 + verify._FOLD_ROWS, 1, -11)
+    opposite = changed(changed(reply, 7, 1, 11), 7 + FOLDED_TOGETHER, 1, -11)
     with pytest.raises(VerificationFailed):
         verifier_of(weight).check(0, FORWARD, rows, opposite)
 
@@ -223,6 +261,7 @@ def test_a_group_that_was_never_added_fails() -> None:
 def test_a_failure_is_for_good_and_says_nothing() -> None:
     weight = weight_of(4, 3)
     verifier = verifier_of(weight)
+    secrets = secrets_of(verifier)
     rows = ring_rows(5, 4)
     right = coding.product(rows, weight)
     verifier.check(0, FORWARD, rows, right)
@@ -236,7 +275,7 @@ def test_a_failure_is_for_good_and_says_nothing() -> None:
     assert texts == {FAILED}
     with pytest.raises(VerificationFailed):
         verifier.add_group(1, weight)
-    assert verifier.secret_bytes == 0
+    assert alive(secrets) == 0
     verifier.close()
     with pytest.raises(VerificationFailed):
         verifier.check(0, FORWARD, rows, right)
@@ -245,9 +284,9 @@ def test_a_failure_is_for_good_and_says_nothing() -> None:
 def test_closing_drops_the_secrets_and_accuses_nobody() -> None:
     weight, rows = weight_of(4, 3), ring_rows(2, 4)
     verifier = verifier_of(weight)
-    assert verifier.secret_bytes > 0
+    secrets = secrets_of(verifier)
     verifier.close()
-    assert verifier.secret_bytes == 0
+    assert alive(secrets) == 0
     assert not verifier.failed
     with pytest.raises(ConfigurationError):
         verifier.check(0, FORWARD, rows, coding.product(rows, weight))
@@ -257,15 +296,16 @@ def test_closing_drops_the_secrets_and_accuses_nobody() -> None:
 def test_a_child_forked_while_the_lock_is_held_can_check_and_close() -> None:
     weight, rows = weight_of(4, 3), ring_rows(2, 4)
     verifier = verifier_of(weight)
+    secrets = secrets_of(verifier)
 
     def child() -> str:
         verifier.check(0, FORWARD, rows, coding.product(rows, weight))
         verifier.add_group(1, weight)
         verifier.close()
-        return f"{verifier.secret_bytes} bytes"
+        return f"{alive(secrets)} secrets"
 
     with verifier._lock:  # by a thread that the child does not have
-        assert in_child(child) == "0 bytes"
+        assert in_child(child) == "0 secrets"
     verifier.check(0, FORWARD, rows, coding.product(rows, weight))
 
 
@@ -274,7 +314,9 @@ def test_nothing_can_be_pickled_copied_or_printed() -> None:
     for refused in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(TypeError, match="secrets"):
             refused(verifier)
-    assert "tensor" not in repr(verifier) + repr(verifier._projections)
+    kept = [each for each in reachable(verifier, object) if type(each).__module__.startswith("noise.")]
+    assert len(kept) == 3, "the verifier, and the secrets of two directions"
+    assert "tensor" not in "".join(map(repr, kept))
 
 
 def test_the_weight_is_not_kept() -> None:
@@ -283,7 +325,10 @@ def test_the_weight_is_not_kept() -> None:
     verifier = verifier_of(weight)
     weight.zero_()
     verifier.check(0, FORWARD, rows, reply)
-    assert verifier.secret_bytes <= (40 + 30) * 3 * 41  # R, and V in two limbs, for each direction
+    kept = reachable(verifier, torch.Tensor)
+    assert all(each.data_ptr() != weight.data_ptr() for each in kept)
+    # The secrets for folding, and for each direction R, and V in two limbs.
+    assert sum(each.numel() for each in kept) <= 41 * FOLDED_TOGETHER + (40 + 30) * 3 * 41
 
 
 @pytest.mark.parametrize("kappa", [0, 39, 65, -1, 40.5, "40"])
@@ -306,7 +351,8 @@ def test_secrets_differ_between_groups_directions_and_verifiers() -> None:
     weight = weight_of(16, 16)
     one, other = verifier_of(weight), verifier_of(weight)
     one.add_group(1, weight)
-    outer = [each.outer for made in (one, other) for each in made._projections.values()]
+    kept = [each for made in (one, other) for each in reachable(made, torch.Tensor)]
+    outer = [each for each in kept if (each.dtype, each.shape) == (torch.int8, (16, 41))]  # V has two limbs.
     assert len({each.numpy().tobytes() for each in outer}) == len(outer) == 6
     for each in outer:
         assert set(each.unique().tolist()) == {0, 1}
@@ -375,7 +421,7 @@ def test_folding_misses_as_often_as_the_law_says() -> None:
 
 
 def test_one_uniform_column_would_miss_half() -> None:
-    """Why R is binary: the control of the law above, with the check that DESIGN.md warns of."""
+    """The control of the law above: one vector that is not binary (docs/decisions/0005-verification.md)."""
     generator = torch.Generator().manual_seed(0)
     columns = torch.randint(0, 2**32, (TRIALS,), generator=generator)
     missed = int(((columns * 2**31) % 2**32 == 0).sum())

@@ -1,19 +1,4 @@
-"""What the tests of the provider share."""
+"""Fixtures that the tests of the provider share: a served model, and an executor that stands still until it is told."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
-
-from provider.embedded import serve_in_process
-from provider.model.served_model import ServedModel
-from tests.conftest import make_tiny
-
-
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """Of a tiny Llama."""
-    folder: Path = tmp_path_factory.mktemp("model") / "llama"
-    make_tiny("llama", folder)
-    return serve_in_process(str(folder))
+from tests.support.executor_gate import gate  # noqa: F401
+from tests.support.served_llama import served_model  # noqa: F401

@@ -22,7 +22,7 @@ from transformers import (
 from provider.model.load import load, resolve
 from provider.model.trace import base_layers, trace_groups
 from provider.model.weights import other_weights_share, serve_model
-from tests.conftest import VOCAB, make_tiny
+from tests.support.tiny_models import VOCAB, make_tiny
 from wire.errors import ConfigurationError
 
 RWKV: dict[str, Any] = {

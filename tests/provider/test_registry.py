@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import provider.identity.registry as registry
 from provider.identity.authority import StateDir
 from provider.identity.registry import HELD_OVER_S, RegistryUnreadable, RevocationList, enroll, revoke
 from provider.net.access import AccessCheck
-from tests.provider.net.test_descriptors import exhausted
+from tests.support.open_files import exhausted
+from tests.support.registry_fault import Fault
+from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, WireCode, code_of
 
 ENDPOINT = "grpcs://localhost:8443"
-TIMEOUT_S = 60
 PASSING = [errno.EMFILE, errno.ENFILE, errno.EIO]
 
 
@@ -40,20 +38,6 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
-
-
-class Fault:
-    """Reading the registry fails, until `end`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-        self.is_over, stamp = False, registry._stamp
-
-        def fail(status: os.stat_result) -> Any:
-            if not self.is_over:
-                raise OSError(number, os.strerror(number))
-            return stamp(status)
-
-        monkeypatch.setattr(registry, "_stamp", fail)
 
 
 @pytest.mark.parametrize("number", PASSING)
@@ -133,7 +117,7 @@ def test_another_fault_admits_nobody_and_is_not_forgotten(
 def in_another_process(site: Site, *command: str) -> None:
     subprocess.run(
         [sys.executable, "-m", "provider", *command, "--state", str(site.state.path)],
-        check=True, capture_output=True, timeout=TIMEOUT_S,
+        check=True, capture_output=True, timeout=WAIT_S,
     )  # fmt: skip
 
 

@@ -19,8 +19,10 @@ from provider.model.served_model import ServedModel
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
-from tests.provider.engine.test_executor import CALL, COLS, Answer
-from tests.waiting import WAIT_S, comes, until
+from tests.support.executor_gate import Answer
+from tests.support.ring_products import CALL
+from tests.support.ring_rows import ring_rows
+from tests.support.waiting import WAIT_S, comes, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable
 from wire.frame import Call
 from wire.ring.seeded_rows import Rows, count_rows
@@ -29,8 +31,8 @@ from wire.ring.seeded_rows import Rows, count_rows
 class Scripted:
     """A replica that does what it is told: `script` may block, or raise ReplicaLost."""
 
-    def __init__(self, core: ServedModel, script: Callable[[int], None] = lambda number: None) -> None:
-        self._core, self._script = core, script
+    def __init__(self, served_model: ServedModel, script: Callable[[int], None] = lambda number: None) -> None:
+        self._served_model, self._script = served_model, script
         self.num_asked = self.num_made = 0
         self.can_share, self.can_return, self.is_alive = False, False, True
         self.may_return = threading.Event()
@@ -39,7 +41,7 @@ class Scripted:
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
         self.num_asked += 1
         self._script(self.num_asked)
-        reply = self._core.compute(call, rows)
+        reply = self._served_model.compute(call, rows)
         self.num_made += 1
         return reply
 
@@ -63,9 +65,9 @@ def lost(number: int) -> None:
 
 
 @contextmanager
-def executor_of(core: ServedModel, *replicas: Replica) -> Iterator[Executor]:
+def executor_of(served_model: ServedModel, *replicas: Replica) -> Iterator[Executor]:
     # pieces of at most 16 rows, so that one request is several
-    scheduler = Scheduler(Policy(max_wait_s=0.0, max_batch_rows=16), latency_model(core.served, profiled=False))
+    scheduler = Scheduler(Policy(max_wait_s=0.0, max_batch_rows=16), latency_model(served_model.served, profiled=False))
     executor = Executor(replicas, scheduler)
     try:
         yield executor
@@ -80,45 +82,43 @@ def submit(executor: Executor, rows: Rows, tenant: str = "acme") -> Answer:
     return answer
 
 
-def ring_rows(count: int) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31 - 1, (count, COLS), dtype=torch.int64).to(torch.int32)
+def is_product(served_model: ServedModel, rows: torch.Tensor, outcome: Outcome) -> bool:
+    return isinstance(outcome, torch.Tensor) and torch.equal(outcome, served_model.compute(CALL, rows))
 
 
-def is_product(core: ServedModel, rows: torch.Tensor, outcome: Outcome) -> bool:
-    return isinstance(outcome, torch.Tensor) and torch.equal(outcome, core.compute(CALL, rows))
-
-
-def test_two_replicas_compute_at_the_same_time(core: ServedModel) -> None:
+def test_two_replicas_compute_at_the_same_time(served_model: ServedModel) -> None:
     both = threading.Barrier(2, timeout=WAIT_S)
-    one, other = (Scripted(core, lambda number: both.wait() and None) for _ in range(2))
-    with executor_of(core, one, other) as executor:
+    one, other = (Scripted(served_model, lambda number: both.wait() and None) for _ in range(2))
+    with executor_of(served_model, one, other) as executor:
         rows = [ring_rows(16), ring_rows(16)]
         answers = [submit(executor, each) for each in rows]
-        assert all(is_product(core, each, answer.get()) for each, answer in zip(rows, answers, strict=True))
+        assert all(is_product(served_model, each, answer.get()) for each, answer in zip(rows, answers, strict=True))
     assert one.num_made == other.num_made == 1
     assert one.is_closed
     assert other.is_closed
 
 
-def test_pieces_of_one_request_that_end_out_of_order(core: ServedModel) -> None:
+def test_pieces_of_one_request_that_end_out_of_order(served_model: ServedModel) -> None:
     has_one, last_is_done = threading.Event(), threading.Event()
 
     def keep_one(number: int) -> None:
         has_one.set()
         comes(last_is_done, "all other pieces")
 
-    slow = Scripted(core, keep_one)
-    fast = Scripted(core, lambda number: comes(has_one, "a piece of the slow one's"))  # or it might make all of them
-    with executor_of(core, slow, fast) as executor:
+    slow = Scripted(served_model, keep_one)
+    fast = Scripted(
+        served_model, lambda number: comes(has_one, "a piece of the slow one's")
+    )  # or it might make all of them
+    with executor_of(served_model, slow, fast) as executor:
         rows = ring_rows(160)
         answer = submit(executor, rows)
         until(lambda: fast.num_made == 9, "the nine pieces that the slow one has not taken")
         assert not answer.outcomes  # the last row is there, a piece in the middle is not
         last_is_done.set()
-        assert is_product(core, rows, answer.get())
+        assert is_product(served_model, rows, answer.get())
 
 
-def test_what_a_lost_replica_had_begun_another_makes(core: ServedModel) -> None:
+def test_what_a_lost_replica_had_begun_another_makes(served_model: ServedModel) -> None:
     is_dying = threading.Event()
 
     def die_later(number: int) -> None:
@@ -126,27 +126,27 @@ def test_what_a_lost_replica_had_begun_another_makes(core: ServedModel) -> None:
             is_dying.set()
             lost(number)
 
-    dies_later = Scripted(core, die_later)
-    other = Scripted(core, lambda number: comes(is_dying, "the loss"))  # or it might make everything before
-    with executor_of(core, dies_later, other) as executor:
+    dies_later = Scripted(served_model, die_later)
+    other = Scripted(served_model, lambda number: comes(is_dying, "the loss"))  # or it might make everything before
+    with executor_of(served_model, dies_later, other) as executor:
         given = [ring_rows(40) for _ in range(2)]
         answers = [submit(executor, each) for each in given]
-        assert all(is_product(core, each, answer.get()) for each, answer in zip(given, answers, strict=True))
+        assert all(is_product(served_model, each, answer.get()) for each, answer in zip(given, answers, strict=True))
         until(lambda: executor.num_replicas == (1, 2), "the loss to be known")
         rows = ring_rows(40)
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
     assert dies_later.num_made == 2
     assert dies_later.is_closed
 
 
-def test_a_small_request_that_loses_its_replica_is_queued(core: ServedModel) -> None:
-    with executor_of(core, Scripted(core, lost), Scripted(core)) as executor:
+def test_a_small_request_that_loses_its_replica_is_queued(served_model: ServedModel) -> None:
+    with executor_of(served_model, Scripted(served_model, lost), Scripted(served_model)) as executor:
         rows = ring_rows(1)
         assert executor.compute_here("acme", CALL, rows) is None
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
 
 
-def test_a_request_that_ends_replicas_is_given_up(core: ServedModel) -> None:
+def test_a_request_that_ends_replicas_is_given_up(served_model: ServedModel) -> None:
     poison = ring_rows(7)
 
     class Poisoned(Scripted):
@@ -155,73 +155,77 @@ def test_a_request_that_ends_replicas_is_given_up(core: ServedModel) -> None:
                 raise ReplicaLost
             return super().product(call, rows)
 
-    with executor_of(core, *(Poisoned(core) for _ in range(3))) as executor:
+    with executor_of(served_model, *(Poisoned(served_model) for _ in range(3))) as executor:
         assert isinstance(submit(executor, poison).get(), RemoteFault)
         rows = ring_rows(8)
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
         assert executor.num_replicas[0] == 1
 
 
-def test_replicas_that_were_gone_before_are_not_a_request_s_fault(core: ServedModel) -> None:
+def test_replicas_that_were_gone_before_are_not_a_request_s_fault(served_model: ServedModel) -> None:
     def gone(number: int) -> None:
         raise ReplicaLost(began=False)
 
     with executor_of(
-        core, Scripted(core, gone), Scripted(core, gone), Scripted(core, gone), Scripted(core)
+        served_model,
+        Scripted(served_model, gone),
+        Scripted(served_model, gone),
+        Scripted(served_model, gone),
+        Scripted(served_model),
     ) as executor:
         rows = ring_rows(8)
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
 
 
-def test_small_requests_take_turns_over_replicas(core: ServedModel) -> None:
-    replicas = [Scripted(core) for _ in range(3)]
-    with executor_of(core, *replicas) as executor:
+def test_small_requests_take_turns_over_replicas(served_model: ServedModel) -> None:
+    replicas = [Scripted(served_model) for _ in range(3)]
+    with executor_of(served_model, *replicas) as executor:
         for _ in range(9):
             assert isinstance(executor.compute_here("acme", CALL, ring_rows(1)), torch.Tensor)
     assert [replica.num_made for replica in replicas] == [3, 3, 3]
 
 
-def test_a_fault_that_nobody_foresaw_is_an_answer(core: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_that_nobody_foresaw_is_an_answer(served_model: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
     def broken(number: int) -> None:
         if number == 1:
             raise ZeroDivisionError("1.5")
 
-    with executor_of(core, Scripted(core, broken)) as executor:
+    with executor_of(served_model, Scripted(served_model, broken)) as executor:
         assert isinstance(executor.compute_here("acme", CALL, ring_rows(1)), RemoteFault)
         rows = ring_rows(1)
-        assert is_product(core, rows, executor.compute_here("acme", CALL, rows))  # type: ignore[arg-type]
+        assert is_product(served_model, rows, executor.compute_here("acme", CALL, rows))  # type: ignore[arg-type]
     assert "ZeroDivisionError" in caplog.text
     assert "1.5" not in caplog.text
 
 
-def test_one_that_joined_is_waited_for(core: ServedModel) -> None:
-    with executor_of(core) as executor:
+def test_one_that_joined_is_waited_for(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with executor_of(served_model) as executor:
         assert executor.num_replicas == (0, 1)
         early = submit(executor, ring_rows(3)).get()
         assert isinstance(early, Unavailable)
         assert early.retry_s == RETRY_S  # for as long as it takes until the first one comes
-        executor.join(Scripted(core, lost))
+        leaving = Scripted(served_model, lost)
+        executor.join(leaving)
         gone = submit(executor, ring_rows(3)).get()
         assert isinstance(gone, Unavailable)
-        until(lambda: not executor._lanes, "the end of the lost one's thread")
+        until(lambda: leaving.is_closed, "the end of the lost one's thread")
         assert submit(executor, ring_rows(3)).get().retry_s == RETRY_S  # type: ignore[union-attr]
         assert not executor.is_given_up
-        executor._empty_since_s -= 1000
+        monkeypatch.setattr("provider.engine.executor.REJOIN_S", 0.0)  # as if that long had passed
         late = submit(executor, ring_rows(3)).get()
         assert isinstance(late, Unavailable)
         assert late.retry_s == 0
-        executor.join(Scripted(core))
+        executor.join(Scripted(served_model))
         rows = ring_rows(3)
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
 
 
-def test_without_a_replica_requests_are_refused_at_once(core: ServedModel) -> None:
-    with executor_of(core, Scripted(core, lost)) as executor:
+def test_without_a_replica_requests_are_refused_at_once(served_model: ServedModel) -> None:
+    with executor_of(served_model, Scripted(served_model, lost)) as executor:
         first = submit(executor, ring_rows(3)).get()
         assert isinstance(first, Unavailable)
-        until(lambda: not executor._lanes, "the end of the lost one's thread")
+        until(lambda: executor.is_given_up, "the end of the lost one's thread")
         assert executor.num_replicas == (0, 1)
-        assert executor.is_given_up
         assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
         empty = submit(executor, ring_rows(0)).get()  # which needs nobody
         assert isinstance(empty, torch.Tensor)
@@ -229,10 +233,10 @@ def test_without_a_replica_requests_are_refused_at_once(core: ServedModel) -> No
         assert submit(executor, ring_rows(3)).get().retry_s == 0  # type: ignore[union-attr]  # it will not come back
 
 
-def test_a_replica_that_returns(core: ServedModel) -> None:
-    replica = Scripted(core, lambda number: lost(number) if number == 1 else None)
+def test_a_replica_that_returns(served_model: ServedModel) -> None:
+    replica = Scripted(served_model, lambda number: lost(number) if number == 1 else None)
     replica.can_return = True
-    with executor_of(core, replica) as executor:
+    with executor_of(served_model, replica) as executor:
         while_lost = submit(executor, ring_rows(3)).get()
         assert isinstance(while_lost, Unavailable)
         assert while_lost.retry_s == RETRY_S
@@ -240,21 +244,21 @@ def test_a_replica_that_returns(core: ServedModel) -> None:
         replica.may_return.set()
         until(lambda: executor.num_replicas == (1, 1), "the one that returns")
         rows = ring_rows(3)
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
 
 
-def test_one_more_replica_while_it_runs(core: ServedModel) -> None:
-    with executor_of(core, Scripted(core, lost)) as executor:
+def test_one_more_replica_while_it_runs(served_model: ServedModel) -> None:
+    with executor_of(served_model, Scripted(served_model, lost)) as executor:
         assert isinstance(submit(executor, ring_rows(2)).get(), Unavailable)
-        executor.add(Scripted(core))
+        executor.add(Scripted(served_model))
         rows = ring_rows(5)
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
 
 
-def test_one_that_goes_away_while_idle_is_noticed(core: ServedModel) -> None:
-    replica = Scripted(core)
+def test_one_that_goes_away_while_idle_is_noticed(served_model: ServedModel) -> None:
+    replica = Scripted(served_model)
     replica.can_return = True
-    with executor_of(core, replica) as executor:
+    with executor_of(served_model, replica) as executor:
         executor.look()
         assert executor.num_replicas == (1, 1)
         replica.is_alive = False
@@ -264,18 +268,18 @@ def test_one_that_goes_away_while_idle_is_noticed(core: ServedModel) -> None:
         replica.may_return.set()
         until(lambda: executor.num_replicas == (1, 1), "the one that returns")
         rows = ring_rows(3)
-        assert is_product(core, rows, submit(executor, rows).get())
+        assert is_product(served_model, rows, submit(executor, rows).get())
 
 
-def test_closing_while_a_replica_is_being_brought_back(core: ServedModel) -> None:
-    replica = Scripted(core, lost)
+def test_closing_while_a_replica_is_being_brought_back(served_model: ServedModel) -> None:
+    replica = Scripted(served_model, lost)
     replica.can_return = True
-    with executor_of(core, replica) as executor:
+    with executor_of(served_model, replica) as executor:
         assert isinstance(submit(executor, ring_rows(3)).get(), Unavailable)
     assert replica.is_closed
 
 
-def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: ServedModel) -> None:
+def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(served_model: ServedModel) -> None:
     entered, go_on = threading.Event(), threading.Event()
     asked: list[int] = []
 
@@ -294,8 +298,8 @@ def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: 
             return super().product(call, rows)
 
     is_lost = threading.Event()
-    other = Scripted(core, lambda number: comes(is_lost, "the loss"))
-    with executor_of(core, Picky(core), other) as executor:
+    other = Scripted(served_model, lambda number: comes(is_lost, "the loss"))
+    with executor_of(served_model, Picky(served_model), other) as executor:
         blockers = [submit(executor, ring_rows(16)) for _ in range(2)]
         comes(entered, "the first product")
         until(lambda: other.num_asked, "the other one's")
@@ -305,6 +309,6 @@ def test_a_loss_while_each_runs_alone_takes_nothing_from_who_was_answered(core: 
         until(lambda: executor.num_replicas == (1, 2), "the loss to be known")
         is_lost.set()
         assert all(isinstance(one.get(), torch.Tensor) for one in blockers)
-        assert all(is_product(core, each, answer.get()) for each, answer in zip(rows, answers, strict=True))
+        assert all(is_product(served_model, each, answer.get()) for each, answer in zip(rows, answers, strict=True))
     assert asked == [16, 16, 8, 8]
     assert other.num_made == 2  # its own, and what the lost one had not answered

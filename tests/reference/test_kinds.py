@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from transformers import (
-    AutoModelForCausalLM,
     FalconConfig,
     JambaConfig,
     MambaConfig,
@@ -23,9 +21,9 @@ from transformers import (
 
 from tenant_sdk import TenantClient
 from tenant_sdk.model.remote_linear import RemoteLinear
-from tests.conftest import VOCAB
+from tests.support.parity import RELATIVE, adapted, batch, local, relative
+from tests.support.tiny_models import VOCAB, save_random
 
-RELATIVE = 1e-4
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -62,46 +60,21 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """(kind, folder, client) with native weights, float arithmetic, no mask."""
     kind: str = request.param
     folder = tmp_path_factory.mktemp(kind)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind])
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # random, so that a forgotten one shows
-                parameter.normal_(std=0.1)
-    model.save_pretrained(folder)
+    save_random(CONFIGS[kind], folder)
     with TenantClient(
         f"inproc:{folder}", weights="native", mask="off", arithmetic="float", cache=folder / "cache"
     ) as client:
         yield kind, folder, client
 
 
-def local(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-def adapted(model: Any, kind: str) -> Any:
-    """The model with an adapter whose B is not zero, the same on both sides."""
-    torch.manual_seed(3)
+def lora(kind: str) -> LoraConfig:
     targets = sorted(SERVED[kind] - NOT_ADAPTED)
-    peft_model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM"))
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    return peft_model
-
-
-def batch() -> torch.Tensor:
-    return torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
+    return LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def logits(model: Any) -> torch.Tensor:
     # RWKV's state is changed in place, which its gradients do not survive, on either side
     return model(batch(), use_cache=False).logits  # type: ignore[no-any-return]
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
 def grads(model: Any) -> dict[str, torch.Tensor]:
@@ -125,7 +98,7 @@ def test_logits(pair: Any) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_lora_gradients(pair: Any, training: bool) -> None:
     kind, folder, client = pair
-    ours, theirs = (adapted(model, kind).train(training) for model in (client.load_model(), local(folder)))
+    ours, theirs = (adapted(model, lora(kind)).train(training) for model in (client.load_model(), local(folder)))
     got, want = grads(ours), grads(theirs)
     assert got.keys() == want.keys()
     assert len(want) >= 8
@@ -137,7 +110,7 @@ def test_greedy_tokens(pair: Any) -> None:
     kind, folder, client = pair
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     prompt = batch()[:1, :5]
-    models = (adapted(client.load_model(), kind), adapted(local(folder), kind))
+    models = (adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind)))
     ours, theirs = (model.generate(input_ids=prompt, **options) for model in models)
     assert ours.shape[1] == 11
     assert torch.equal(ours, theirs)
@@ -149,5 +122,5 @@ def test_nothing_says_quantized_and_lora_is_the_plain_one(pair: Any) -> None:
     model = client.load_model()
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     assert not any(hasattr(module.config, "_is_quantized") for module in parts)
-    adapters = [module for module in adapted(model, kind).modules() if hasattr(module, "lora_A")]
+    adapters = [module for module in adapted(model, lora(kind)).modules() if hasattr(module, "lora_A")]
     assert {type(module) for module in adapters} == {LoraLinear}

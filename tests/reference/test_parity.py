@@ -7,44 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from peft import IA3Config, LoraConfig, PeftModel
 
 from provider.model.load import load, resolve
 from provider.model.served_model import ServedModel
 from provider.model.weights import serve_model
 from tenant_sdk import TenantClient
-from tests.conftest import VOCAB, make_tiny
+from tests.support.parity import RELATIVE, TARGETS, adapted, batch, grads, local, lora, losses_of_steps, relative
+from tests.support.tiny_models import make_tiny
 from wire.transport.inproc import InprocConnection
 
 KINDS = ("llama", "gpt2", "gemma")
-TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "llama": "all-linear", "gemma": "all-linear"}
-RELATIVE = 1e-4
-
-
-def lora(kind: str) -> LoraConfig:
-    return LoraConfig(
-        r=4, lora_alpha=8, target_modules=TARGETS[kind], fan_in_fan_out=kind == "gpt2", task_type="CAUSAL_LM"
-    )
-
-
-def batch(seed: int = 1, shape: tuple[int, int] = (2, 12)) -> torch.Tensor:
-    return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got - want).norm() / want.norm().clamp_min(1e-30))
-
-
-def adapted(model: Any, config: Any, seed: int = 3) -> Any:
-    """The model with an adapter whose B is not zero, the same on both sides."""
-    torch.manual_seed(seed)
-    peft_model = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in peft_model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    return peft_model
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -56,15 +29,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     client = TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float", cache=folder / "cache")
     with client:
         yield kind, folder, client
-
-
-def local(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
-def grads(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    model(ids, labels=ids).loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_logits_and_lora_gradients(pair: Any) -> None:
@@ -86,8 +50,8 @@ def test_layers_that_are_not_served_are_the_tenants_own(
 ) -> None:
     """`--base-layers`: the rest comes with the bundle, and an adapter is on both alike."""
     make_tiny("llama", tmp_path)
-    core = ServedModel(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
-    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(core))
+    served_model = ServedModel(serve_model(load(resolve(str(tmp_path))), "native", patterns.replace(" ", "")))
+    monkeypatch.setattr("tenant_sdk.embedded.connect_inproc", lambda *_: InprocConnection(served_model))
     with TenantClient("inproc:part", mask="off", arithmetic="float", cache=tmp_path / "cache") as client:
         served = {layer.name for group in client.connect().groups for layer in group.layers}
         assert 0 < len(served) < 14
@@ -102,17 +66,8 @@ def test_layers_that_are_not_served_are_the_tenants_own(
 
 def test_five_optimizer_steps(pair: Any) -> None:
     kind, folder, client = pair
-    histories = []
-    for model in (adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind))):
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-2)
-        losses = []
-        for _ in range(5):
-            loss = model(batch(), labels=batch()).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        histories.append(losses)
+    models = adapted(client.load_model(), lora(kind)), adapted(local(folder), lora(kind))
+    histories = [losses_of_steps(model, batch(), 5e-2) for model in models]
     assert histories[0] == pytest.approx(histories[1], rel=RELATIVE)
     assert histories[0][-1] != pytest.approx(histories[0][0], rel=1e-3), "nothing was trained"
 

@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from tenant_sdk import TenantClient
-from tests.reference.test_parity import RELATIVE, adapted, grads, relative
+from tests.support.parity import RELATIVE, adapted, grads, losses_of_steps, relative
 
 
 @pytest.mark.real_model
@@ -31,17 +31,6 @@ def test_logits_gradients_steps_and_greedy_tokens(smollm2: Path) -> None:
         assert len(want) == len(got) == 2 * 210
         for name, gradient in want.items():
             assert relative(got[name], gradient) < RELATIVE, name
-        losses = []
-        for model in (ours, theirs):
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-            optimizer.zero_grad()
-            history = []
-            for _ in range(5):
-                loss = model(ids, labels=ids).loss
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                history.append(loss.item())
-            losses.append(history)
+        losses = [losses_of_steps(model, ids, 1e-3) for model in (ours, theirs)]
         assert losses[0] == pytest.approx(losses[1], rel=RELATIVE)
         assert losses[0][-1] < losses[0][0] - 0.1

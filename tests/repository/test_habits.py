@@ -7,12 +7,12 @@ import os
 import re
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import ROOT
+
 MAKEFILE = (ROOT / "Makefile").read_text()
 (PHONY,) = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +12,24 @@ import pytest
 
 import provider.net.service as provider_service
 from provider.identity.registry import revoke
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, connect
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of, until
-from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
+from provider.model.served_model import ServedModel
+from provider.shards.router import ShardedExecutor
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.raw_tls import RawTls
+from tests.support.ring_products import CALL, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.stream_sessions import service_of
 from tests.support.tensor_port import hear
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import FrameType, Header
 from wire.transport import busy_poll, tls_socket
 from wire.transport.busy_poll import BusyPoll
 
-ENDLESS_S = 10 * TIMEOUT_S
+ENDLESS_S = 10 * WAIT_S
 
 
 class Patient(BusyPoll):
@@ -55,27 +62,31 @@ def test_replies_of_any_size_come(patient: None, provider: Provider) -> None:
     connection = provider.connect()
     for count in (1, 1, 300, 1, 4096, 1):
         rows = ring_rows(count)
-        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+        assert ask(connection, rows).equal(provider.served_model.compute(CALL, rows))
     assert Patient.looks > 6
 
 
 def test_a_reply_that_another_thread_made_is_sent(
-    patient: None, provider: Provider, monkeypatch: pytest.MonkeyPatch
+    patient: None,
+    start: Callable[[ServedModel], Provider],
+    tiny_served_model: ServedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The provider looks while it is made, as if it had not seen that the core is wanted."""
-    monkeypatch.setattr(service_of(provider)._executor, "is_idle", lambda: True)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    product = lane.replica.product  # type: ignore[attr-defined]
+    monkeypatch.setattr(ShardedExecutor, "is_idle", lambda executor: True)
+    product, threads = tiny_served_model.compute, set()
 
     def slow(*arguments: Any) -> Any:
+        threads.add(threading.current_thread().name)
         time.sleep(0.05)
         return product(*arguments)
 
-    monkeypatch.setattr(lane.replica, "product", slow)
-    connection = provider.connect()
+    monkeypatch.setattr(tiny_served_model, "compute", slow)
+    connection = start(tiny_served_model).connect()
     rows = ring_rows(300)
     for _ in range(3):
-        assert ask(connection, rows).equal(provider.core.compute(CALL, rows))
+        assert ask(connection, rows).equal(product(CALL, rows))
+    assert threads == {"veilbase-compute"}
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -90,19 +101,18 @@ def test_who_is_sent_no_reply_is_not_looked_at(
             waits.append(is_likely)
 
     monkeypatch.setattr(provider_service, "BusyPoll", Noted)
-    connection = connect(provider, "idle")
+    raw = RawTls(provider, "idle")
+    connection = raw.connection
     connection.send(frame.hello(FrameType.HELLO))
     assert hear(connection).kind is FrameType.WELCOME
     cancel = Header(FrameType.CANCEL, 7).pack()
-    if not whole:
-        connection._tls.write(struct.pack("<I", len(cancel)) + cancel)
-    record = connection._outgoing.read()
+    record = b"" if whole else raw.encrypted(struct.pack("<I", len(cancel)) + cancel)
     for number in range(20):
         seen = len(waits)
         if whole:
             connection.send(cancel)
         else:
-            connection._plain.sendall(record[number : number + 1])
+            raw.plain.sendall(record[number : number + 1])
         until(lambda seen=seen: len(waits) > seen, "the next wait")  # type: ignore[misc]
     assert not any(waits)
     if whole:
@@ -126,13 +136,13 @@ def test_an_end_is_noticed(patient: None, provider: Provider, event: str) -> Non
         revoke(provider.state, "raw")
         stream.expect_error(0, WireCode.NOT_PERMITTED)
     stream.close()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
 
 
 def test_a_tenant_that_closes_while_it_looks_ends(patient: None, provider: Provider) -> None:
     connection = provider.connect()
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     began = time.monotonic()
     connection.close()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
-    assert time.monotonic() - began < TIMEOUT_S
+    until(lambda: not service_of(provider).sessions, "the end of the session")
+    assert time.monotonic() - began < WAIT_S

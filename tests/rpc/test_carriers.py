@@ -20,28 +20,46 @@ import torch
 
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from tests.rpc.conftest import Provider
-from tests.rpc.links import BROKEN
-from tests.rpc.test_hostile_tenant import service_of, until
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.waiting import WAIT_S, comes
+from provider.net.tensor_port import TensorPortStatus
+from tests.support.links import BROKEN
+from tests.support.loopback_provider import Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.stream_sessions import service_of
+from tests.support.tensor_port import carrier_of
+from tests.support.waiting import WAIT_S, comes, until
+from tests.support.wrapped_model import SwitchedModel
 from wire.errors import NotPermitted, UnknownLayer, WireCode, code_of
-from wire.transport.grpc_stream import GrpcStream
-from wire.transport.tls_stream import TensorStream
+from wire.payload import RowsPayload
 
 
 @pytest.fixture(params=["tensor port", "grpc"])
-def provider(request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_core: ServedModel) -> Provider:
+def provider(
+    request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
+) -> Provider:
     """What carries a test's streams."""
-    return start(tiny_core, tensor_port=None if request.param == "grpc" else 0)
+    return start(tiny_served_model, tensor_port=None if request.param == "grpc" else 0)
+
+
+@pytest.fixture(params=["tensor port", "grpc"])
+def switched(
+    request: pytest.FixtureRequest, start: Callable[..., Provider], tiny_served_model: ServedModel
+) -> Provider:
+    """Makes products as a test says, whatever carries the streams."""
+    return start(SwitchedModel(tiny_served_model), tensor_port=None if request.param == "grpc" else 0)
 
 
 def test_the_way_is_the_one_that_is_meant(provider: Provider) -> None:
     connection = provider.connect()
-    assert_served(connection, provider.core)
-    assert connection._stream is not None
-    kind = GrpcStream if provider.server.tensor_port is None else TensorStream
-    assert isinstance(connection._stream._stream, kind)
+    assert connection.carrier is None
+    assert_served(connection, provider.served_model)
+    assert len(service_of(provider).sessions) == 1
+    if provider.server.tensors is None:
+        assert connection.carrier == "gRPC"
+    else:
+        assert connection.carrier == carrier_of(provider)
+        assert provider.server.tensors.status() == TensorPortStatus(num_connections=1, num_guests=0)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9, 4096])
@@ -49,7 +67,7 @@ def test_small_and_large_requests(provider: Provider, num_rows: int) -> None:
     connection = provider.connect()
     rows = ring_rows(num_rows)
     for _ in range(3):
-        assert torch.equal(ask(connection, rows), provider.core.compute(CALL, rows))
+        assert torch.equal(ask(connection, rows), provider.served_model.compute(CALL, rows))
 
 
 def test_small_requests_overtake_a_large_reply(provider: Provider) -> None:
@@ -66,7 +84,7 @@ def test_a_half_closed_stream_is_answered_and_ends(provider: Provider) -> None:
     stream.half_close()
     assert sorted(stream.receive().request_id for _ in range(2)) == [1, 2]
     stream.expect_end()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
 
 
 def test_a_garbage_frame_ends_the_stream_with_one_error(provider: Provider) -> None:
@@ -74,7 +92,7 @@ def test_a_garbage_frame_ends_the_stream_with_one_error(provider: Provider) -> N
     stream.send(b"\xff" * 100)
     stream.expect_error(0, WireCode.MALFORMED)
     stream.expect_end()
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
@@ -82,33 +100,34 @@ def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
     stream.send(*stream.request(1, ring_rows(4096)))
     stream.receive()
     stream.close()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
-    until(lambda: not service_of(provider)._calls, "its thread is free")
-    assert_served(provider.connect(), provider.core)
+    until(lambda: not service_of(provider).sessions, "the end of the session")
+    until(lambda: not service_of(provider).status().calls, "its thread is free")
+    assert_served(provider.connect(), provider.served_model)
 
 
 def test_revocation_ends_a_stream_that_asks(provider: Provider) -> None:
     connection = provider.connect("gone")
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     revoke(provider.state, "gone")
     with pytest.raises(NotPermitted, match="revoked"):
-        assert_served(connection, provider.core)
+        assert_served(connection, provider.served_model)
 
 
-def test_a_large_product_is_made_in_the_compute_thread(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_product_is_made_in_the_compute_thread(
+    switched: Provider, tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
-    product = provider.core.compute
 
     def record(*arguments: Any) -> torch.Tensor:
         threads.append(threading.current_thread().name)
-        return product(*arguments)
+        return tiny_served_model.compute(*arguments)
 
-    connection = provider.connect()
-    assert_served(connection, provider.core)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    monkeypatch.setattr(lane.replica, "product", record)
-    ask(connection, ring_rows(2))
-    ask(connection, ring_rows(1))  # perhaps by `row_product`, and then not recorded
+    connection = switched.connect()
+    assert_served(connection, tiny_served_model)
+    monkeypatch.setattr(switched.served_model, "make", record)
+    for num_rows in (2, 1):
+        ask(connection, ring_rows(num_rows))
+    assert len(threads) == 2
     assert "veilbase-compute" not in threads
     monkeypatch.setattr("provider.net.session.INLINE_PRODUCTS", COLS)
     for num_rows in (1, 2):
@@ -118,7 +137,7 @@ def test_a_large_product_is_made_in_the_compute_thread(provider: Provider, monke
 
 def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> None:
     victim = provider.connect("victim")
-    assert_served(victim, provider.core)
+    assert_served(victim, provider.served_model)
     flood = [RawStream(provider, "flood") for _ in range(4)]
     stop = threading.Event()
 
@@ -141,7 +160,7 @@ def test_a_flood_of_small_requests_holds_up_nobody_else(provider: Provider) -> N
     slowest = 0.0
     for _ in range(40):
         began = time.process_time()  # of all threads here: what others take of the machine says nothing
-        assert_served(victim, provider.core)
+        assert_served(victim, provider.served_model)
         slowest = max(slowest, time.process_time() - began)
     stop.set()
     for stream in flood:
@@ -157,10 +176,10 @@ def test_a_stream_whose_last_answer_is_an_error_ends(provider: Provider) -> None
     stream.half_close()
     stream.expect_error(1, WireCode.INVALID_TENSOR)
     stream.expect_end()
-    until(lambda: not service_of(provider)._sessions, "the end of the session")
+    until(lambda: not service_of(provider).sessions, "the end of the session")
 
 
-def test_an_error_that_comes_as_the_tenant_stops_is_sent(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_comes_as_the_tenant_stops_is_sent(switched: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the end of the last request and the frame that says so nobody may find that all is done."""
     failing = threading.Event()
 
@@ -172,9 +191,8 @@ def test_an_error_that_comes_as_the_tenant_stops_is_sent(provider: Provider, mon
         time.sleep(0.5)
         return code_of(error)
 
-    stream = RawStream(provider)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    monkeypatch.setattr(lane.replica, "product", fail)
+    stream = RawStream(switched)
+    monkeypatch.setattr(switched.served_model, "make", fail)
     monkeypatch.setattr("provider.net.session.code_of", slow_code_of)
     stream.send(*stream.request(1, ring_rows(4096)))
     comes(failing, "the failure")
@@ -188,7 +206,7 @@ def test_a_stream_that_ended_is_freed_at_once(provider: Provider) -> None:
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(1)))
     stream.receive()
-    (session,) = (weakref.ref(one) for one in service_of(provider)._sessions)
+    (session,) = (weakref.ref(one) for one in service_of(provider).sessions)
     gc.disable()
     try:
         stream.half_close()
@@ -202,9 +220,9 @@ def test_large_replies_take_turns(provider: Provider) -> None:
     """A reply of many chunks, each of which needs the end of the one before, beside others' replies."""
     connection = provider.connect()
     rows = [ring_rows(count) for count in (4096, 2048, 1)]
-    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows * 3]
+    pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows * 3]
     for one, reply in zip(rows * 3, pending, strict=True):
-        assert torch.equal(reply.result(), provider.core.compute(CALL, one))
+        assert torch.equal(reply.result(), provider.served_model.compute(CALL, one))
 
 
 def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
@@ -217,7 +235,7 @@ def test_a_call_that_is_over_leaves_no_thread(provider: Provider) -> None:
         stream.receive()
     for stream in streams:
         stream.close()
-    until(lambda: not service_of(provider)._calls, "their threads are free")
+    until(lambda: not service_of(provider).status().calls, "their threads are free")
 
     def left() -> set[int | None]:
         return {

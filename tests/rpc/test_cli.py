@@ -14,49 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import make_tiny
+from tests.support.provider_command import Serving, one_line_error, run
+from tests.support.ring_products import CALL
+from tests.support.waiting import WAIT_S
 from wire.errors import NotPermitted, VeilbaseError
-from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
-
-TIMEOUT_S = 60
-CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cli") / "tiny"
-    make_tiny("llama", folder)
-    return folder
-
-
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "provider", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
-
-
-def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line for line in done.stderr.splitlines() if " INFO " not in line]
-    assert done.returncode == 1, done.stderr
-    assert done.stdout == ""
-    assert len(lines) == 1, done.stderr
-    assert lines[0].startswith("provider: ")
-    return lines[0]
-
-
-class Serving:
-    def __init__(self, *arguments: object) -> None:
-        command = [sys.executable, "-m", "provider", "serve", "--threads", "1", *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        word, self.url = self.process.stdout.readline().split()
-        assert word == "ready"
-
-    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str, str]:
-        self.process.send_signal(number)
-        out, err = self.process.communicate(timeout=TIMEOUT_S)
-        return self.process.returncode, out, err
 
 
 @pytest.fixture
@@ -80,7 +44,7 @@ def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
     manifest = connection.manifest()
     assert manifest.recording
     assert manifest.model_id == "tiny"
-    reply = connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+    reply = connection.submit(CALL, RowsPayload(torch.ones(20, 32, dtype=torch.int32)), 64).result()
     assert reply.shape == (20, 64)
     (line,) = [json.loads(line) for line in (tmp_path / "seen" / "index.jsonl").read_text().splitlines()]
     assert (line["tenant"], line["layer"], line["rows"]) == ("acme", 0, 20)
@@ -88,7 +52,7 @@ def test_serve_enroll_use_revoke_stop(serving: Serving, tmp_path: Path) -> None:
     assert "acme" in run("tenants", "--state", state).stdout
     assert run("revoke", "acme", "--state", state).returncode == 0
     with pytest.raises(NotPermitted):
-        connection.submit(CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+        connection.submit(CALL, RowsPayload(torch.ones(20, 32, dtype=torch.int32)), 64).result()
     assert "revoked" in run("tenants", "--state", state).stdout
     connection.close()
 
@@ -105,11 +69,11 @@ def test_without_tls_the_tenant_is_local_and_sigint_stops(model: Path, tmp_path:
     assert serving.url.startswith("grpc://127.0.0.1:")
     connection = GrpcConnection(serving.url)
     assert connection.manifest().weights == "native"
-    assert connection.submit(CALL, torch.ones(1, 32, dtype=torch.int32), 64).result().shape == (1, 64)
+    assert connection.submit(CALL, RowsPayload(torch.ones(1, 32, dtype=torch.int32)), 64).result().shape == (1, 64)
     code, _, err = serving.stop(signal.SIGINT)
     assert code == 0, err
     with pytest.raises(VeilbaseError):
-        connection.submit(CALL, torch.ones(1, 32, dtype=torch.int32), 64).result()
+        connection.submit(CALL, RowsPayload(torch.ones(1, 32, dtype=torch.int32)), 64).result()
     connection.close()
 
 
@@ -195,7 +159,7 @@ for command in {commands}:
     app([*command, *{state}], standalone_mode=False)
 assert not {{'torch', 'grpc', 'transformers'}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert "revoked 1 certificate of acme" in done.stdout
 
@@ -208,6 +172,6 @@ def test_stopping_while_it_loads(model: Path, tmp_path: Path) -> None:
     assert process.stderr is not None
     assert "loading" in process.stderr.readline()
     process.terminate()
-    _, err = process.communicate(timeout=TIMEOUT_S)
+    _, err = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, err
     assert "Traceback" not in err

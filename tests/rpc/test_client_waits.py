@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType as CodeFrame
 from typing import Any
 
@@ -21,17 +20,18 @@ import pytest
 import torch
 
 from provider.model.served_model import ServedModel
-from provider.net.server import server_options
-from provider.net.service import SERVICE_NAME
+from tests.support.grpc_stand_in import GrpcStandIn, reply_to
+from tests.support.ring_products import REPLY_COLS
+from tests.support.ring_rows import COLS
 from wire import frame
 from wire.errors import DeadlineExceeded, Unavailable, VeilbaseError
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
+from wire.payload import RowsPayload
 from wire.transport.connection import Pending
 from wire.transport.grpc_connection import GrpcConnection
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
-COLS, REPLY_COLS = 32, 64
 TIMEOUT_S = 25.0
 """Until a thread counts as hanging. Less than the 30 s that requests have where a test does not say otherwise: their
 end would free it."""
@@ -46,25 +46,18 @@ MORE_THAN_FITS = 65_536
 """Rows of 8 MiB; HTTP/2 lets some 64 KiB go before the peer reads."""
 
 
-class Script:
+class Script(GrpcStandIn):
     """A provider that answers when it is told to."""
 
-    def __init__(self, core: ServedModel) -> None:
-        manifest = core.manifest().model_copy(update={"limits": Limits()}).to_bytes()
+    def __init__(self, served_model: ServedModel) -> None:
+        manifest = served_model.manifest().model_copy(update={"limits": Limits()}).to_bytes()
         self.reads = threading.Event()
         self.reads.set()
         self._received: queue.SimpleQueue[Header] = queue.SimpleQueue()
         self._outgoing: list[queue.SimpleQueue[list[bytes] | None]] = []
-        self._server = grpc.server(ThreadPoolExecutor(8), options=server_options())
-        handlers = {
-            "Manifest": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([manifest])),
-            "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
-        self.url = f"grpc://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
+        super().__init__(manifest)
 
-    def _stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    def stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         outgoing: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         self._outgoing.append(outgoing)
         context.add_callback(lambda: outgoing.put(None))
@@ -91,15 +84,13 @@ class Script:
         """Replies to them on the latest stream, in this order and without a pause; see `expected`."""
         self._outgoing[-1].put([one for request in requests for one in _reply(request)])
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float = TIMEOUT_S) -> None:
         self.reads.set()
-        assert self._server.stop(0).wait(TIMEOUT_S), "the stand-in's streams have not ended"
+        super().stop(wait_s)
 
 
 def _reply(request: Header) -> list[bytes]:
-    size = request.rows * REPLY_COLS * 4
-    header = Header(FrameType.REPLY, request.request_id, request.call, request.rows, REPLY_COLS, 0, size)
-    return list(frame.frames(header, frame.tensor_bytes(expected(request.rows))))
+    return list(frame.frames(reply_to(request), frame.tensor_bytes(expected(request.rows))))
 
 
 def expected(num_rows: int) -> torch.Tensor:
@@ -108,8 +99,8 @@ def expected(num_rows: int) -> torch.Tensor:
 
 
 @pytest.fixture
-def script(tiny_core: ServedModel) -> Iterator[Script]:
-    made = Script(tiny_core)
+def script(tiny_served_model: ServedModel) -> Iterator[Script]:
+    made = Script(tiny_served_model)
     yield made
     made.stop()
 
@@ -122,7 +113,7 @@ def connection(script: Script) -> Iterator[GrpcConnection]:
 
 
 def submit(connection: GrpcConnection, num_rows: int) -> Pending:
-    return connection.submit(CALL, torch.zeros(num_rows, COLS), REPLY_COLS)
+    return connection.submit(CALL, RowsPayload(torch.zeros(num_rows, COLS)), REPLY_COLS)
 
 
 def works(script: Script, connection: GrpcConnection) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -19,11 +18,15 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
 from provider.net.descriptors import Shares
-from tests.conftest import SLOW_TIMEOUT_S, make_tiny
-from tests.rpc.conftest import Provider
-from tests.rpc.test_hostile_tenant import until
-from tests.rpc.test_stream import CALL, REPLY_COLS, assert_served, ring_rows
+from tests.support.loopback_provider import Provider
+from tests.support.repository import ROOT
+from tests.support.ring_products import CALL, REPLY_COLS, assert_served
+from tests.support.ring_rows import ring_rows
+from tests.support.sockets import assert_ends, dial
+from tests.support.tiny_models import make_tiny
+from tests.support.waiting import SLOW_TIMEOUT_S, WAIT_S, until
 from wire.errors import AccessError, Unauthenticated, Unavailable
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
@@ -31,15 +34,14 @@ from wire.transport.identity import TlsIdentity
 NUM_CLIENTS, NUM_FILES = 2000, 1024
 NEWCOMER_S, REVOKED_S = 15.0, 1.0
 """The bars."""
-TIMEOUT_S = 60.0
 
 
 def ask(connection: GrpcConnection) -> None:
-    assert connection.submit(CALL, ring_rows(3), REPLY_COLS).result().shape == (3, REPLY_COLS)
+    assert connection.submit(CALL, RowsPayload(ring_rows(3)), REPLY_COLS).result().shape == (3, REPLY_COLS)
 
 
 def ask_on(connection: GrpcConnection) -> None:
-    give_up_at = time.monotonic() + TIMEOUT_S
+    give_up_at = time.monotonic() + WAIT_S
     while time.monotonic() < give_up_at:
         ask(connection)
 
@@ -54,44 +56,32 @@ def few_connections(monkeypatch: pytest.MonkeyPatch) -> int:
     return 4
 
 
-def dial(provider: Provider) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", provider.server.port), TIMEOUT_S)
-
-
-def wait_for_the_end(plain: socket.socket) -> None:
-    plain.settimeout(TIMEOUT_S)
-    with contextlib.suppress(ConnectionError):
-        while plain.recv(1 << 12):
-            pass
-    plain.close()
-
-
 def test_connections_that_say_nothing_are_ended(
-    monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider], tiny_core: ServedModel
+    monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
 ) -> None:
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 200)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     began = time.monotonic()
-    wait_for_the_end(dial(provider))
+    assert_ends(dial(provider.server.port))
     assert time.monotonic() - began < 20  # gRPC's own patience is two minutes
 
 
 def test_a_connection_too_many_is_closed_at_once_and_a_tenant_takes_the_first_free_place(
     few_connections: int, monkeypatch: pytest.MonkeyPatch, start: Callable[[ServedModel], Provider],
-    tiny_core: ServedModel,
+    tiny_served_model: ServedModel,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(server_module, "_HANDSHAKE_MS", 60_000)
-    provider = start(tiny_core)
-    silent = [dial(provider) for _ in range(few_connections)]
-    wait_for_the_end(dial(provider))
+    provider = start(tiny_served_model)
+    silent = [dial(provider.server.port) for _ in range(few_connections)]
+    assert_ends(dial(provider.server.port))
     monkeypatch.setattr(grpc_connection, "_CROWDED_S", 0.1)
     with pytest.raises(Unavailable, match="as many as it takes") as caught:  # and not that the identity is wrong
         provider.connect().manifest()
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(grpc_connection, "_CROWDED_S", TIMEOUT_S)
+    monkeypatch.setattr(grpc_connection, "_CROWDED_S", WAIT_S)
     for one in silent:
         one.close()
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 def test_a_certificate_that_is_refused_is_not_tried_again(
@@ -147,12 +137,12 @@ def limited(tmp_path: Path) -> Iterator[Limited]:
     one = Limited(tmp_path)
     yield one
     one.process.terminate()
-    one.process.wait(TIMEOUT_S)
+    one.process.wait(WAIT_S)
 
 
 @contextlib.contextmanager
 def flooded(*ports: int) -> Iterator[None]:
-    script = str(Path(__file__).with_name("flood.py"))
+    script = str(ROOT / "tests" / "support" / "flood.py")
     floods = [
         subprocess.Popen([sys.executable, script, str(port), str(NUM_CLIENTS)], stdout=subprocess.PIPE, text=True)
         for port in ports

@@ -21,12 +21,14 @@ import provider.net.service as service_module
 import provider.net.session as session_module
 from provider.identity.registry import revoke
 from provider.model.served_model import ServedModel
-from provider.net.service import MAX_CALLS_PER_TENANT, ProviderService
+from provider.net.calls import MAX_CALLS_PER_TENANT
 from provider.net.session import Session
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
-from tests.rpc.test_stream import CALL, COLS, RawStream, assert_served
-from tests.waiting import until
+from tests.support.loopback_provider import Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, assert_served
+from tests.support.ring_rows import COLS
+from tests.support.stream_sessions import service_of, session_of
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Call, FrameType, Header
@@ -39,24 +41,11 @@ SMALLEST_WINDOW = [
     ("grpc.http2.bdp_probe", 0),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-QUICK_S = 0.05
-"""Sweeps come this often here, every two seconds otherwise."""
 LARGE_ROWS, SMALL_ROWS = 4096, 8
 """A reply of 1 MiB, made by the worker; one of 2 KiB, made by the thread that reads."""
 NUM_REQUESTS = 12
 FIRST = 3
 """The first request that a stuck session has not seen."""
-
-
-def service_of(provider: Provider) -> ProviderService:
-    assert provider.server._service is not None
-    return provider.server._service
-
-
-def session_of(provider: Provider, tenant: str) -> Session:
-    service = service_of(provider)
-    until(lambda: any(one.tenant == tenant for one in list(service._sessions)), f"a session of {tenant}")
-    return next(one for one in list(service._sessions) if one.tenant == tenant)
 
 
 class Deaf:
@@ -72,7 +61,7 @@ class Deaf:
         """Another stream; later `send`s go there."""
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         method = self._channel.stream_stream(STREAM_METHOD)
-        call = method(iter(outgoing.get, None), timeout=10 * TIMEOUT_S)  # its end must not be what a test waits for
+        call = method(iter(outgoing.get, None), timeout=10 * WAIT_S)  # its end must not be what a test waits for
         self._streams.append((call, outgoing))
         self.send(frame.hello(FrameType.HELLO))
         return call
@@ -103,24 +92,19 @@ class Deaf:
 
 @dataclass
 class Replies:
-    """Every reply's memory, to see when it is freed, and a count of those that the deaf tenant's session has taken."""
+    """Every reply's memory, to see when it is freed."""
 
     memory: list[weakref.ref[Any]] = field(default_factory=list)
-    taken: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     def num_alive(self) -> int:
         return sum(one() is not None for one in self.memory)
 
-    def wait_taken(self, number: int) -> None:
-        for _ in range(number):
-            assert self.taken.acquire(timeout=TIMEOUT_S), "a reply was never made"
-
 
 @pytest.fixture
-def replies(tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
+def replies(tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
     """Goes before `provider`, which takes `product` as it is when it starts."""
     made = Replies()
-    product, answer = tiny_core.compute, Session._answer
+    product = tiny_served_model.compute
 
     def watched(call: Call, rows: torch.Tensor) -> torch.Tensor:
         # The storage of `from_numpy` holds the array, and nothing else does: not even a view without the tensor.
@@ -128,20 +112,8 @@ def replies(tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Replies:
         made.memory.append(weakref.ref(array))
         return torch.from_numpy(array)
 
-    def counted(session: Session, *arguments: Any) -> None:
-        answer(session, *arguments)
-        if session.tenant == DEAF:
-            made.taken.release()
-
-    monkeypatch.setattr(tiny_core, "compute", watched)
-    monkeypatch.setattr(Session, "_answer", counted)
+    monkeypatch.setattr(tiny_served_model, "compute", watched)
     return made
-
-
-@pytest.fixture
-def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture
@@ -156,54 +128,42 @@ def stuck_session(provider: Provider, deaf: Deaf, replies: Replies) -> Session:
     assert frame.parse(next(deaf.open()))[0].kind is FrameType.WELCOME  # the last thing that it reads
     deaf.begin(1)
     deaf.ask(2, LARGE_ROWS)
-    replies.wait_taken(1)
-    session = session_of(provider, DEAF)
-    until(lambda: 2 not in session._requests, "the only chunk of reply 2 is on its way")
+    session, usage = session_of(provider, DEAF), service_of(provider).usage.of(DEAF)
+    until(lambda: sum(usage.total().rows.values()) == LARGE_ROWS, "reply 2 is made into a frame")
+    until(lambda: session.status().num_requests == 1, "the only chunk of reply 2 is on its way")
     until(lambda: replies.num_alive() == 0, "the frame that is sent is a copy")
     return session
+
+
+def ask_unread(session: Session, deaf: Deaf, request_id: int, num_rows: int) -> None:
+    """A request whose reply waits behind what the sending thread is held by."""
+    before = session.status().num_waiting
+    deaf.ask(request_id, num_rows)
+    until(lambda: session.status().num_waiting == before + 1, f"reply {request_id} waits to be sent")
 
 
 # ---- threads --------------------------------------------------------------------------------------------------------
 
 
 def test_streams_above_the_limit_hold_no_thread(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "MAX_THREADS", 2 * MAX_CALLS_PER_TENANT)
-    running = start(tiny_core)
+    running = start(tiny_served_model)
     service, deaf = service_of(running), Deaf(running)
     for _ in range(MAX_CALLS_PER_TENANT):
         deaf.open()
-    until(lambda: len(service._sessions) == MAX_CALLS_PER_TENANT, "all the streams that it may have")
+    until(lambda: service.status().num_streams == MAX_CALLS_PER_TENANT, "all the streams that it may have")
     for _ in range(2 * MAX_CALLS_PER_TENANT):
         refused = deaf.open()
         until(lambda call=refused: not call.is_active(), "a refusal")
         assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # without a message: none would be read
         assert refused.details() == "too many calls at once"  # ours, not gRPC's for all threads busy
-    assert dict(service._calls) == {DEAF: MAX_CALLS_PER_TENANT}
-    assert_served(running.connect("modest"), tiny_core)
+    assert service.status().calls == {DEAF: MAX_CALLS_PER_TENANT}
+    assert_served(running.connect("modest"), tiny_served_model)
     deaf.close()
-    until(lambda: not service._calls.get(DEAF), "its calls are over")
-    assert not [one for one in list(service._sessions) if one.tenant == DEAF]
-
-
-def test_many_tenants_that_take_all_they_can_leave_a_thread_for_the_next(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service_module, "MAX_THREADS", 64)
-    service = service_of(start(tiny_core))
-    for number in range(19):
-        while service._take_place(f"t{number}"):
-            pass
-    assert [service._calls[f"t{number}"] for number in range(19)] == [MAX_CALLS_PER_TENANT] * 4 + [2] * 15
-    assert service._take_place("next")
-    for tenant, count in list(service._calls.items()):
-        for _ in range(count):
-            service._leave(tenant)
-    assert not service._calls
-    assert all(service._take_place("t0") for _ in range(MAX_CALLS_PER_TENANT))
-    for _ in range(MAX_CALLS_PER_TENANT):
-        service._leave("t0")
+    until(lambda: DEAF not in service.status().calls, "its calls are over")
+    assert not [one for one in service.sessions if one.tenant == DEAF]
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -216,8 +176,7 @@ def test_replies_that_nobody_wants_any_more_are_freed(
 ) -> None:
     session = stuck_session(provider, deaf, replies)
     for number in range(FIRST, FIRST + NUM_REQUESTS):
-        deaf.ask(number, num_rows)
-        replies.wait_taken(1)
+        ask_unread(session, deaf, number, num_rows)
         assert replies.num_alive() == 1  # this one; of the one being sent its frame is left
         if way == "cancelled":
             deaf.cancel(number)
@@ -226,23 +185,24 @@ def test_replies_that_nobody_wants_any_more_are_freed(
         until(lambda: replies.num_alive() == 0, f"the end of reply {number}")
     assert len(replies.memory) == 1 + NUM_REQUESTS
     deaf.cancel(1)
-    until(lambda: session._held_bytes == 0, "nothing is held")
-    assert not session._requests
-    assert session._output.qsize() <= 2 * NUM_REQUESTS  # what is left there has no size
-    assert session in service_of(provider)._sessions
-    assert_served(provider.connect("modest"), provider.core)
+    until(lambda: session.status().held_bytes == 0, "nothing is held")
+    status = session.status()
+    assert status.num_requests == 0
+    assert status.num_waiting <= 2 * NUM_REQUESTS  # what is left there has no size
+    assert session in service_of(provider).sessions
+    assert_served(provider.connect("modest"), provider.served_model)
 
 
 def test_a_reply_that_is_half_sent_is_freed_with_its_stream(replies: Replies, provider: Provider) -> None:
     stream = RawStream(provider)
-    widest = max(provider.core.manifest().groups, key=lambda group: group.out_features)
+    widest = max(provider.served_model.manifest().groups, key=lambda group: group.out_features)
     rows = torch.zeros(LARGE_ROWS, widest.in_features, dtype=torch.int32)
     stream.send(*stream.request(1, rows, replace(CALL, group=widest.id)))
     first = stream.receive()
     assert first.kind is FrameType.REPLY
     assert first.total_bytes > CHUNK_BYTES  # the second chunk is never read
     stream.close()
-    until(lambda: not service_of(provider)._calls, "its thread is free")
+    until(lambda: not service_of(provider).status().calls, "its thread is free")
     until(lambda: replies.num_alive() == 0, "the end of the reply")
     assert len(replies.memory) == 1
 
@@ -250,7 +210,7 @@ def test_a_reply_that_is_half_sent_is_freed_with_its_stream(replies: Replies, pr
 # ---- the thread that looks after every stream -----------------------------------------------------------------------
 
 
-def fails(session: Session, _deaf: Deaf, _replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+def fails(session: Session, _deaf: Deaf, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that raises what nobody foresaw."""
     failed = threading.Event()
 
@@ -259,29 +219,33 @@ def fails(session: Session, _deaf: Deaf, _replies: Replies, monkeypatch: pytest.
         raise RuntimeError("unforeseen")
 
     monkeypatch.setattr(session, "sweep", broken)
-    assert failed.wait(TIMEOUT_S)
+    assert failed.wait(WAIT_S)
 
 
 FEW = 8
 LAST = FIRST + FEW + 1
 
 
-def fill(session: Session, deaf: Deaf, replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many unread answers as may be; the next request is the `LAST`."""
+@pytest.fixture
+def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes before streams, which take the limit as it is when they begin."""
     monkeypatch.setattr(session_module, "MAX_REQUESTS", FEW)
+
+
+def fill(session: Session, deaf: Deaf) -> None:
+    """As many unread answers as may be; the next request is the `LAST`."""
     for number in range(FIRST, LAST):
-        deaf.ask(number, SMALL_ROWS)
-        replies.wait_taken(1)
+        ask_unread(session, deaf, number, SMALL_ROWS)
         deaf.cancel(number)
-    until(lambda: len(session._requests) == 1, "all but the first are cancelled")
-    assert session._output.qsize() == FEW + 1
+    until(lambda: session.status().num_requests == 1, "all but the first are cancelled")
+    assert session.status().num_waiting == FEW + 1
 
 
-def gives_up(session: Session, deaf: Deaf, replies: Replies, monkeypatch: pytest.MonkeyPatch) -> None:
+def gives_up(session: Session, deaf: Deaf, _monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep that finds an expired request, and no room left for its error."""
-    fill(session, deaf, replies, monkeypatch)
+    fill(session, deaf)
     deaf.begin(LAST, deadline_ms=1)
-    until(lambda: session._closed, "the session gives up")
+    until(lambda: session.status().is_closed, "the session gives up")
 
 
 def idle_stream(provider: Provider) -> RawStream:
@@ -297,13 +261,14 @@ def idle_stream(provider: Provider) -> RawStream:
 def test_the_sweep_goes_on_after_one_stream_made_trouble(
     replies: Replies,
     quick_sweeps: None,
+    few_answers: None,
     provider: Provider,
     deaf: Deaf,
     monkeypatch: pytest.MonkeyPatch,
-    trouble: Callable[[Session, Deaf, Replies, pytest.MonkeyPatch], None],
+    trouble: Callable[[Session, Deaf, pytest.MonkeyPatch], None],
 ) -> None:
     idle = idle_stream(provider)
-    trouble(stuck_session(provider, deaf, replies), deaf, replies, monkeypatch)
+    trouble(stuck_session(provider, deaf, replies), deaf, monkeypatch)
     revoke(provider.state, "idle")
     last = idle.receive()
     assert (last.kind, last.request_id, last.code) == (FrameType.ERROR, 0, WireCode.NOT_PERMITTED)
@@ -313,17 +278,17 @@ def test_the_sweep_goes_on_after_one_stream_made_trouble(
 
 @pytest.mark.parametrize("last", ["an answer", "an error"])
 def test_a_stream_with_too_many_unread_answers_is_dropped(
-    replies: Replies, provider: Provider, deaf: Deaf, monkeypatch: pytest.MonkeyPatch, last: str
+    replies: Replies, few_answers: None, provider: Provider, deaf: Deaf, last: str
 ) -> None:
     session = stuck_session(provider, deaf, replies)
-    fill(session, deaf, replies, monkeypatch)
+    fill(session, deaf)
     if last == "an answer":
         deaf.ask(LAST, SMALL_ROWS)
     else:
         deaf.begin(LAST, deadline_ms=0)
-    until(lambda: not service_of(provider)._calls, "its thread is free")
-    assert session not in service_of(provider)._sessions
-    assert session._held_bytes == 0
+    until(lambda: not service_of(provider).status().calls, "its thread is free")
+    assert session not in service_of(provider).sessions
+    assert session.status().held_bytes == 0
     until(lambda: replies.num_alive() == 0, "the end of its replies")
 
 
@@ -331,12 +296,11 @@ def test_a_revoked_tenant_that_never_reads_is_dropped(
     replies: Replies, quick_sweeps: None, provider: Provider, deaf: Deaf
 ) -> None:
     service, session = service_of(provider), stuck_session(provider, deaf, replies)
-    deaf.ask(FIRST, LARGE_ROWS)
-    replies.wait_taken(1)
+    ask_unread(session, deaf, FIRST, LARGE_ROWS)
     assert replies.num_alive() == 1
     revoke(provider.state, DEAF)
-    until(lambda: session not in service._sessions, "the end of the session")
-    until(lambda: not service._calls, "its thread is free")
-    assert session._held_bytes == 0
+    until(lambda: session not in service.sessions, "the end of the session")
+    until(lambda: not service.status().calls, "its thread is free")
+    assert session.status().held_bytes == 0
     until(lambda: replies.num_alive() == 0, "the end of its replies")
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import grpc
 import pytest
 import torch
 
+from provider.engine.executor import RETRY_S, Executor
 from provider.engine.profile import make_scheduler
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
@@ -22,12 +22,16 @@ from provider.net.server import Server
 from provider.net.service import ProviderService
 from provider.schedule.policy import Policy
 from provider.shards.join import JoiningShard
+from provider.shards.listener import ShardListener
 from provider.shards.messages import JOINED, SHARD_METHOD, Assignment, Join, Ready, pack, unpack
 from provider.shards.plan import make_plan
 from provider.shards.router import Shard
-from tests.waiting import comes, end, until
+from tests.support.payloads import payload_of
+from tests.support.raw_stream import RawStream
+from tests.support.spies import results_of
+from tests.support.waiting import comes, end, until
 from wire import frame
-from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, Unavailable
+from wire.errors import ConfigurationError, InvalidTensor, Unauthenticated, WireCode
 from wire.frame import PROTOCOL_VERSION, Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.grpc_connection import GrpcConnection, open_channel
@@ -39,15 +43,16 @@ RING = Arithmetic.RING
 class Site:
     """A provider of two shards that has no weights, and hosts that join it."""
 
-    def __init__(self, core: ServedModel, folder: Path) -> None:
-        self.core, self.folder = core, folder
+    def __init__(self, served_model: ServedModel, folder: Path, joins: Sequence[None]) -> None:
+        """Args: joins: grows with each replica that has joined an executor."""
+        self.served_model, self.folder, self._joins = served_model, folder, joins
         self.state = StateDir(folder / "state")
-        self.plan = make_plan(core.manifest().groups, 2)
+        self.plan = make_plan(served_model.manifest().groups, 2)
         self.server = Server("127.0.0.1", 0, self.state)
-        front = ServedModel(core.served)
+        front = ServedModel(served_model.served)
         front.let_weights_go()
         self.service: ProviderService = self.server.start(
-            front, [Shard(ids, [], make_scheduler(core.served, Policy(), profiled=False)) for ids in self.plan]
+            front, [Shard(ids, [], make_scheduler(served_model.served, Policy(), profiled=False)) for ids in self.plan]
         )
         self.url = f"grpcs://127.0.0.1:{self.server.port}"
         self.connection = GrpcConnection(self.url, self.identity("acme"))
@@ -60,25 +65,24 @@ class Site:
 
     def join(self, shard: int, name: str = "host") -> JoiningShard:
         """One more host, once the provider counts on it."""
-        lanes = self.service._executor.executors[shard]._lanes
-        before = {lane.replica for lane in list(lanes)}
+        before = len(self._joins)
         joining = JoiningShard(self.url, self.identity(name, "shard"), shard, self.load)
         thread = threading.Thread(target=joining.run)
         thread.start()
         self._joining.append((joining, thread))
-        until(lambda: any(lane.replica not in before for lane in list(lanes)), "the shard that joins")
+        until(lambda: len(self._joins) > before, "the shard that joins")
         return joining
 
     def load(self, assignment: Assignment) -> dict[int, ServedGroup]:
-        return {group: self.core.served.groups[group] for group in assignment.digests}
+        return {group: self.served_model.served.groups[group] for group in assignment.digests}
 
     def product(self, call: Call, rows: torch.Tensor | SeededRows) -> torch.Tensor:
-        info = self.core.manifest().groups[call.group]
-        reply_cols = info.out_features if call.direction is Direction.FORWARD else info.in_features
-        return self.connection.submit(call, rows, reply_cols).result()
+        info = self.served_model.manifest().groups[call.group]
+        cols, reply_cols = info.widths(call.direction)
+        return self.connection.submit(call, payload_of(rows, cols), reply_cols).result()
 
     def rows(self, call: Call, count: int) -> torch.Tensor:
-        info = self.core.manifest().groups[call.group]
+        info = self.served_model.manifest().groups[call.group]
         cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
         if call.arithmetic is Arithmetic.FLOAT:
             return torch.randn(count, cols)
@@ -94,8 +98,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tiny_core: ServedModel, tmp_path: Path) -> Iterator[Site]:
-    made = Site(tiny_core, tmp_path)
+def site(tiny_served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tiny_served_model, tmp_path, results_of(monkeypatch, Executor, "join"))
     yield made
     made.close()
 
@@ -103,19 +107,19 @@ def site(tiny_core: ServedModel, tmp_path: Path) -> Iterator[Site]:
 def test_every_product_of_joined_shards_is_the_same(site: Site) -> None:
     site.join(0)
     site.join(1)
-    for group in range(len(site.core.manifest().groups)):
+    for group in range(len(site.served_model.manifest().groups)):
         for direction in Direction:
             for arithmetic in Arithmetic:
                 call = Call(group, direction, arithmetic)
                 for count in (0, 1, 7):
                     rows = site.rows(call, count)
-                    assert torch.allclose(site.product(call, rows), site.core.compute(call, rows))
+                    assert torch.allclose(site.product(call, rows), site.served_model.compute(call, rows))
             hint = Call(group, direction, RING, Purpose.HINT)
             seeded = SeededRows(bytes(32), 3, 9)
-            assert torch.equal(site.product(hint, seeded), site.core.compute(hint, seeded))
+            assert torch.equal(site.product(hint, seeded), site.served_model.compute(hint, seeded))
     call = Call(0, Direction.FORWARD, RING)
     rows = site.rows(call, 4096)  # several pieces, and frames
-    assert torch.equal(site.product(call, rows), site.core.compute(call, rows))
+    assert torch.equal(site.product(call, rows), site.served_model.compute(call, rows))
 
 
 def test_a_fault_of_a_request_is_no_loss(site: Site) -> None:
@@ -133,7 +137,7 @@ def test_a_host_that_leaves_and_one_that_comes(site: Site) -> None:
     first = site.join(0)
     call = Call(0, Direction.FORWARD, RING)
     rows = site.rows(call, 20)
-    expected = site.core.compute(call, rows)
+    expected = site.served_model.compute(call, rows)
     assert torch.equal(site.product(call, rows), expected)
     first.stop()
     until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
@@ -153,7 +157,7 @@ def test_one_of_two_hosts_is_lost(site: Site) -> None:
     one.stop()
     for _ in range(30):
         rows = site.rows(call, 20)
-        assert torch.equal(site.product(call, rows), site.core.compute(call, rows))
+        assert torch.equal(site.product(call, rows), site.served_model.compute(call, rows))
     until(lambda: site.service.num_replicas[0] == (1, 1), "the loss to be known")
 
 
@@ -170,9 +174,12 @@ def test_a_revoked_host_gets_no_more_rows(site: Site) -> None:
     call = Call(0, Direction.FORWARD, RING)
     site.product(call, site.rows(call, 20))
     revoke(site.state, "host")
-    site.service._executor.executors[0]._is_joined = False  # nobody else is expected
-    with pytest.raises(Unavailable):
-        site.product(call, site.rows(call, 20))
+    stream = RawStream(site, "acme")  # type: ignore[arg-type]
+    stream.send(*stream.request(1, site.rows(call, 20), call))
+    last = stream.receive()
+    assert (last.kind, last.request_id, last.code) == (FrameType.ERROR, 1, WireCode.UNAVAILABLE)
+    assert last.deadline_ms == 1000 * RETRY_S  # another host may come
+    stream.close()
     until(lambda: site.service.num_replicas[0] == (0, 1), "the loss to be known")
 
 
@@ -195,22 +202,29 @@ def test_weights_that_differ_are_refused_at_both_ends(site: Site, part: str) -> 
     assert site.service.num_replicas[0] == (0, 1)
 
 
-def test_a_host_that_says_nothing_is_shown_out(site: Site) -> None:
+def test_a_host_that_says_nothing_is_shown_out(quick_sweeps: None, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is revoked at once, others when their time is over."""
+    late_s, swept, sweep = 0.0, [], ShardListener.sweep
+
+    def sweep_late(listener: ShardListener, now: float) -> None:
+        sweep(listener, now + late_s)
+        swept.append(late_s)
+
+    monkeypatch.setattr(ShardListener, "sweep", sweep_late)
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
-        listener = site.service._shard_listener
-        assert listener is not None
-        until(lambda: len(listener._visits) == 1, "the visit")
-        listener.sweep(time.monotonic())
-        assert len(listener._visits) == 1
-        listener.sweep(time.monotonic() + 30)
+        until(lambda: site.service.status().num_joining == 1, "the visit")
+        before = len(swept)
+        until(lambda: len(swept) > before + 1, "a whole sweep")
+        assert site.service.status().num_joining == 1
+        late_s = 30
         with pytest.raises(grpc.RpcError):
             next(silent)
-    until(lambda: not listener._visits, "the end of the visit")
+    until(lambda: site.service.status().num_joining == 0, "the end of the visit")
+    late_s = 0
     with open_channel(site.url, site.identity("host", "shard")) as channel:
         silent = channel.stream_stream(SHARD_METHOD)(iter(threading.Event().wait, None))
-        until(lambda: len(listener._visits) == 1, "the visit")
+        until(lambda: site.service.status().num_joining == 1, "the visit")
         revoke(site.state, "host")
         with pytest.raises(grpc.RpcError):
             next(silent)  # the provider looks by itself
@@ -274,7 +288,7 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
 
     def words() -> Iterator[bytes]:
         yield pack(Join(protocol=PROTOCOL_VERSION, shard=0))
-        yield pack(Ready(digests={one: site.core.fingerprints[one] for one in site.plan[0]}))
+        yield pack(Ready(digests={one: site.served_model.fingerprints[one] for one in site.plan[0]}))
         comes(asked, "a request")
         header = headers[0]
         reply = Header(FrameType.REPLY, header.request_id, header.call, header.rows, 64, 0, header.rows * 64 * 4)
@@ -312,14 +326,14 @@ def test_a_host_that_breaks_the_protocol_is_lost(site: Site, what: str) -> None:
     comes(asked, "a request")
     site.join(0, "another")
     end(asking)
-    assert torch.equal(answers[0], site.core.compute(call, rows))
+    assert torch.equal(answers[0], site.served_model.compute(call, rows))
     answered.set()
     end(thread)
 
 
-def test_without_tls_nobody_joins(tiny_core: ServedModel) -> None:
+def test_without_tls_nobody_joins(tiny_served_model: ServedModel) -> None:
     server = Server("127.0.0.1", 0, None)
-    server.start(tiny_core)
+    server.start(tiny_served_model)
     try:
         with pytest.raises(ConfigurationError, match="takes none"):
             JoiningShard(f"grpc://127.0.0.1:{server.port}", None, 0, lambda assignment: {}).run()

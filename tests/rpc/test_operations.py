@@ -12,9 +12,10 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -22,27 +23,35 @@ import torch
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from provider import serve as serve_module
 from provider.config import load_settings
+from provider.engine import profile
 from provider.model.served_model import ServedModel
+from provider.model.weights import PreparedModel
 from provider.net import server as server_module
 from provider.net import service as service_module
 from provider.net.server import Server
-from provider.net.service import ProviderService
+from provider.operations.status import look
 from provider.operations.usage import FILE_NAME, UsageBook, read_usage
-from tests.rpc.conftest import Provider
-from tests.rpc.test_cli import CALL as CLI_CALL
-from tests.rpc.test_cli import Serving, model, one_line_error, run  # noqa: F401 - model is a fixture
-from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.waiting import end, until
+from provider.schedule.policy import Policy
+from provider.schedule.scheduler import Scheduler
+from provider.serve import serve
+from provider.shards.router import Shard
+from tests.support.loopback_provider import Provider
+from tests.support.provider_command import (
+    Serving,
+    one_line_error,
+    run,
+)
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.waiting import WAIT_S, end, until
 from wire.errors import InvalidTensor, RemoteFault, Unavailable, WireCode
 from wire.frame import FrameType, Header, Purpose
+from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
-
-TIMEOUT_S = 60.0
-
 
 # ---- drain ----------------------------------------------------------------------------------------------------------
 
@@ -54,26 +63,26 @@ class Held:
         self.begun, self.free = threading.Event(), threading.Event()
         compute = service_module.ServedModel.compute
 
-        def held(core: ServedModel, call: object, rows: object) -> torch.Tensor:
+        def held(served_model: ServedModel, call: object, rows: object) -> torch.Tensor:
             self.begun.set()
-            assert self.free.wait(TIMEOUT_S)
-            return compute(core, call, rows)  # type: ignore[arg-type]
+            assert self.free.wait(WAIT_S)
+            return compute(served_model, call, rows)  # type: ignore[arg-type]
 
         monkeypatch.setattr(ServedModel, "compute", held)
 
 
 def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
-    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     stream, other = RawStream(provider), RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
-    assert held.begun.wait(TIMEOUT_S)
+    assert held.begun.wait(WAIT_S)
     stream.send(*stream.request(2, ring_rows(200)))  # later, or it might join the first one's product
     until(lambda: provider.service.queue_depth >= 1, "the second request in the queue")
-    give_up_at = time.monotonic() + TIMEOUT_S
-    stopping = threading.Thread(target=provider.server.stop, args=(TIMEOUT_S,))
+    give_up_at = time.monotonic() + WAIT_S
+    stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
     number, code = 0, None
     while code is None and time.monotonic() < give_up_at:  # until the drain has begun, requests are let in
@@ -90,7 +99,7 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
         (FrameType.REPLY, 1),
         (FrameType.REPLY, 2),
     ]
-    stopping.join(TIMEOUT_S)
+    stopping.join(WAIT_S)
     assert not stopping.is_alive()
     stream.expect_error(0, WireCode.UNAVAILABLE)
     for one in (stream, other):
@@ -99,13 +108,13 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_what_is_new(
 
 @pytest.mark.parametrize("how", ["cancelled", "disconnected"])
 def test_what_nobody_wants_any_more_leaves_the_queue(
-    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch, how: str
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     held = Held(monkeypatch)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     stream, other = RawStream(provider), RawStream(provider, "other")
     stream.send(*stream.request(1, ring_rows(100)))
-    assert held.begun.wait(TIMEOUT_S)
+    assert held.begun.wait(WAIT_S)
 
     def wait_for(depth: int) -> None:
         until(lambda: provider.service.queue_depth == depth, f"{depth} requests in the queue")
@@ -128,14 +137,14 @@ def test_what_nobody_wants_any_more_leaves_the_queue(
 
 
 def test_a_drain_ends_when_its_time_is_over(
-    start: Callable[..., Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch,
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     held = Held(monkeypatch)
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     stream = RawStream(provider)
     stream.send(*stream.request(1, ring_rows(100)))
-    assert held.begun.wait(TIMEOUT_S)
+    assert held.begun.wait(WAIT_S)
 
     def let_go() -> None:
         """Once the drain is over, which what is held does not lengthen."""
@@ -152,31 +161,42 @@ def test_a_drain_ends_when_its_time_is_over(
 
 
 def test_what_the_operator_set_reaches_the_scheduler(
-    tiny_core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a settings file to the policy and the shares of the scheduler that runs."""
     (tmp_path / "provider.yaml").write_text(
         "slo_ms: 7\nmax_wait_ms: 3\nbatching: opportunistic\ntenant_limits: {local: {weight: 5}}\n"
     )
-    started: list[ProviderService] = []
+    asked: list[tuple[Policy, Callable[[str], float]]] = []
+    make_scheduler = profile.make_scheduler
 
-    def started_with(self: Server, *arguments: object) -> ProviderService:
-        started.append(start_server(self, *arguments))  # type: ignore[arg-type]
-        return started[0]
+    def asked_for(
+        served: PreparedModel, policy: Policy, profiled: bool, weight_of: Callable[[str], float], **others: Any
+    ) -> Scheduler:
+        asked.append((policy, weight_of))
+        schedulers.append(make_scheduler(served, policy, profiled, weight_of, **others))
+        return schedulers[-1]
 
-    start_server = Server.start
-    monkeypatch.setattr(Server, "start", started_with)
-    monkeypatch.setattr(serve_module, "_make_model", lambda settings: tiny_core)
-    monkeypatch.setattr(serve_module, "_wait_for_the_end", lambda server: None)
+    class Started(Exception):
+        """The server was started, and this test has seen enough."""
+
+    def start(server: Server, served_model: ServedModel, shards: Sequence[Shard], *others: object) -> None:
+        assert [one.scheduler for one in shards] == schedulers
+        raise Started
+
+    schedulers: list[Scheduler] = []
+    monkeypatch.setattr(profile, "make_scheduler", asked_for)
+    monkeypatch.setattr(Server, "start", start)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        serve_module.serve(load_settings({"port": 0}, tmp_path / "provider.yaml"))
+        with pytest.raises(Started):
+            serve(load_settings({"port": 0, "model": str(model)}, tmp_path / "provider.yaml"))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    scheduler = started[0]._executor.executors[0]._scheduler
-    assert (scheduler._policy.slo_s, scheduler._policy.max_wait_s) == (0.007, 0.003)
-    assert (scheduler._weight_of("local"), scheduler._weight_of("other")) == (5.0, 1.0)
+    ((policy, weight_of),) = asked
+    assert (policy.slo_s, policy.max_wait_s) == (0.007, 0.003)
+    assert (weight_of("local"), weight_of("other")) == (5.0, 1.0)
 
 
 # ---- accounts and log ------------------------------------------------------------------------------------------------
@@ -223,7 +243,7 @@ def served_certificate(port: int, folder: Path) -> x509.Certificate:
     context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
     context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
     with (
-        socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as plain,
+        socket.create_connection(("127.0.0.1", port), WAIT_S) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
     ):
         der = secured.getpeercert(binary_form=True)
@@ -245,7 +265,7 @@ def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
 ) -> None:
     folder = provider.folder / "acme"
     before = provider.connect()
-    assert_served(before, provider.core)
+    assert_served(before, provider.served_model)
     first = served_certificate(port, folder)
     assert served_certificate(port, folder) == first
     provider.server.renew_certificate()
@@ -254,8 +274,8 @@ def test_the_certificate_is_renewed_when_asked_and_when_it_is_old(
     assert served_certificate(port, folder) == second
     monkeypatch.setattr(server_module, "_RENEW_S", 0.0)
     assert served_certificate(port, folder) != second
-    assert_served(before, provider.core)  # an open connection goes on
-    assert_served(provider.connect(), provider.core)
+    assert_served(before, provider.served_model)  # an open connection goes on
+    assert_served(provider.connect(), provider.served_model)
 
 
 def test_one_renewal_reaches_both_ports(provider: Provider) -> None:
@@ -277,14 +297,14 @@ def test_a_certificate_that_cannot_be_made_leaves_the_old_one(
     monkeypatch.setattr(server_module, "issue_server_certificate", full)
     provider.server.renew_certificate()
     assert served_certificate(port, provider.folder / "acme") == first
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     serving = Serving(
         "--tls", "--model", model, "--port", 0, "--state", state,
@@ -294,11 +314,12 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # n
         assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
         connection = GrpcConnection(serving.url, TlsIdentity.read(tmp_path / "acme"))
         for _ in range(3):
-            connection.submit(CLI_CALL, torch.ones(20, 32, dtype=torch.int32), 64).result()
+            connection.submit(CALL, RowsPayload(torch.ones(20, 32, dtype=torch.int32)), 64).result()
 
         assert run("status", "--check", "--state", state).stdout == ""
         shown = run("status", "--state", state).stdout
         assert "1 streams" in shown
+        assert look(state).by_label("veilbase_connections", "state") == {"stream": 1, "guest": 0}
         assert "acme" in shown
         watching = subprocess.Popen(
             [sys.executable, "-m", "provider", "status", "--watch", "0.2", "--state", str(state)],
@@ -313,11 +334,11 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # n
         port = int(serving.url.rsplit(":", 1)[1])
         first = served_certificate(port, tmp_path / "acme")
         serving.process.send_signal(signal.SIGHUP)
-        give_up_at = time.monotonic() + TIMEOUT_S
+        give_up_at = time.monotonic() + WAIT_S
         while served_certificate(port, tmp_path / "acme") == first:
             assert time.monotonic() < give_up_at
         serving.process.send_signal(signal.SIGTERM)
-        out, err = serving.process.communicate(timeout=TIMEOUT_S)
+        out, err = serving.process.communicate(timeout=WAIT_S)
         assert (serving.process.returncode, out) == (0, "")
     finally:
         serving.process.kill()
@@ -337,7 +358,7 @@ def test_a_provider_that_is_looked_at(model: Path, tmp_path: Path) -> None:  # n
 
 
 @pytest.mark.slow
-def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) -> None:
     serving = Serving(
         "--model", model, "--port", 0, "--state", tmp_path, "--metrics-port", 0, "--health-port", 0,
         "--log-format", "json",
@@ -351,30 +372,30 @@ def test_metrics_and_health_ports_of_the_command(model: Path, tmp_path: Path) ->
                 if message.startswith(f"{name} at "):
                     ports[name] = int(message.rsplit(":", 1)[1].partition("/")[0])
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=TIMEOUT_S) as reply:
+        with opener.open(f"http://127.0.0.1:{ports['metrics']}/metrics", timeout=WAIT_S) as reply:
             assert b"veilbase_streams 0.0" in reply.read()
         with grpc.insecure_channel(f"127.0.0.1:{ports['health']}", [("grpc.enable_http_proxy", 0)]) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         assert serving.stop()[0] == 0
 
 
 @pytest.mark.slow
-def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:  # noqa: F811 - a fixture
+def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
     """Hints of many rows: little to send, so that all are there, and long to compute."""
     serving = Serving("--model", model, "--port", 0, "--state", tmp_path, "--drain-s", 60)
     connection = GrpcConnection(serving.url)
-    call, seeded = replace(CLI_CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
+    call, seeded = replace(CALL, purpose=Purpose.HINT), SeededRows(bytes(32), 0, 50_000)
     try:
-        pending = [connection.submit(call, seeded, 64) for _ in range(12)]
+        pending = [connection.submit(call, SeedPayload(seeded, 32), 64) for _ in range(12)]
         first = pending[0].result()
         serving.process.send_signal(signal.SIGTERM)
         assert all(torch.equal(one.result(), first) for one in pending[1:])
-        serving.process.communicate(timeout=TIMEOUT_S)
+        serving.process.communicate(timeout=WAIT_S)
         assert serving.process.returncode == 0
         with pytest.raises(Unavailable):
-            connection.submit(call, seeded, 64).result()
+            connection.submit(call, SeedPayload(seeded, 32), 64).result()
     finally:
         connection.close()
         serving.process.kill()
@@ -382,7 +403,7 @@ def test_sigterm_answers_what_is_in_flight(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_an_account_that_cannot_be_read_stops_the_start(model: Path, tmp_path: Path) -> None:
     state = tmp_path / "state"
     assert run("enroll", "acme", "--out", tmp_path / "acme", "--state", state).returncode == 0
     (state / FILE_NAME).write_text("{")

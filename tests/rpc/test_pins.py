@@ -14,8 +14,9 @@ from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.cli import app
 from tenant_sdk.session import AcceptedChangeWarning
-from tests.rpc.conftest import Provider
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.loopback_provider import Provider
+from tests.support.serving import make_served_model
 from wire.errors import ProviderChanged
 
 OTHER = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
@@ -23,7 +24,7 @@ OTHER = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% end
 
 @pytest.fixture
 def provider(start: Callable[..., Provider], tmp_path: Path) -> Provider:
-    return start(tiny.make_core(tiny.chat_model(tmp_path / "one" / "tiny"), "int8"))
+    return start(make_served_model(make_chat_model(tmp_path / "one" / "tiny"), "int8"))
 
 
 def serve_again(provider: Provider, folder: Path) -> None:
@@ -31,7 +32,7 @@ def serve_again(provider: Provider, folder: Path) -> None:
     port = provider.server.port
     provider.server.stop()
     provider.server = Server("127.0.0.1", port, provider.state)
-    provider.server.start(tiny.make_core(folder, "int8"))
+    provider.server.start(make_served_model(folder, "int8"))
 
 
 def client(provider: Provider, tmp_path: Path, **options: Any) -> TenantClient:
@@ -46,7 +47,7 @@ def test_a_changed_template_is_refused_until_it_is_accepted_by_name(provider: Pr
         answer = first.generate("who?", max_new_tokens=2)
     pins = json.loads((provider.folder / "acme" / "pins.json").read_text())
     assert sorted(key.split(" ")[1:] for key in pins) == [["acme", "at", provider.url], ["acme", "serving", "tiny"]]
-    serve_again(provider, tiny.chat_model(tmp_path / "two" / "tiny", template=OTHER))
+    serve_again(provider, make_chat_model(tmp_path / "two" / "tiny", template=OTHER))
     calls = 0
     for accepted in ([], ["tokenizer", "config", "model"]):
         with client(provider, tmp_path, accept_changes=accepted) as again:
@@ -72,7 +73,7 @@ def test_a_model_under_another_name_is_a_change_too(provider: Provider, tmp_path
     """A new name would else be a first use, and nothing pinned."""
     with client(provider, tmp_path) as first:
         first.generate("who?", max_new_tokens=2)
-    serve_again(provider, tiny.chat_model(tmp_path / "two" / "renamed", template=OTHER))
+    serve_again(provider, make_chat_model(tmp_path / "two" / "renamed", template=OTHER))
     with client(provider, tmp_path) as again, pytest.raises(ProviderChanged, match="model's name and chat template"):
         again.generate("who?", max_new_tokens=2)
     with client(provider, tmp_path, accept_changes=["model"]) as half, pytest.raises(ProviderChanged) as failure:
@@ -86,7 +87,7 @@ def test_a_model_under_another_name_is_a_change_too(provider: Provider, tmp_path
 def test_another_spelling_of_the_url_is_the_same_provider(provider: Provider, tmp_path: Path) -> None:
     with client(provider, tmp_path) as first:
         first.generate("who?", max_new_tokens=2)
-    serve_again(provider, tiny.chat_model(tmp_path / "two" / "renamed", template=OTHER))
+    serve_again(provider, make_chat_model(tmp_path / "two" / "renamed", template=OTHER))
     url = provider.url.replace("grpcs://", "GRPCS://") + "/"
     refused = pytest.raises(ProviderChanged, match="model's name")
     with TenantClient(url, provider.folder / "acme", mask="off", progress=False) as again, refused:
@@ -96,7 +97,7 @@ def test_another_spelling_of_the_url_is_the_same_provider(provider: Provider, tm
 def test_another_tenant_of_the_same_provider_has_pins_of_its_own(provider: Provider, tmp_path: Path) -> None:
     with client(provider, tmp_path) as first:
         assert first.tokenizer is not None
-    serve_again(provider, tiny.chat_model(tmp_path / "two" / "tiny", template=OTHER))
+    serve_again(provider, make_chat_model(tmp_path / "two" / "tiny", template=OTHER))
     provider.identity("globex")
     with TenantClient(provider.url, provider.folder / "globex", mask="off", progress=False) as other:
         assert other.generate("who?", max_new_tokens=2) is not None

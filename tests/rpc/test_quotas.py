@@ -20,22 +20,25 @@ from provider.operations.usage import TenantUsage
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import DECODE_IN_FLIGHT, RequestClass
-from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.waiting import until
+from tests.support.loopback_provider import LIMITS, Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.waiting import until
 from wire import frame
 from wire.errors import LimitExceeded, NotPermitted, QuotaExceeded, RemoteFault, VeilbaseError, WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import MAX_RETRY_S
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.payload import MessagePayload, Payload, RowsPayload, SeedPayload
+from wire.ring.seeded_rows import SeededRows
 from wire.transport import retry
 from wire.transport.retry import MAX_WAIT_S, RetriedRequest, with_jitter
 
 StartWith = Callable[..., Provider]
 
 
-def start_with(start: StartWith, core: ServedModel, name: str = "acme", **limits: object) -> Provider:
-    return start(core, Admission({name: TenantLimits.model_validate(limits)}))
+def start_with(start: StartWith, served_model: ServedModel, name: str = "acme", **limits: object) -> Provider:
+    return start(served_model, Admission({name: TenantLimits.model_validate(limits)}))
 
 
 @pytest.fixture
@@ -49,20 +52,22 @@ def streams() -> Iterator[list[RawStream]]:
 # ---- the provider ---------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_says_when_to_come_again(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
-    provider = start_with(start, tiny_core, rows_per_s=100)
+def test_a_refusal_says_when_to_come_again(
+    start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
+) -> None:
+    provider = start_with(start, tiny_served_model, rows_per_s=100)
     streams.append(stream := RawStream(provider, "acme"))
     stream.send(*stream.request(1, ring_rows(400)))  # on credit: 300 rows, three seconds
     assert stream.receive().kind is FrameType.REPLY
     stream.send(*stream.request(2, ring_rows(50)))
     assert 2000 <= stream.expect_error(2, WireCode.QUOTA).deadline_ms <= 3500
-    assert_served(provider.connect("another"), tiny_core)
+    assert_served(provider.connect("another"), tiny_served_model)
 
 
 def test_a_quota_is_one_for_all_streams_and_for_the_next_visit(
-    start: StartWith, tiny_core: ServedModel, streams: list[RawStream]
+    start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
-    provider = start_with(start, tiny_core, rows_per_s=100)
+    provider = start_with(start, tiny_served_model, rows_per_s=100)
     for number in (1, 2):
         streams.append(stream := RawStream(provider, "acme"))
         stream.send(*stream.request(1, ring_rows(3000)))
@@ -75,9 +80,9 @@ def test_a_quota_is_one_for_all_streams_and_for_the_next_visit(
 
 @pytest.mark.parametrize("limit", [{"max_rows_in_flight": 5000}, {"max_in_flight_bytes": "2MiB"}])
 def test_what_is_in_flight_counts_over_all_streams(
-    start: StartWith, tiny_core: ServedModel, streams: list[RawStream], limit: dict[str, object]
+    start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream], limit: dict[str, object]
 ) -> None:
-    provider = start_with(start, tiny_core, **limit)
+    provider = start_with(start, tiny_served_model, **limit)
     streams += [RawStream(provider, "acme") for _ in range(2)]
     half = ring_rows(4096)  # 0.5 MiB in, 1 MiB out
     incomplete = streams[0].request(1, half)[0][: frame.HEADER_BYTES + 4]  # holds its place until the rest comes
@@ -91,9 +96,9 @@ def test_what_is_in_flight_counts_over_all_streams(
     assert streams[1].receive().request_id == 2
 
 
-def test_bytes_a_second(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
+def test_bytes_a_second(start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]) -> None:
     row_bytes = (COLS + REPLY_COLS) * 4
-    provider = start_with(start, tiny_core, bytes_per_s=100 * row_bytes)
+    provider = start_with(start, tiny_served_model, bytes_per_s=100 * row_bytes)
     streams.append(stream := RawStream(provider, "acme"))
     stream.send(*stream.request(1, ring_rows(400)))  # requests and replies count; 300 rows' worth are on credit
     assert stream.receive().kind is FrameType.REPLY
@@ -102,10 +107,10 @@ def test_bytes_a_second(start: StartWith, tiny_core: ServedModel, streams: list[
 
 
 def test_requests_in_flight_are_bounded_however_small(
-    start: StartWith, tiny_core: ServedModel, streams: list[RawStream], monkeypatch: pytest.MonkeyPatch
+    start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 5)
-    provider = start_with(start, tiny_core)
+    provider = start_with(start, tiny_served_model)
     streams.append(stream := RawStream(provider, "acme"))
     for number in range(1, 7):
         stream.send(stream.request(number, ring_rows(1))[0][: frame.HEADER_BYTES + 4])
@@ -115,11 +120,11 @@ def test_requests_in_flight_are_bounded_however_small(
 
 
 def test_small_requests_of_many_streams_are_not_all_decode(
-    start: StartWith, tiny_core: ServedModel, streams: list[RawStream]
+    start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
 ) -> None:
     """Else one tenant's eight streams would have eight times what one has beside another who decodes."""
     admission = Admission()
-    provider = start(tiny_core, admission)
+    provider = start(tiny_served_model, admission)
 
     def count() -> dict[str, int]:
         histograms = provider.service.meter.snapshot()[1]
@@ -133,16 +138,16 @@ def test_small_requests_of_many_streams_are_not_all_decode(
     last.send(*last.request(1, ring_rows(1)))
     assert last.receive().kind is FrameType.REPLY
     assert count() == {"DECODE": 0, "PREFILL": 1, "FINETUNE": 0}
-    assert_served(provider.connect("another"), tiny_core)
+    assert_served(provider.connect("another"), tiny_served_model)
     assert count()["DECODE"] == 1
     for stream in streams:
         stream.close()
     until(lambda: admission.of("acme").num_decode == 0, "the end of what was in flight")
 
 
-def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_core: ServedModel) -> None:
+def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, tiny_served_model: ServedModel) -> None:
     """Else who splits its steps over two streams goes before who does not."""
-    provider = start_with(start, tiny_core)
+    provider = start_with(start, tiny_served_model)
     one, other = provider.connect(), provider.connect()
     ask(one, ring_rows(20, REPLY_COLS), Call(0, Direction.BACKWARD, Arithmetic.RING), COLS)
     ask(other, ring_rows(100))
@@ -152,20 +157,16 @@ def test_gradients_on_one_stream_make_the_others_fine_tuning(start: StartWith, t
     assert counts == {"DECODE": 0, "PREFILL": 1, "FINETUNE": 2}
 
 
-def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, tiny_core: ServedModel) -> None:
+def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, tiny_served_model: ServedModel) -> None:
     admission = Admission({"acme": TenantLimits(max_rows_in_flight=5000)})
-    provider = start(tiny_core, admission)
+    provider = start(tiny_served_model, admission)
     stream = RawStream(provider, "acme")
     stream.send(stream.request(1, ring_rows(4096))[0][: frame.HEADER_BYTES + 4])
     stream.send(*stream.request(2, ring_rows(1)))
     assert stream.receive().request_id == 2
     stream.close()
 
-    def is_free() -> bool:
-        quota = admission.of("acme")._quota
-        return quota is not None and quota._rows_in_flight == quota._bytes_in_flight == 0
-
-    until(is_free, "the end of what a tenant that went away had in flight")
+    until(lambda: admission.of("acme").in_flight() == (0, 0), "the end of what a tenant that went away had in flight")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +178,9 @@ def test_a_tenant_that_disconnects_leaves_nothing_in_flight(start: StartWith, ti
     ],
 )
 def test_classes_that_the_operator_does_not_allow(
-    start: StartWith, tiny_core: ServedModel, allowed: str, num_rows: int, direction: Direction
+    start: StartWith, tiny_served_model: ServedModel, allowed: str, num_rows: int, direction: Direction
 ) -> None:
-    provider = start_with(start, tiny_core, EVERYBODY, classes=allowed.split(","))
+    provider = start_with(start, tiny_served_model, EVERYBODY, classes=allowed.split(","))
     connection = provider.connect()
     call = Call(0, direction, Arithmetic.RING)
     cols, reply_cols = (COLS, REPLY_COLS) if direction is Direction.FORWARD else (REPLY_COLS, COLS)
@@ -192,21 +193,24 @@ def test_classes_that_the_operator_does_not_allow(
 
 @pytest.mark.parametrize("allowed", ["decode", "prefill"])
 def test_who_may_decode_or_prefill_may_fetch_the_hints_of_its_mask(
-    start: StartWith, tiny_core: ServedModel, allowed: str
+    start: StartWith, tiny_served_model: ServedModel, allowed: str
 ) -> None:
     """The default mask needs them, and `shares` sends nothing else to its second provider."""
-    provider = start_with(start, tiny_core, EVERYBODY, classes=[allowed])
+    provider = start_with(start, tiny_served_model, EVERYBODY, classes=[allowed])
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
     for num_rows in (1, 200):
-        assert connection.submit(hint, SeededRows(bytes(32), 0, num_rows), REPLY_COLS).result().shape[0] == num_rows
+        seed = SeedPayload(SeededRows(bytes(32), 0, num_rows), COLS)
+        assert connection.submit(hint, seed, REPLY_COLS).result().shape[0] == num_rows
     back = Call(0, Direction.BACKWARD, Arithmetic.RING, Purpose.HINT)
     with pytest.raises(NotPermitted):
-        connection.submit(back, SeededRows(bytes(32), 0, 1), COLS).result()
+        connection.submit(back, SeedPayload(SeededRows(bytes(32), 0, 1), REPLY_COLS), COLS).result()
 
 
-def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(start: StartWith, tiny_core: ServedModel) -> None:
-    provider = start_with(start, tiny_core, EVERYBODY, classes=["finetune"])
+def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(
+    start: StartWith, tiny_served_model: ServedModel
+) -> None:
+    provider = start_with(start, tiny_served_model, EVERYBODY, classes=["finetune"])
     connection = provider.connect()
     for num_rows in (1, 100):
         assert ask(connection, ring_rows(num_rows)).shape == (num_rows, REPLY_COLS)
@@ -214,22 +218,24 @@ def test_who_may_fine_tune_may_send_what_comes_before_a_gradient(start: StartWit
     assert ask(connection, ring_rows(3, REPLY_COLS), back, COLS).shape == (3, COLS)
 
 
-def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_core: ServedModel) -> None:
+def test_a_few_rows_of_a_seed_are_decode(start: StartWith, tiny_served_model: ServedModel) -> None:
     """Else one of the two providers of `shares` would leave its half of a decode step behind all other work."""
-    provider = start_with(start, tiny_core)
+    provider = start_with(start, tiny_served_model)
     connection = provider.connect()
     hint = Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.HINT)
-    connection.submit(hint, SeededRows(bytes(32), 0, 1), REPLY_COLS).result()
-    connection.submit(hint, SeededRows(bytes(32), 0, 17), REPLY_COLS).result()
+    connection.submit(hint, SeedPayload(SeededRows(bytes(32), 0, 1), COLS), REPLY_COLS).result()
+    connection.submit(hint, SeedPayload(SeededRows(bytes(32), 0, 17), COLS), REPLY_COLS).result()
     histograms = provider.service.meter.snapshot()[1]
     counts = {one.name: sum(histograms[latency_name(one)].counts) for one in RequestClass}
     assert counts == {"DECODE": 1, "PREFILL": 0, "FINETUNE": 1}
 
 
-def test_all_tenants_share_the_memory(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
+def test_all_tenants_share_the_memory(
+    start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
+) -> None:
     """One that holds all it can leaves room for the others."""
     row_bytes = (COLS + REPLY_COLS) * 4
-    provider = start(tiny_core, Admission(max_in_flight_bytes=100 * row_bytes))
+    provider = start(tiny_served_model, Admission(max_in_flight_bytes=100 * row_bytes))
     streams += [RawStream(provider, "hog"), RawStream(provider, "acme")]
     for number in range(1, 6):  # ten rows each, of which only the head comes
         streams[0].send(streams[0].request(number, ring_rows(10))[0][: frame.HEADER_BYTES + 4])
@@ -239,8 +245,8 @@ def test_all_tenants_share_the_memory(start: StartWith, tiny_core: ServedModel, 
     assert streams[1].receive().request_id == 1
 
 
-def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_core: ServedModel) -> None:
-    provider = start_with(start, tiny_core, max_request_rows=100, max_in_flight_bytes="1MiB")
+def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_served_model: ServedModel) -> None:
+    provider = start_with(start, tiny_served_model, max_request_rows=100, max_in_flight_bytes="1MiB")
     connection = provider.connect()
     announced = connection.manifest().limits
     assert (announced.max_rows, announced.max_in_flight_bytes) == (100, 1 << 20)
@@ -251,8 +257,10 @@ def test_each_tenant_is_told_its_own_limits(start: StartWith, tiny_core: ServedM
     assert ask(connection, ring_rows(100)).shape == (100, REPLY_COLS)
 
 
-def test_a_long_debt_is_paid_in_visits(start: StartWith, tiny_core: ServedModel, streams: list[RawStream]) -> None:
-    provider = start_with(start, tiny_core, rows_per_s=10)
+def test_a_long_debt_is_paid_in_visits(
+    start: StartWith, tiny_served_model: ServedModel, streams: list[RawStream]
+) -> None:
+    provider = start_with(start, tiny_served_model, rows_per_s=10)
     streams.append(stream := RawStream(provider, "acme"))
     stream.send(*stream.request(1, ring_rows(4096)))  # seven minutes' worth
     assert stream.receive().kind is FrameType.REPLY
@@ -261,23 +269,24 @@ def test_a_long_debt_is_paid_in_visits(start: StartWith, tiny_core: ServedModel,
 
 
 def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
-    start: StartWith, tiny_core: ServedModel
+    start: StartWith, tiny_served_model: ServedModel
 ) -> None:
     admission = Admission({"acme": TenantLimits(max_rows_in_flight=50)})
-    executor = Executor([Here(tiny_core.compute)], make_scheduler(tiny_core.served, Policy(), profiled=False))
+    executor = Executor(
+        [Here(tiny_served_model.compute)], make_scheduler(tiny_served_model.served, Policy(), profiled=False)
+    )
     usage = TenantUsage()
     ended: list[Session] = []
 
     def refusal() -> None:
         ended[0].close()  # just before the request is let in
 
-    session = Session("acme", LIMITS, admission.of("acme"), usage, tiny_core.check, executor, refusal)
+    session = Session("acme", LIMITS, admission.of("acme"), usage, tiny_served_model.check, executor, refusal)
     ended.append(session)
     session.receive(frame.hello(FrameType.HELLO))
     header = Header(FrameType.REQUEST, 1, CALL, 40, COLS, 0, 40 * COLS * 4, 30_000)
     session.receive(next(iter(frame.frames(header, frame.tensor_bytes(ring_rows(40))))))
-    quota = admission.of("acme")._quota
-    assert quota is None or quota._rows_in_flight == 0
+    assert admission.of("acme").in_flight() == (0, 0)
     assert session.is_idle
     executor.close()
 
@@ -285,26 +294,26 @@ def test_a_message_that_comes_with_the_end_of_its_stream_holds_nothing(
 # ---- the client -----------------------------------------------------------------------------------------------------
 
 
-def test_the_client_waits_and_gets_every_answer(start: StartWith, tiny_core: ServedModel) -> None:
-    provider = start_with(start, tiny_core, rows_per_s=400)
+def test_the_client_waits_and_gets_every_answer(start: StartWith, tiny_served_model: ServedModel) -> None:
+    provider = start_with(start, tiny_served_model, rows_per_s=400)
     connection = provider.connect()
     rows = [ring_rows(100) for _ in range(10)]  # 400 pass at once, 600 take a second and a half
     began = time.monotonic()
-    pending = [connection.submit(CALL, one, REPLY_COLS) for one in rows]
+    pending = [connection.submit(CALL, RowsPayload(one), REPLY_COLS) for one in rows]
     for one, x in zip(pending, rows, strict=True):
-        assert torch.equal(one.result(), tiny_core.compute(CALL, x))
+        assert torch.equal(one.result(), tiny_served_model.compute(CALL, x))
     assert 1.4 <= time.monotonic() - began <= 15
 
 
-def test_threads_of_one_tenant_share_its_quota(start: StartWith, tiny_core: ServedModel) -> None:
-    provider = start_with(start, tiny_core, rows_per_s=500)
+def test_threads_of_one_tenant_share_its_quota(start: StartWith, tiny_served_model: ServedModel) -> None:
+    provider = start_with(start, tiny_served_model, rows_per_s=500)
     connection = provider.connect()
     right: list[bool] = []
 
     def work() -> None:
         for _ in range(4):
             x = ring_rows(50)
-            right.append(torch.equal(ask(connection, x), tiny_core.compute(CALL, x)))
+            right.append(torch.equal(ask(connection, x), tiny_served_model.compute(CALL, x)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for one in threads:
@@ -343,8 +352,8 @@ class Refusing:
         self.failure: VeilbaseError | None = None
         self._clock, self._takes_s = clock, takes_s
 
-    def submit(self, call: Call, rows: Rows, cols: int, reply_cols: int) -> Refusing:
-        self.given.append((call, rows, cols, reply_cols))
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Refusing:
+        self.given.append((call, payload, reply_cols))
         return self
 
     def result(self) -> torch.Tensor:
@@ -356,28 +365,29 @@ class Refusing:
 
 
 def retried(stream: Refusing, rows: torch.Tensor) -> RetriedRequest:
-    return RetriedRequest(stream, CALL, rows, COLS, REPLY_COLS)  # type: ignore[arg-type]
+    return RetriedRequest(stream, CALL, RowsPayload(rows), REPLY_COLS)  # type: ignore[arg-type]
 
 
 def test_what_is_sent_again_is_the_same_tensor_and_never_too_early(clock: Clock) -> None:
     stream, rows = Refusing(QuotaExceeded("no", 0.5), QuotaExceeded("no", 2.0)), ring_rows(3)
     assert torch.equal(retried(stream, rows).result(), torch.ones(1))
     assert len(stream.given) == 3
-    assert all(given[1] is rows for given in stream.given)
+    assert all(given[1].rows(CALL) is rows for given in stream.given)
     assert [given for given in stream.given if given != stream.given[0]] == []
     assert 0.5 <= clock.slept[0] <= 0.625
     assert 2.0 <= clock.slept[1] <= 2.5
 
 
-def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_core: ServedModel) -> None:
-    provider = start_with(start, tiny_core, rows_per_s=10)
+def test_a_row_in_a_message_is_sent_again_as_it_was(start: StartWith, tiny_served_model: ServedModel) -> None:
+    provider = start_with(start, tiny_served_model, rows_per_s=10)
     connection, rows = provider.connect(), ring_rows(1)
-    message = bytearray(frame.HEADER_BYTES) + rows.numpy().tobytes()
-    expected = tiny_core.compute(CALL, rows)
+    payload = MessagePayload(COLS)
+    payload.numbers[:] = rows.numpy().tobytes()
+    expected = tiny_served_model.compute(CALL, rows)
     began = time.monotonic()
     for _ in range(15):  # 10 pass at once
-        assert torch.equal(connection.submit(CALL, message, REPLY_COLS).result(), expected)
-        assert message[frame.HEADER_BYTES :] == rows.numpy().tobytes()
+        assert torch.equal(connection.submit(CALL, payload, REPLY_COLS).result(), expected)
+        assert payload.numbers == rows.numpy().tobytes()
     assert time.monotonic() - began >= 0.4
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,32 +14,39 @@ from provider.engine.replica import Here, RowProduct
 from provider.model.served_model import ServedModel
 from provider.net.admission import Admission
 from provider.net.session import Session
+from provider.operations.meter import Meter
 from provider.operations.usage import TenantUsage
 from provider.schedule.policy import Policy
 from provider.schedule.quota import TenantLimits
-from tests.rpc.test_stream import CALL, COLS, REPLY_COLS, ring_rows
+from tests.support.compiled_kernels import needs_products
+from tests.support.ring_products import CALL, REPLY_COLS
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.waiting import comes
 from wire import frame
 from wire.errors import WireCode
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
-from wire.ring import kernels
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
+pytestmark = needs_products
 
 
 class Way:
-    """One session and its executor; `before` is called before each product of the short way."""
+    """One session and its executor; `before` is called before each product of the short way, `before_long` before each
+    of the long one."""
 
-    def __init__(self, core: ServedModel, told: bool = False) -> None:
-        self.core, self.before = core, lambda: None  # type: tuple[ServedModel, Callable[[], None]]
+    def __init__(self, served_model: ServedModel, told: bool = False) -> None:
+        self.served_model, self.before = served_model, lambda: None  # type: tuple[ServedModel, Callable[[], None]]
+        self.before_long: Callable[[], None] = lambda: None
         self.num_short = self.num_long = 0
         self.told: list[tuple[object, ...]] = []
         here = Here(self._product, row_product=self._row_product)
-        scheduler = make_scheduler(core.served, Policy(max_wait_s=0.0), profiled=False)
-        self.executor = Executor([here], scheduler, (lambda *what: self.told.append(what)) if told else None)
+        scheduler = make_scheduler(served_model.served, Policy(max_wait_s=0.0), profiled=False)
+        self.meter = Meter()
+        completed = (lambda *what: self.told.append(what)) if told else None
+        self.executor = Executor([here], scheduler, completed, self.meter)
         self.admission, self.usage = Admission({"acme": TenantLimits(max_rows_in_flight=50)}), TenantUsage()
         self.session = Session(
-            "acme", Limits(), self.admission.of("acme"), self.usage, core.check, self.executor, lambda: None
+            "acme", Limits(), self.admission.of("acme"), self.usage, served_model.check, self.executor, lambda: None
         )
         self.session.receive(frame.hello(FrameType.HELLO))
         assert self.session.next_frame()
@@ -46,10 +54,11 @@ class Way:
 
     def _product(self, call: Call, rows: frame.Rows) -> torch.Tensor:
         self.num_long += 1
-        return self.core.compute(call, rows)
+        self.before_long()
+        return self.served_model.compute(call, rows)
 
     def _row_product(self, call: Call) -> RowProduct | None:
-        multiply = self.core.row_product(call)
+        multiply = self.served_model.row_product(call)
 
         def work(row: memoryview, reply: memoryview) -> None:
             assert multiply is not None
@@ -73,18 +82,18 @@ class Way:
 
     @property
     def rows_in_flight(self) -> int:
-        quota = self.admission.of("acme")._quota
-        return 0 if quota is None else quota._rows_in_flight
+        return self.admission.of("acme").in_flight().num_rows
 
     @property
     def holds_nothing(self) -> bool:
-        admission = self.admission.of("acme")
-        return self.rows_in_flight == admission.num_decode == self.session._held_bytes == 0 and self.session.is_idle
+        admission, status = self.admission.of("acme"), self.session.status()
+        held = (*admission.in_flight(), admission.num_decode, status.num_requests, status.held_bytes)
+        return held == (0, 0, 0, 0, 0) and status.is_idle
 
 
 @pytest.fixture
-def way(tiny_core: ServedModel) -> Iterator[Way]:
-    made = Way(tiny_core)
+def way(tiny_served_model: ServedModel) -> Iterator[Way]:
+    made = Way(tiny_served_model)
     yield made
     made.executor.close()
 
@@ -96,13 +105,13 @@ def test_the_reply_and_what_is_counted(way: Way) -> None:
         header, payload = way.answer()
         assert (header.kind, header.request_id, header.call) == (FrameType.REPLY, number, CALL)
         assert (header.rows, header.cols, header.offset) == (1, REPLY_COLS, 0)
-        assert torch.equal(frame.tensor(header, payload), way.core.compute(CALL, rows))
+        assert torch.equal(frame.tensor(header, payload), way.served_model.compute(CALL, rows))
         assert (way.num_short, way.num_long) == (count, 0)
         assert way.holds_nothing
     total = way.usage.total()
     assert (total.requests["decode"], total.rows["decode"]) == (5, 5)
     assert (total.bytes_up, total.bytes_down) == (5 * 4 * COLS, 5 * 4 * REPLY_COLS)
-    assert way.executor._meter.snapshot()[0] == 5
+    assert way.meter.snapshot()[0] == 5
 
 
 @pytest.mark.parametrize(
@@ -118,7 +127,7 @@ def test_what_has_no_short_way_goes_the_long_one(way: Way, call: Call) -> None:
     way.send(rows, call)
     while (message := way.session.next_frame()) is None:
         pass
-    assert torch.equal(frame.tensor(*frame.parse(message)), way.core.compute(call, rows))
+    assert torch.equal(frame.tensor(*frame.parse(message)), way.served_model.compute(call, rows))
     assert (way.num_short, way.num_long) == (0, 1)
     assert way.holds_nothing
 
@@ -126,7 +135,7 @@ def test_what_has_no_short_way_goes_the_long_one(way: Way, call: Call) -> None:
 def test_the_bias_free_path_of_a_row(way: Way) -> None:
     rows, call = ring_rows(1), Call(0, Direction.FORWARD, Arithmetic.RING, Purpose.EFFECT)
     way.send(rows, call)
-    assert torch.equal(frame.tensor(*way.answer()), way.core.compute(call, rows))
+    assert torch.equal(frame.tensor(*way.answer()), way.served_model.compute(call, rows))
     assert way.num_short == 1
 
 
@@ -144,7 +153,7 @@ def test_a_reply_that_is_not_taken_is_counted(way: Way) -> None:
     assert way.holds_nothing
     for count in range(1, 4):
         way.send(ring_rows(1))
-        assert (way.num_short, way.rows_in_flight, len(way.session._requests)) == (1, count, count)
+        assert (way.num_short, way.rows_in_flight, way.session.status().num_requests) == (1, count, count)
     for _ in range(4):
         way.answer()
     assert way.holds_nothing
@@ -179,12 +188,15 @@ def test_a_stream_that_ends_meanwhile_holds_nothing(way: Way, then: str) -> None
 
 
 def test_a_replica_that_is_busy_goes_the_long_way(way: Way) -> None:
-    (lane,) = way.executor._lanes
-    lane.is_busy = True
+    begun, may_end = threading.Event(), threading.Event()
+    way.before_long = lambda: (begun.set(), comes(may_end, "the end of the test"))  # type: ignore[assignment, func-returns-value]
+    way.send(ring_rows(30))
+    comes(begun, "the product that keeps it busy")
     way.send(ring_rows(1))
-    assert (way.num_short, way.rows_in_flight) == (0, 1)
+    assert (way.num_short, way.rows_in_flight) == (0, 31)
     way.session.close()
     assert way.holds_nothing
+    may_end.set()
 
 
 def test_a_stream_that_ends_before_the_long_way_holds_nothing(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +209,8 @@ def test_a_stream_that_ends_before_the_long_way_holds_nothing(way: Way, monkeypa
     assert way.holds_nothing
 
 
-def test_whoever_is_to_be_told_of_every_request_is(tiny_core: ServedModel) -> None:
-    way = Way(tiny_core, told=True)
+def test_whoever_is_to_be_told_of_every_request_is(tiny_served_model: ServedModel) -> None:
+    way = Way(tiny_served_model, told=True)
     way.send(ring_rows(1))
     assert way.answer()[0].kind is FrameType.REPLY
     assert (way.num_short, len(way.told)) == (0, 1)
@@ -214,13 +226,13 @@ def test_other_shapes_are_refused_or_go_the_long_way(way: Way, cols: int, rows: 
 
 
 def test_a_reply_of_more_than_a_chunk_goes_the_longer_way(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short way writes one frame, and no frame carries more than a chunk (SPEC.md, section 3)."""
+    """The short way writes one frame, and no frame carries more than a chunk (wire/SPEC.md, section 3)."""
     monkeypatch.setattr("provider.net.session.CHUNK_BYTES", 4 * REPLY_COLS - 1)
     rows = ring_rows(1)
     way.send(rows)
     assert (way.num_short, way.num_long) == (0, 1)
     header, payload = way.answer()
-    assert torch.equal(frame.tensor(header, payload), way.core.compute(CALL, rows))
+    assert torch.equal(frame.tensor(header, payload), way.served_model.compute(CALL, rows))
     monkeypatch.undo()
     way.send(rows)
     assert (way.num_short, way.num_long) == (1, 1)

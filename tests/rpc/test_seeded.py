@@ -16,12 +16,15 @@ from safetensors.torch import load_file
 from provider.engine import products
 from provider.model.served_model import ServedModel
 from provider.operations.recording import Recorder
-from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.test_stream import COLS, REPLY_COLS, RawStream, ring_rows
+from tests.support.loopback_provider import LIMITS, Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import REPLY_COLS, ask
+from tests.support.ring_rows import COLS, ring_rows
 from wire import frame
 from wire.errors import InvalidTensor, UnknownLayer, WireCode
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose
 from wire.limits import Limits
+from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 from wire.transport.inproc import InprocConnection
 
@@ -56,19 +59,19 @@ def raw(provider: Provider) -> Iterator[HintStream]:
     stream.close()
 
 
-def product_of(core: ServedModel, rows: SeededRows, call: Call) -> torch.Tensor:
+def product_of(served_model: ServedModel, rows: SeededRows, call: Call) -> torch.Tensor:
     """The expanded rows, through the ordinary product."""
-    info = core.manifest().groups[call.group]
+    info = served_model.manifest().groups[call.group]
     cols = info.in_features if call.direction is Direction.FORWARD else info.out_features
-    return core.compute(replace(call, purpose=Purpose.PRODUCT), rows.expand(cols))
+    return served_model.compute(replace(call, purpose=Purpose.PRODUCT), rows.expand(cols))
 
 
-def assert_goes_on(raw: HintStream, core: ServedModel) -> None:
+def assert_goes_on(raw: HintStream, served_model: ServedModel) -> None:
     rows = SeededRows(SEED, 4, 3)
     raw.send(raw.hint(1000, rows))
     header, reply = raw.reply()
     assert header.request_id == 1000
-    assert torch.equal(reply, product_of(core, rows, HINT))
+    assert torch.equal(reply, product_of(served_model, rows, HINT))
 
 
 # ---- good requests --------------------------------------------------------------------------------------------------
@@ -85,16 +88,16 @@ def test_a_hint_is_the_product_of_the_expanded_rows(
     reply_cols = REPLY_COLS if call is HINT else COLS
     assert (header.request_id, header.call, header.rows, header.cols) == (1, call, num_rows, reply_cols)
     assert header.total_bytes == num_rows * reply_cols * 4
-    assert torch.equal(reply, product_of(provider.core, rows, call))
+    assert torch.equal(reply, product_of(provider.served_model, rows, call))
 
 
 def test_every_group(provider: Provider, raw: HintStream) -> None:
     rows = SeededRows(SEED, 7, 40)
-    for info in provider.core.manifest().groups:
+    for info in provider.served_model.manifest().groups:
         for direction, cols in ((Direction.FORWARD, info.in_features), (Direction.BACKWARD, info.out_features)):
             call = replace(HINT, group=info.id, direction=direction)
             raw.send(raw.hint(2 * info.id + direction + 1, rows, call, cols=cols))
-            assert torch.equal(raw.reply()[1], product_of(provider.core, rows, call))
+            assert torch.equal(raw.reply()[1], product_of(provider.served_model, rows, call))
 
 
 def test_a_seed_in_pieces(provider: Provider, raw: HintStream) -> None:
@@ -102,7 +105,7 @@ def test_a_seed_in_pieces(provider: Provider, raw: HintStream) -> None:
     message = raw.hint(1, rows)
     first, _ = frame.parse(message)
     raw.send(message[: HEAD_BYTES + 32], replace(first, offset=32).pack() + message[HEAD_BYTES + 32 :])
-    assert torch.equal(raw.reply()[1], product_of(provider.core, rows, HINT))
+    assert torch.equal(raw.reply()[1], product_of(provider.served_model, rows, HINT))
 
 
 def test_hints_and_products_in_flight(provider: Provider, raw: HintStream) -> None:
@@ -112,16 +115,16 @@ def test_hints_and_products_in_flight(provider: Provider, raw: HintStream) -> No
         raw.send(*(raw.request(number, given[number]) if number in given else [raw.hint(number, seeded[number])]))
     replies = {header.request_id: reply for header, reply in (raw.reply() for _ in range(1, 20))}
     for number, rows in given.items():
-        assert torch.equal(replies[number], provider.core.compute(replace(HINT, purpose=Purpose.PRODUCT), rows))
+        assert torch.equal(replies[number], provider.served_model.compute(replace(HINT, purpose=Purpose.PRODUCT), rows))
     for number, rows in seeded.items():
-        assert torch.equal(replies[number], product_of(provider.core, rows, HINT))
+        assert torch.equal(replies[number], product_of(provider.served_model, rows, HINT))
 
 
 @pytest.mark.parametrize(("call", "reply_cols"), [(HINT, REPLY_COLS), (BACKWARD, COLS)])
 def test_through_the_client(provider: Provider, call: Call, reply_cols: int) -> None:
     connection = provider.connect()
     rows = SeededRows(SEED, 5, 1000)
-    assert torch.equal(connection.submit(call, rows, reply_cols).result(), product_of(provider.core, rows, call))
+    assert torch.equal(ask(connection, rows, call, reply_cols), product_of(provider.served_model, rows, call))
 
 
 def test_the_worker_makes_hints(provider: Provider, raw: HintStream, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +168,7 @@ def test_a_bad_header_fails_alone(
 ) -> None:
     raw.send(raw.hint(1, SeededRows(SEED, 0, 5), call, **changes))
     raw.expect_error(1, code)
-    assert_goes_on(raw, provider.core)
+    assert_goes_on(raw, provider.served_model)
 
 
 @pytest.mark.parametrize(
@@ -177,34 +180,33 @@ def test_a_seed_that_does_not_fit_fails_alone(
     header = raw.hint(1, SeededRows(SEED, 0, 5))[:HEAD_BYTES]
     raw.send(header + SEED + struct.pack("<QQ", first_row, num_rows))
     raw.expect_error(1, WireCode.INVALID_TENSOR)
-    assert_goes_on(raw, provider.core)
+    assert_goes_on(raw, provider.served_model)
 
 
 def test_rows_in_place_of_a_seed_fail_alone(provider: Provider, raw: HintStream) -> None:
     raw.send(*raw.request(1, ring_rows(5), HINT))
     raw.expect_error(1, WireCode.INVALID_TENSOR)
-    assert_goes_on(raw, provider.core)
+    assert_goes_on(raw, provider.served_model)
 
 
 def test_a_refused_seed_holds_no_place(provider: Provider, raw: HintStream) -> None:
-    service = provider.server._service
-    assert service is not None
     raw.send(raw.hint(1, SeededRows(SEED, 0, 5), rows=4))
     raw.expect_error(1, WireCode.INVALID_TENSOR)
-    assert_goes_on(raw, provider.core)
-    (session,) = service._sessions
-    assert not session._requests
-    assert session._held_bytes == 0
+    assert_goes_on(raw, provider.served_model)
+    status = provider.service.status()
+    assert (status.num_streams, status.num_requests, status.held_bytes) == (1, 0, 0)
 
 
-def limited(core: ServedModel, limits: Limits) -> ServedModel:
-    return ServedModel(replace(core.served, manifest=core.manifest().model_copy(update={"limits": limits})))
+def limited(served_model: ServedModel, limits: Limits) -> ServedModel:
+    return ServedModel(
+        replace(served_model.served, manifest=served_model.manifest().model_copy(update={"limits": limits}))
+    )
 
 
 def test_a_reply_above_the_limit_is_refused_by_the_header_alone(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
 ) -> None:
-    provider = start(limited(tiny_core, LIMITS.model_copy(update={"max_tensor_bytes": 64 * REPLY_COLS * 4})))
+    provider = start(limited(tiny_served_model, LIMITS.model_copy(update={"max_tensor_bytes": 64 * REPLY_COLS * 4})))
     raw = HintStream(provider)
     raw.send(raw.hint(1, SeededRows(SEED, 0, 65)))
     raw.expect_error(1, WireCode.LIMIT)
@@ -226,37 +228,38 @@ def test_the_reply_counts_as_in_flight(provider: Provider, raw: HintStream) -> N
 
 def test_a_cancelled_hint_is_not_answered(provider: Provider, raw: HintStream) -> None:
     raw.send(raw.hint(1, SeededRows(SEED, 0, 5))[: HEAD_BYTES + 4], Header(FrameType.CANCEL, 1).pack())
-    assert_goes_on(raw, provider.core)
+    assert_goes_on(raw, provider.served_model)
 
 
 # ---- in process ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("call", "reply_cols"), [(HINT, REPLY_COLS), (BACKWARD, COLS)])
-def test_the_same_in_process(tiny_core: ServedModel, call: Call, reply_cols: int) -> None:
-    connection = InprocConnection(tiny_core)
+def test_the_same_in_process(tiny_served_model: ServedModel, call: Call, reply_cols: int) -> None:
+    connection = InprocConnection(tiny_served_model)
     rows = SeededRows(SEED, 11, 6)
-    assert torch.equal(connection.submit(call, rows, reply_cols).result(), product_of(tiny_core, rows, call))
+    assert torch.equal(ask(connection, rows, call, reply_cols), product_of(tiny_served_model, rows, call))
     assert (connection.traffic.bytes_up, connection.traffic.bytes_down) == (PACKED_BYTES, 6 * reply_cols * 4)
 
 
-def test_bad_hints_in_process(tiny_core: ServedModel) -> None:
-    connection = InprocConnection(tiny_core)
+def test_bad_hints_in_process(tiny_served_model: ServedModel) -> None:
+    connection = InprocConnection(tiny_served_model)
     rows = SeededRows(SEED, 0, 2)
+    seed = SeedPayload(rows, COLS)
     with pytest.raises(UnknownLayer):
-        connection.submit(replace(HINT, arithmetic=Arithmetic.FLOAT), rows, REPLY_COLS)
+        connection.submit(replace(HINT, arithmetic=Arithmetic.FLOAT), seed, REPLY_COLS)
     with pytest.raises(InvalidTensor):
-        connection.submit(replace(HINT, purpose=Purpose.PRODUCT), rows, REPLY_COLS)
+        connection.submit(replace(HINT, purpose=Purpose.PRODUCT), seed, REPLY_COLS)
     with pytest.raises(InvalidTensor):
-        connection.submit(HINT, ring_rows(2), REPLY_COLS)
+        connection.submit(HINT, RowsPayload(ring_rows(2)), REPLY_COLS)
     with pytest.raises(InvalidTensor):
-        connection.submit(HINT, rows, REPLY_COLS + 1)
+        connection.submit(HINT, seed, REPLY_COLS + 1)
 
 
-def test_a_recorded_hint_is_what_came(tiny_core: ServedModel, tmp_path: Path) -> None:
-    recording = ServedModel(tiny_core.served, Recorder(tmp_path / "seen", tiny_core.manifest()))
+def test_a_recorded_hint_is_what_came(tiny_served_model: ServedModel, tmp_path: Path) -> None:
+    recording = ServedModel(tiny_served_model.served, Recorder(tmp_path / "seen", tiny_served_model.manifest()))
     rows = SeededRows(SEED, 3, 6)
-    reply = InprocConnection(recording).submit(BACKWARD, rows, COLS).result()
+    reply = InprocConnection(recording).submit(BACKWARD, SeedPayload(rows, REPLY_COLS), COLS).result()
     recording.record("acme", BACKWARD, rows, reply)
     recording.close()
     (line,) = [json.loads(line) for line in (tmp_path / "seen" / "index.jsonl").read_text().splitlines()]

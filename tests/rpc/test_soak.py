@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.soak import soak
-from tests.conftest import make_tiny
+from tests.support.tiny_models import make_tiny
 
 
 @pytest.mark.slow

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from provider.model.served_model import ServedModel
-from provider.net.service import MAX_CALLS_PER_TENANT
-from tests.rpc.conftest import LIMITS, Provider
-from tests.rpc.links import TIMEOUT_S, open_link
+from provider.net.calls import MAX_CALLS_PER_TENANT
+from tests.support.loopback_provider import LIMITS, Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.stream_sessions import session_of
+from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import (
     DeadlineExceeded,
@@ -26,67 +30,8 @@ from wire.errors import (
 )
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import CHUNK_BYTES, MAX_FRAME_BYTES
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection
-from wire.transport.connection import Connection
-
-CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-COLS, REPLY_COLS = 32, 64
-
-
-def ring_rows(num_rows: int, cols: int = COLS) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, (num_rows, cols), dtype=torch.int32)
-
-
-def ask(connection: Connection, rows: torch.Tensor, call: Call = CALL, reply_cols: int = REPLY_COLS) -> torch.Tensor:
-    return connection.submit(call, rows, reply_cols).result()
-
-
-def assert_served(connection: Connection, core: ServedModel) -> None:
-    rows = ring_rows(3)
-    assert torch.equal(ask(connection, rows), core.compute(CALL, rows))
-
-
-_NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
-
-
-class RawStream:
-    """A client that sends whatever bytes it likes."""
-
-    def __init__(self, provider: Provider, name: str = "raw", greet: bool = True) -> None:
-        self.call = open_link(provider, name)
-        if greet:
-            self.send(frame.hello(FrameType.HELLO))
-            assert self.receive().kind is FrameType.WELCOME
-
-    def send(self, *messages: bytes) -> None:
-        for message in messages:
-            self.call.send(message)
-
-    def request(self, request_id: int, tensor: torch.Tensor, call: Call = CALL, **changes: int) -> list[bytes]:
-        size = tensor.numel() * 4
-        fields = {"rows": tensor.shape[0], "cols": tensor.shape[1], "total_bytes": size, "deadline_ms": 30_000}
-        header = Header(FrameType.REQUEST, request_id, call, **{**fields, **changes})
-        return list(frame.frames(header, frame.tensor_bytes(tensor)))
-
-    def receive(self) -> Header:
-        return frame.parse(next(self.call))[0]
-
-    def expect_error(self, request_id: int, code: WireCode) -> Header:
-        header = self.receive()
-        assert (header.kind, header.request_id, WireCode(header.code)) == (FrameType.ERROR, request_id, code)
-        assert (header.call, header.rows, header.cols, header.offset, header.total_bytes) == (_NO_CALL, 0, 0, 0, 0)
-        assert code is WireCode.QUOTA or header.deadline_ms == 0
-        return header
-
-    def expect_end(self) -> None:
-        with pytest.raises(StopIteration):
-            next(self.call)
-
-    def half_close(self) -> None:
-        self.call.half_close()
-
-    def close(self) -> None:
-        self.call.close()
 
 
 @pytest.fixture
@@ -109,17 +54,20 @@ def test_replies_are_the_cores_own(
     call = Call(0, direction, arithmetic)
     cols, reply_cols = (COLS, REPLY_COLS) if direction is Direction.FORWARD else (REPLY_COLS, COLS)
     rows = ring_rows(num_rows, cols) if arithmetic is Arithmetic.RING else torch.randn(num_rows, cols)
-    assert torch.equal(ask(connection, rows, call, reply_cols), provider.core.compute(call, rows))
+    assert torch.equal(ask(connection, rows, call, reply_cols), provider.served_model.compute(call, rows))
 
 
 def test_many_requests_in_flight(provider: Provider) -> None:
     connection = provider.connect()
-    groups = provider.core.manifest().groups
+    groups = provider.served_model.manifest().groups
     asked = [(Call(group.id, Direction.FORWARD, Arithmetic.RING), group) for group in groups for _ in range(20)]
     rows = [ring_rows(index % 40, group.in_features) for index, (_, group) in enumerate(asked)]
-    pending = [connection.submit(call, x, group.out_features) for (call, group), x in zip(asked, rows, strict=True)]
+    pending = [
+        connection.submit(call, RowsPayload(x), group.out_features)
+        for (call, group), x in zip(asked, rows, strict=True)
+    ]
     for (call, _), x, one in zip(asked, rows, pending, strict=True):
-        assert torch.equal(one.result(), provider.core.compute(call, x))
+        assert torch.equal(one.result(), provider.served_model.compute(call, x))
 
 
 def test_tenants_and_threads_do_not_mix(provider: Provider) -> None:
@@ -129,7 +77,7 @@ def test_tenants_and_threads_do_not_mix(provider: Provider) -> None:
         try:
             connection = provider.connect(name)
             for _ in range(20):
-                assert_served(connection, provider.core)
+                assert_served(connection, provider.served_model)
         except Exception as exc:  # noqa: BLE001 - reported by the test
             failures.append(exc)
 
@@ -144,16 +92,16 @@ def test_tenants_and_threads_do_not_mix(provider: Provider) -> None:
 def test_manifest_and_bundle(provider: Provider) -> None:
     connection = provider.connect()
     mine = {"tensor_port": provider.server.tensor_port}
-    assert connection.manifest() == provider.core.manifest().model_copy(update=mine)
+    assert connection.manifest() == provider.served_model.manifest().model_copy(update=mine)
     for file in connection.manifest().bundle:
-        assert b"".join(connection.fetch(file.name)) == b"".join(provider.core.read_file(file.name))
+        assert b"".join(connection.fetch(file.name)) == b"".join(provider.served_model.read_file(file.name))
 
 
 @pytest.mark.parametrize("name", [b"../config.json", b"/etc/passwd", b"", b"\xff\x00", b"model.bin"])
 def test_no_file_outside_the_bundle(provider: Provider, name: bytes) -> None:
     channel = grpc_connection.open_channel(provider.url, provider.identity())
     with channel, pytest.raises(grpc.RpcError) as caught:
-        next(channel.unary_stream(grpc_connection.BUNDLE_METHOD)(name, timeout=TIMEOUT_S))
+        next(channel.unary_stream(grpc_connection.BUNDLE_METHOD)(name, timeout=WAIT_S))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -172,24 +120,24 @@ def test_small_and_large_requests_alternate(provider: Provider) -> None:
     connection = provider.connect()
     for num_rows in (1, 1, 100, 1, 4096, 4096, 1, 1, 0, 9, 8):
         rows = ring_rows(num_rows)
-        assert torch.equal(ask(connection, rows), provider.core.compute(CALL, rows))
+        assert torch.equal(ask(connection, rows), provider.served_model.compute(CALL, rows))
     mixed = [ring_rows(num_rows) for num_rows in (1, 100, 2, 300, 3, 1, 1, 700)]
-    pending = [connection.submit(CALL, rows, REPLY_COLS) for rows in mixed]
+    pending = [connection.submit(CALL, RowsPayload(rows), REPLY_COLS) for rows in mixed]
     for one, rows in zip(pending, mixed, strict=True):
-        assert torch.equal(one.result(), provider.core.compute(CALL, rows))
+        assert torch.equal(one.result(), provider.served_model.compute(CALL, rows))
 
 
 def test_a_stream_of_small_requests_still_ends_well(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
 ) -> None:
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     stream = RawStream(provider)
     for number in (1, 2, 3):
         stream.send(*stream.request(number, ring_rows(1)))
         assert stream.receive().request_id == number
     connection = provider.connect()
-    assert_served(connection, tiny_core)
-    assert_served(connection, tiny_core)
+    assert_served(connection, tiny_served_model)
+    assert_served(connection, tiny_served_model)
     stream.half_close()
     stream.expect_end()
     provider.server.stop()
@@ -239,7 +187,7 @@ def test_non_finite_rows_are_refused(provider: Provider, value: float, num_rows:
     rows[-1, -1] = value
     with pytest.raises(InvalidTensor):
         ask(connection, rows, Call(0, Direction.FORWARD, Arithmetic.FLOAT))
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +204,7 @@ def test_the_client_raises_the_same_errors(
     connection = provider.connect()
     with pytest.raises(error):
         ask(connection, rows, call)
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
 
 
 def test_chunks_of_a_refused_request_are_skipped(raw: RawStream) -> None:
@@ -301,7 +249,7 @@ def test_an_inner_failure_is_a_number(
     provider: Provider, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = provider.connect()
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("secret 123.456")
@@ -312,7 +260,7 @@ def test_an_inner_failure_is_a_number(
             patched.setattr("wire.ring.kernels.OneRow.multiply", broken)
             with pytest.raises(RemoteFault):
                 ask(connection, ring_rows(num_rows))
-        assert_served(connection, provider.core)
+        assert_served(connection, provider.served_model)
     assert "123.456" not in caplog.text
 
 
@@ -347,13 +295,13 @@ def garbage(raw: RawStream) -> dict[str, list[bytes]]:
 )  # fmt: skip
 def test_a_frame_that_cannot_be_read_ends_its_stream_only(provider: Provider, raw: RawStream, kind: str) -> None:
     other = provider.connect("other")
-    assert_served(other, provider.core)
+    assert_served(other, provider.served_model)
+    session = session_of(provider, "other")
     raw.send(*garbage(raw)[kind])
     raw.expect_error(0, WireCode.MALFORMED)
     raw.expect_end()
-    assert_served(other, provider.core)
-    assert other._stream is not None
-    assert other._stream.failure is None
+    assert_served(other, provider.served_model)
+    assert [one for one in provider.service.sessions if one.tenant == "other"] == [session]  # it came only once
 
 
 @pytest.mark.parametrize(
@@ -375,34 +323,32 @@ def test_a_wrong_handshake(provider: Provider, first: bytes, code: WireCode) -> 
 
 def test_an_oversized_message_is_refused_by_grpc(provider: Provider) -> None:
     other = provider.connect("other")
-    assert_served(other, provider.core)
+    assert_served(other, provider.served_model)
     identity = provider.identity("raw")
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     unlimited = [("grpc.max_send_message_length", -1)]
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials, unlimited) as channel:
         call = channel.stream_stream(grpc_connection.STREAM_METHOD)(
-            iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=TIMEOUT_S
+            iter([b"\0" * (MAX_FRAME_BYTES + 1)]), timeout=WAIT_S
         )
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert_served(other, provider.core)
+    assert_served(other, provider.served_model)
 
 
 def test_a_tenant_that_goes_away_leaves_nothing(provider: Provider) -> None:
-    service = provider.server._service
-    assert service is not None
     stream = RawStream(provider)
     stream.send(stream.request(1, ring_rows(4096))[0][: CHUNK_BYTES // 4])
     stream.send(*stream.request(2, ring_rows(1)))
     assert stream.receive().request_id == 2
-    (session,) = service._sessions
+    (session,) = provider.service.sessions
     ended = threading.Event()
     session.close, close = lambda: (close(), ended.set()), session.close  # type: ignore[method-assign]
     stream.close()
-    assert ended.wait(TIMEOUT_S)
-    assert not session._requests
-    assert session._held_bytes == 0
+    assert ended.wait(WAIT_S)
+    status = session.status()
+    assert (status.num_requests, status.held_bytes) == (0, 0)
 
 
 def test_streams_of_one_tenant_are_bounded(provider: Provider) -> None:
@@ -412,15 +358,17 @@ def test_streams_of_one_tenant_are_bounded(provider: Provider) -> None:
     one_more.expect_end()
     with pytest.raises(QuotaExceeded):
         provider.connect("greedy").manifest()
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)
     streams.pop().close()
     RawStream(provider, "greedy").close()
     for stream in [*streams, one_more]:
         stream.close()
 
 
-def test_streams_by_grpc_of_one_tenant_are_bounded(start: Callable[..., Provider], tiny_core: ServedModel) -> None:
-    provider = start(tiny_core, tensor_port=None)
+def test_streams_by_grpc_of_one_tenant_are_bounded(
+    start: Callable[..., Provider], tiny_served_model: ServedModel
+) -> None:
+    provider = start(tiny_served_model, tensor_port=None)
     streams = [RawStream(provider, "greedy") for _ in range(MAX_CALLS_PER_TENANT)]
     one_more = RawStream(provider, "greedy", greet=False)
     with pytest.raises(grpc.RpcError) as caught:
@@ -429,13 +377,15 @@ def test_streams_by_grpc_of_one_tenant_are_bounded(start: Callable[..., Provider
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     with pytest.raises(QuotaExceeded):
         provider.connect("greedy").manifest()
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)
     for stream in [*streams, one_more]:
         stream.close()
 
 
-def test_a_provider_that_stops_says_so(start: Callable[[ServedModel], Provider], tiny_core: ServedModel) -> None:
-    provider = start(tiny_core)
+def test_a_provider_that_stops_says_so(
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
+) -> None:
+    provider = start(tiny_served_model)
     stream = RawStream(provider)
     provider.server.stop()
     stream.expect_error(0, WireCode.UNAVAILABLE)
@@ -446,29 +396,29 @@ def test_a_request_over_the_stream_limit_never_leaves(provider: Provider) -> Non
     connection = provider.connect()
     with pytest.raises(LimitExceeded):
         ask(connection, ring_rows(4096 * 8))
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
 
 
 def test_pending_requests_fail_when_the_provider_goes(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    provider = start(tiny_core)
+    provider = start(tiny_served_model)
     connection = provider.connect()
     begun, release = threading.Event(), threading.Event()
 
     def slow(*_: object) -> torch.Tensor:
         begun.set()
-        release.wait(TIMEOUT_S)
+        release.wait(WAIT_S)
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
-    assert_served(connection, tiny_core)
+    assert_served(connection, tiny_served_model)
     monkeypatch.setattr("provider.model.served_model.products.compute", slow)
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
-    assert begun.wait(TIMEOUT_S)
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
+    assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()
     with pytest.raises(VeilbaseError) as caught:
         pending.result()
     assert not isinstance(caught.value, DeadlineExceeded)
     release.set()
-    stopping.join(TIMEOUT_S)
+    stopping.join(WAIT_S)

@@ -24,42 +24,32 @@ import provider.net.service as service_module
 import provider.net.tensor_port as port_module
 from provider.identity.registry import enroll, revoke
 from provider.net.session import Session
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, connect
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of, session_of, until
-from tests.rpc.test_stream import CALL, COLS, RawStream, ask, assert_served, ring_rows
-from tests.rpc.test_tls import expired_identity, foreign_identity, unregistered_identity
-from tests.support.tensor_port import (
-    assert_ends,
-    assert_nothing_left,
-    dial,
-    hear,
-    kind_of,
-    say,
-    stream_threads,
-    tensors_of,
-)
+from provider.net.tensor_port import carry
+from tests.support.links import connect
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.raw_tls import RawTls
+from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.ring_products import CALL, ask, assert_served
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.sockets import assert_ends
+from tests.support.stream_sessions import service_of, tensors_of
+from tests.support.tensor_port import assert_nothing_left, carrier_of, dial, hear, say, stream_threads
+from tests.support.waiting import WAIT_S, until
 from wire import frame
 from wire.errors import VeilbaseError, WireCode
 from wire.frame import FrameType, Header
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
-from wire.transport.grpc_stream import GrpcStream
 from wire.transport.identity import TlsIdentity
 from wire.transport.tls_context import ALPN, client_context
 from wire.transport.tls_socket import MessageSocket, handshake
-from wire.transport.tls_stream import TensorStream
 
 LARGE_ROWS = 4096
 """A reply of 1 MiB."""
 SMALLEST = 2048
 """Bytes of the receive buffer of a tenant that does not read."""
-
-
-@pytest.fixture
-def quick_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Goes before `provider`, whose first wait begins when it starts."""
-    monkeypatch.setattr(service_module, "SWEEP_S", QUICK_S)
 
 
 @pytest.fixture
@@ -75,18 +65,18 @@ def unhandled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_silent_connections_hold_up_nobody(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * TIMEOUT_S)  # nor is the end of their time waited for
-    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * TIMEOUT_S)
+    monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 10 * WAIT_S)  # nor is the end of their time waited for
+    monkeypatch.setattr("provider.net.tensor_port._STOP_S", 10 * WAIT_S)
     silent = [dial(provider) for _ in range(20)]
-    until(lambda: len(tensors_of(provider)._guests) == 20, "all are let in")
-    assert_served(provider.connect(), provider.core)
-    assert kind_of(provider.connections[0]) is TensorStream
+    until(lambda: tensors_of(provider).status().num_guests == 20, "all are let in")
+    assert_served(provider.connect(), provider.served_model)
+    assert provider.connections[0].carrier == carrier_of(provider)
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < TIMEOUT_S
+    assert time.monotonic() - began < WAIT_S
     for one in silent:
         assert_ends(one)
-    until(lambda: not tensors_of(provider)._open, "the end of the connections")
+    until(lambda: not tensors_of(provider).status().num_connections, "the end of the connections")
 
 
 def test_a_silent_connection_has_until_the_deadline(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +119,7 @@ def test_what_is_no_handshake_leaves_nothing(
                 assert_ends(plain)
         plain.close()
     assert_nothing_left(provider)
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
     assert not caplog.records  # anybody can do this: it must not fill the log
 
 
@@ -199,11 +189,11 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_strangers_do_not_shut_tenants_out(few_places: int, provider: Provider) -> None:
     """Anybody can connect and say nothing, as often as he likes."""
     silent = [dial(provider) for _ in range(few_places)]
-    until(lambda: len(tensors_of(provider)._guests) == few_places, "no place is left")
-    assert_served(provider.connect(), provider.core)
-    assert kind_of(provider.connections[0]) is TensorStream
+    until(lambda: tensors_of(provider).status().num_guests == few_places, "no place is left")
+    assert_served(provider.connect(), provider.served_model)
+    assert provider.connections[0].carrier == carrier_of(provider)
     assert_ends(silent.pop(0))  # the oldest
-    until(lambda: len(tensors_of(provider)._guests) == few_places - 1, "the others have stayed")
+    until(lambda: tensors_of(provider).status().num_guests == few_places - 1, "the others have stayed")
     for one in silent:
         one.close()
 
@@ -214,9 +204,9 @@ def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provi
     revoke(provider.state, "fired")
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
     refused = [handshake(dial(provider), context, "127.0.0.1") for _ in range(few_places)]
-    until(lambda: len(tensors_of(provider)._guests) == few_places, "no place is left")
-    assert_served(provider.connect(), provider.core)
-    assert kind_of(provider.connections[0]) is TensorStream
+    until(lambda: tensors_of(provider).status().num_guests == few_places, "no place is left")
+    assert_served(provider.connect(), provider.served_model)
+    assert provider.connections[0].carrier == carrier_of(provider)
     for one in refused:
         one.release()
 
@@ -224,45 +214,36 @@ def test_tenants_that_were_refused_do_not_shut_others_out(few_places: int, provi
 def test_streams_are_not_sent_away_for_newer_connections(few_places: int, provider: Provider) -> None:
     streams = [RawStream(provider, f"tenant{number}") for number in range(few_places)]
     connection = provider.connect("late")
-    assert_served(connection, provider.core)
-    assert kind_of(connection) is GrpcStream  # the other way
+    assert_served(connection, provider.served_model)
+    assert connection.carrier == "gRPC"  # the other way
     for stream in streams:
         stream.send(*stream.request(1, ring_rows(1)))
         assert stream.receive().request_id == 1
         stream.close()
-    until(lambda: [one.tenant for one in list(service_of(provider)._sessions)] == ["late"], "the others' end")
+    until(lambda: [one.tenant for one in service_of(provider).sessions] == ["late"], "the others' end")
 
 
-class Moody:
-    """A listener whose `accept` fails now and then."""
+def test_the_port_goes_on_after_it_had_no_file_left(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, left = socket.socket.accept, [2]
 
-    def __init__(self, listener: socket.socket, failures: int) -> None:
-        self._listener, self.failures = listener, failures
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        plain, address = self._listener.accept()
-        if self.failures > 0:
-            self.failures -= 1
+    def accept_or_fail(listener: socket.socket) -> tuple[socket.socket, Any]:
+        plain, address = accept(listener)
+        if left[0] > 0 and plain.getsockname()[1] == provider.server.tensor_port:
+            left[0] -= 1
             plain.close()
             raise OSError(24, "Too many open files")
         return plain, address
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
-
-
-def test_the_port_goes_on_after_it_had_no_file_left(provider: Provider) -> None:
-    tensors = tensors_of(provider)
-    tensors._listener = Moody(tensors._listener, 2)  # type: ignore[assignment]
+    monkeypatch.setattr(socket.socket, "accept", accept_or_fail)
     for _ in range(3):  # the first is in `accept` already
         dial(provider).close()
-    until(lambda: tensors._listener.failures == 0, "the failures")  # type: ignore[attr-defined]
-    assert_served(provider.connect(), provider.core)
-    assert kind_of(provider.connections[0]) is TensorStream
+    until(lambda: left[0] == 0, "the failures")
+    assert_served(provider.connect(), provider.served_model)
+    assert provider.connections[0].carrier == carrier_of(provider)
 
 
 def test_the_port_goes_on_after_the_machine_had_no_thread_left(
-    unhandled: None, provider: Provider, monkeypatch: pytest.MonkeyPatch
+    unhandled: None, few_places: int, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, failed = threading.Thread.start, threading.Event()
 
@@ -275,10 +256,10 @@ def test_the_port_goes_on_after_the_machine_had_no_thread_left(
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert_ends(dial(provider))
     assert failed.is_set()
-    assert_served(provider.connect(), provider.core)
-    assert kind_of(provider.connections[0]) is TensorStream
-    free = tensors_of(provider)._places
-    assert free._value == port_module.MAX_CONNECTIONS - 1  # type: ignore[attr-defined]
+    connections = [provider.connect(f"tenant{number}") for number in range(few_places)]
+    for connection in connections:
+        assert_served(connection, provider.served_model)
+    assert {connection.carrier for connection in connections} == {carrier_of(provider)}, "a place was lost"
 
 
 def test_a_stream_for_which_no_descriptor_is_left_costs_only_itself(
@@ -295,16 +276,41 @@ def test_a_stream_for_which_no_descriptor_is_left_costs_only_itself(
             hear(connection)
         connection.release()
         assert_nothing_left(provider)
-    assert_served(provider.connect(), provider.core)
+    assert_served(provider.connect(), provider.served_model)
 
 
 # ---- a tenant that does not read ------------------------------------------------------------------------------------
 
 
+Carried = dict[str, tuple[Session, MessageSocket]]
+"""Sessions by their tenant, each with the provider's end of its connection."""
+
+
+@pytest.fixture
+def carried(monkeypatch: pytest.MonkeyPatch) -> Carried:
+    """Every session that the tensor port begins from now on."""
+    found: Carried = {}
+
+    def note(session: Session, connection: MessageSocket, *others: Any) -> None:
+        found[session.tenant] = session, connection
+        carry(session, connection, *others)
+
+    monkeypatch.setattr(service_module, "carry", note)
+    return found
+
+
+def is_ready(connection: MessageSocket, wanted: int, seconds: float) -> bool:
+    """Waits, at most for so long, until a connection can be read or takes more."""
+    poll = select.poll()
+    poll.register(connection, wanted)
+    return bool(poll.poll(1000 * seconds))
+
+
 class Deaf:
     """Says HELLO, asks for large replies, and never reads."""
 
-    def __init__(self, provider: Provider) -> None:
+    def __init__(self, provider: Provider, carried: Carried) -> None:
+        self._carried = carried
         self.connection = connect(provider, "deaf", receive_bytes=SMALLEST)
         self.connection.send(frame.hello(FrameType.HELLO))
         self._next = 1
@@ -318,69 +324,74 @@ class Deaf:
             while self.connection.has_unsent:
                 self.connection.wait_to_send(0.1)
 
-    def block(self, provider: Provider) -> tuple[Session, MessageSocket]:
+    def block(self) -> tuple[Session, MessageSocket]:
         """Asks until the provider cannot send any more; its session and connection."""
-        session = session_of(provider, "deaf")
-        (theirs,) = [one for one in tensors_of(provider)._open if isinstance(one, MessageSocket)]
+        until(lambda: "deaf" in self._carried, "its session")
+        session, theirs = self._carried["deaf"]
         for _ in range(64):  # the kernel's buffers take some replies
             self.ask()
             until(lambda: session.is_idle or theirs.has_unsent, "a reply on its way")
-            left = -1
-            while theirs.has_unsent and left != len(theirs._cipher):  # the kernel may still be taking it
-                left = len(theirs._cipher)
-                threading.Event().wait(4 * QUICK_S)
+            while theirs.has_unsent and is_ready(theirs, select.POLLOUT, 4 * QUICK_S):
+                threading.Event().wait(QUICK_S)  # the kernel may still be taking it
             if theirs.has_unsent:
                 return session, theirs
         raise AssertionError("the kernel took everything")
 
 
 @pytest.fixture
-def deaf(quick_sweeps: None, provider: Provider) -> Iterator[Deaf]:
-    made = Deaf(provider)
+def few_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goes before `deaf`, whose stream takes the limit as it is when it begins."""
+    monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 8)
+
+
+@pytest.fixture
+def deaf(quick_sweeps: None, provider: Provider, carried: Carried) -> Iterator[Deaf]:
+    made = Deaf(provider, carried)
     yield made
     made.connection.release()
 
 
 def test_a_deaf_tenant_that_is_revoked_is_dropped(unhandled: None, provider: Provider, deaf: Deaf) -> None:
-    session, _ = deaf.block(provider)
+    session, _ = deaf.block()
     deaf.ask()
     revoke(provider.state, "deaf")
     assert_nothing_left(provider)
-    assert session._held_bytes == 0
-    assert not session._replies
+    status = session.status()
+    assert (status.held_bytes, status.num_half_sent) == (0, 0)
 
 
 def test_a_deaf_tenant_that_goes_away_is_dropped(unhandled: None, provider: Provider, deaf: Deaf) -> None:
-    session, _ = deaf.block(provider)
+    session, _ = deaf.block()
     deaf.ask()
     deaf.connection.release()
     assert_nothing_left(provider)
-    assert session._held_bytes == 0
+    assert session.status().held_bytes == 0
 
 
 def test_a_deaf_tenants_requests_expire(provider: Provider, deaf: Deaf) -> None:
-    session, theirs = deaf.block(provider)
-    deaf.ask(deadline_ms=1)
-    until(lambda: deaf._next - 1 not in session._requests, "the end of what expired")
+    session, theirs = deaf.block()
+    deaf.ask()  # it waits behind what is blocked, or is refused because others do
+    until(lambda: session.status().num_requests > 0, "a request that is not answered")
+    session.sweep(time.monotonic() + 60)
+    assert provider.service.usage.of("deaf").total().errors["DEADLINE"] > 0
     assert theirs.has_unsent
-    assert_served(provider.connect("modest"), provider.core)
+    assert_served(provider.connect("modest"), provider.served_model)
 
 
 def test_a_deaf_tenant_with_too_many_answers_is_dropped(
-    unhandled: None, provider: Provider, deaf: Deaf, monkeypatch: pytest.MonkeyPatch
+    unhandled: None, few_answers: None, provider: Provider, deaf: Deaf
 ) -> None:
-    deaf.block(provider)
-    monkeypatch.setattr("provider.net.session.MAX_REQUESTS", 8)
+    deaf.block()
     for number in range(1000, 1020):
         say(deaf.connection, Header(FrameType.REQUEST, number, CALL, 0, COLS, deadline_ms=0).pack())
     assert_nothing_left(provider)
 
 
 def test_a_provider_that_stops_does_not_wait_for_a_deaf_tenant(provider: Provider, deaf: Deaf) -> None:
-    deaf.block(provider)
+    deaf.block()
     began = time.monotonic()
     provider.server.stop()
-    assert time.monotonic() - began < TIMEOUT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
+    assert time.monotonic() - began < WAIT_S  # its connection would hold for UNREAD_TIMEOUT_MS, five minutes
     assert_nothing_left(provider)
 
 
@@ -389,11 +400,11 @@ def test_a_provider_that_stops_does_not_wait_for_a_deaf_tenant(provider: Provide
 
 @pytest.mark.parametrize("is_said", [True, False])
 def test_an_end_in_the_middle_of_a_frame_leaves_nothing(provider: Provider, is_said: bool) -> None:
-    connection = connect(provider, "cut")
+    raw = RawTls(provider, "cut")
+    connection = raw.connection
     say(connection, frame.hello(FrameType.HELLO))
     assert hear(connection).kind is FrameType.WELCOME
-    connection._tls.write(struct.pack("<I", 1000) + b"\x03" * 400)
-    connection._plain.sendall(connection._outgoing.read())
+    raw.send(struct.pack("<I", 1000) + b"\x03" * 400)
     if is_said:
         connection.end_sending()
         with pytest.raises(EOFError):
@@ -403,11 +414,11 @@ def test_an_end_in_the_middle_of_a_frame_leaves_nothing(provider: Provider, is_s
 
 
 def test_a_length_above_the_limit_ends_the_stream_with_one_error(provider: Provider) -> None:
-    connection = connect(provider, "long")
+    raw = RawTls(provider, "long")
+    connection = raw.connection
     say(connection, frame.hello(FrameType.HELLO))
     assert hear(connection).kind is FrameType.WELCOME
-    connection._tls.write(struct.pack("<I", MAX_FRAME_BYTES + 1) + b"\x03" * 4000)
-    connection._plain.sendall(connection._outgoing.read())
+    raw.send(struct.pack("<I", MAX_FRAME_BYTES + 1) + b"\x03" * 4000)
     last = hear(connection)
     assert (last.kind, last.request_id, WireCode(last.code)) == (FrameType.ERROR, 0, WireCode.MALFORMED)
     with pytest.raises(EOFError):
@@ -433,32 +444,34 @@ def rubbish(dice: random.Random) -> bytes:
 def test_rubbish_after_the_handshake_leaves_nothing(unhandled: None, provider: Provider) -> None:
     dice = random.Random(7)
     provider.identity("fuzz")
-    assert_served(provider.connect("honest"), provider.core)
+    assert_served(provider.connect("honest"), provider.served_model)
     threads, files = stream_threads(), len(os.listdir("/proc/self/fd"))
     service = service_of(provider)
     for _ in range(60):
-        connection = connect(provider, "fuzz")
+        raw = RawTls(provider, "fuzz")
+        connection = raw.connection
         with contextlib.suppress(OSError, EOFError, VeilbaseError):
             data = rubbish(dice)
             for start in range(0, len(data), 4096):
-                connection._tls.write(data[start : start + 4096])
-                connection._plain.sendall(connection._outgoing.read())
+                raw.send(data[start : start + 4096])
             if dice.random() < 0.5:
                 connection.end_sending()
-            while dice.random() < 0.7 and connection._poll(select.POLLIN, QUICK_S):
+            while dice.random() < 0.7 and is_ready(connection, select.POLLIN, QUICK_S):
                 connection.receive()
         connection.release()
-    until(lambda: not [one for one in list(service._sessions) if one.tenant == "fuzz"], "the end of the sessions")
-    until(lambda: not service._calls.get("fuzz"), "their places are free")
+    until(lambda: not [one for one in service.sessions if one.tenant == "fuzz"], "the end of the sessions")
+    until(lambda: "fuzz" not in service.status().calls, "their places are free")
     until(lambda: stream_threads() <= threads, "the end of the threads")
     until(lambda: len(os.listdir("/proc/self/fd")) <= files, "the end of the files")
-    assert_served(provider.connections[0], provider.core)
+    assert_served(provider.connections[0], provider.served_model)
 
 
 def test_many_threads_of_many_tenants(unhandled: None, provider: Provider) -> None:
     """With thread switches nearly everywhere: no wake-up is lost and no reply is another's."""
     tenants = [provider.connect(f"tenant{number}") for number in range(3)]
-    expected = {count: (rows := ring_rows(count), provider.core.compute(CALL, rows)) for count in (0, 1, 9, 300)}
+    expected = {
+        count: (rows := ring_rows(count), provider.served_model.compute(CALL, rows)) for count in (0, 1, 9, 300)
+    }
 
     def work(number: int) -> int:
         wrong = 0
@@ -478,14 +491,14 @@ def test_many_threads_of_many_tenants(unhandled: None, provider: Provider) -> No
 
 def test_an_idle_stream_costs_no_time(provider: Provider) -> None:
     """Nor does one that is half closed, or one that is over and whose tenant does not go."""
-    idle, half, over = (connect(provider, name) for name in ("idle", "half", "over"))
+    idle, over, raw = connect(provider, "idle"), connect(provider, "over"), RawTls(provider, "half")
+    half = raw.connection
     for one in (idle, half, over):
         say(one, frame.hello(FrameType.HELLO))
         assert hear(one).kind is FrameType.WELCOME
     size = COLS * 4  # a request whose rest does not come
     say(half, Header(FrameType.REQUEST, 1, CALL, 1, COLS, 0, size, 60_000).pack() + b"\0" * 4)
-    half._tls.write(struct.pack("<I", 1000))
-    half._plain.sendall(half._outgoing.read())
+    raw.send(struct.pack("<I", 1000))
     say(over, b"\xff" * 100)
     assert hear(over).kind is FrameType.ERROR
     began = time.process_time()

@@ -19,20 +19,18 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from provider.net.session import Session
 from provider.net.tensor_port import TensorPort
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
-from tests.rpc.test_hostile_tenant import service_of, until
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
-from tests.support.tensor_port import (
-    dial,
-    kind_of,
-    tensors_of,
-)
+from tests.support.loopback_provider import Provider
+from tests.support.raw_stream import RawStream
+from tests.support.ring_products import CALL, REPLY_COLS, ask, assert_served
+from tests.support.ring_rows import ring_rows
+from tests.support.stream_sessions import service_of, tensors_of
+from tests.support.tensor_port import announcing, carrier_of, dial
+from tests.support.waiting import WAIT_S, until
+from tests.support.wrapped_model import SwitchedModel
 from wire import frame
 from wire.errors import ConfigurationError, Unavailable, WireCode
 from wire.frame import FrameType
-from wire.transport.grpc_stream import GrpcStream
-from wire.transport.tls_stream import TensorStream
+from wire.payload import RowsPayload
 
 # ---- stops and restarts ---------------------------------------------------------------------------------------------
 
@@ -49,26 +47,25 @@ def test_a_stop_tells_open_streams(provider: Provider) -> None:
 
 
 def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
-    provider: Provider, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> None:
+    switched = SwitchedModel(tiny_served_model)
+    provider = start(switched)
     stream = RawStream(provider)
     begun, release = threading.Event(), threading.Event()
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
-    product = lane.replica.product  # type: ignore[attr-defined]
 
     def slow(*arguments: Any) -> torch.Tensor:
         begun.set()
-        release.wait(TIMEOUT_S)
-        result: torch.Tensor = product(*arguments)
-        return result
+        release.wait(WAIT_S)
+        return tiny_served_model.compute(*arguments)
 
-    monkeypatch.setattr(lane.replica, "product", slow)
+    switched.make = slow
     stream.send(*stream.request(1, ring_rows(50)))
-    assert begun.wait(TIMEOUT_S)
-    stopping = threading.Thread(target=provider.server.stop, args=(TIMEOUT_S,))
+    assert begun.wait(WAIT_S)
+    stopping = threading.Thread(target=provider.server.stop, args=(WAIT_S,))
     stopping.start()
-    until(lambda: service_of(provider)._is_draining, "the drain")
-    until(lambda: all(one._draining for one in list(service_of(provider)._sessions)), "every stream knows")
+    until(lambda: service_of(provider).status().is_draining, "the drain")
+    until(lambda: all(one.status().is_draining for one in service_of(provider).sessions), "every stream knows")
     stream.send(*stream.request(2, ring_rows(50)))
     assert stream.receive().request_id == 2
     late = RawStream(provider, "late", greet=False)
@@ -77,7 +74,7 @@ def test_a_drain_answers_what_is_in_flight_and_refuses_the_rest(
     reply = stream.receive()
     assert (reply.kind, reply.request_id) == (FrameType.REPLY, 1)
     stream.expect_error(0, WireCode.UNAVAILABLE)
-    stopping.join(TIMEOUT_S)
+    stopping.join(WAIT_S)
     for one in (stream, late):
         one.close()
 
@@ -87,11 +84,13 @@ def test_grpc_carries_the_stream_where_the_port_is_closed(provider: Provider) ->
     connection = provider.connect()
     assert connection.manifest().tensor_port == provider.server.tensor_port
     for _ in range(2):
-        assert_served(connection, provider.core)
-    assert kind_of(connection) is GrpcStream
+        assert_served(connection, provider.served_model)
+    assert connection.carrier == "gRPC"
 
 
-def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider) -> None:
+def test_grpc_carries_the_stream_where_something_else_answers(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
     connection = provider.connect()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -102,25 +101,27 @@ def test_grpc_carries_the_stream_where_something_else_answers(provider: Provider
 
         thread = threading.Thread(target=answer)
         thread.start()
-        port = listener.getsockname()[1]
-        connection._manifest = connection.manifest().model_copy(update={"tensor_port": port})
-        assert_served(connection, provider.core)
-        thread.join(TIMEOUT_S)
-    assert kind_of(connection) is GrpcStream
+        with announcing(monkeypatch, listener.getsockname()[1]):
+            connection.manifest()
+        assert_served(connection, provider.served_model)
+        thread.join(WAIT_S)
+    assert connection.carrier == "gRPC"
 
 
-def restarted(old: Provider, state: StateDir, core: ServedModel) -> Server:
+def restarted(old: Provider, state: StateDir, served_model: ServedModel) -> Server:
     """Another provider at the same URL, with another tensor port."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         free = other.getsockname()[1]
     server = Server("127.0.0.1", old.server.port, state, tensor_port=free)
-    server.start(core)
+    server.start(served_model)
     return server
 
 
 def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
-    provider: Provider, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Provider], tiny_served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    switched = SwitchedModel(tiny_served_model)
+    provider = start(switched)
     asked: list[bytes] = []
     receive = Session.receive
 
@@ -131,30 +132,28 @@ def test_after_a_restart_the_new_port_is_used_and_nothing_is_sent_twice(
 
     monkeypatch.setattr(Session, "receive", note)
     connection = provider.connect()
-    assert_served(connection, provider.core)
-    (lane,) = service_of(provider)._executor.executors[0]._lanes
+    assert_served(connection, provider.served_model)
     begun, release = threading.Event(), threading.Event()
 
     def slow(*_: Any) -> torch.Tensor:
         begun.set()
-        release.wait(TIMEOUT_S)
+        release.wait(WAIT_S)
         return torch.zeros(50, REPLY_COLS, dtype=torch.int32)
 
-    monkeypatch.setattr(lane.replica, "product", slow)
-    pending = connection.submit(CALL, ring_rows(50), REPLY_COLS)
-    assert begun.wait(TIMEOUT_S)
+    switched.make = slow
+    pending = connection.submit(CALL, RowsPayload(ring_rows(50)), REPLY_COLS)
+    assert begun.wait(WAIT_S)
     stopping = threading.Thread(target=provider.server.stop)
     stopping.start()
     with pytest.raises(Unavailable):
         pending.result()
     release.set()
-    stopping.join(TIMEOUT_S)
-    server = restarted(provider, provider.state, provider.core)
+    stopping.join(WAIT_S)
+    server = restarted(provider, provider.state, tiny_served_model)
     try:
         assert server.tensor_port != provider.server.tensor_port
-        assert_served(connection, provider.core)
-        assert kind_of(connection) is TensorStream
-        assert connection._port == server.tensor_port
+        assert_served(connection, tiny_served_model)
+        assert connection.carrier == f"tensor port {server.tensor_port}"
     finally:
         connection.close()
         server.stop()
@@ -167,32 +166,35 @@ def test_a_port_that_is_another_providers_by_now_gets_no_rows(
     """Two providers of one operator have one CA, and a port that one gave back the other may get."""
     connection = provider.connect()
     other = Server("127.0.0.1", 0, provider.state)
-    service = other.start(provider.core)
+    service = other.start(provider.served_model)
     seen: list[int] = []
     receive = Session.receive
 
     def note(session: Session, message: bytes) -> bool:
-        if session in service._sessions:
+        if session in service.sessions:
             seen.append(message[0])
         return receive(session, message)
 
     monkeypatch.setattr(Session, "receive", note)
     try:
-        connection._manifest = connection.manifest().model_copy(update={"tensor_port": other.tensor_port})
+        with announcing(monkeypatch, other.tensor_port):
+            connection.manifest()
         with pytest.raises(Unavailable, match="nothing was sent"):
             ask(connection, ring_rows(1))
         assert set(seen) == {FrameType.HELLO}
-        assert_served(connection, provider.core)  # asked again, it finds its own
-        assert connection._port == provider.server.tensor_port
+        assert_served(connection, provider.served_model)  # asked again, it finds its own
+        assert connection.carrier == carrier_of(provider)
     finally:
         other.stop()
 
 
-def test_without_a_tensor_port_the_manifest_names_none(start: Callable[..., Provider], tiny_core: ServedModel) -> None:
-    connection = start(tiny_core, tensor_port=None).connect()
+def test_without_a_tensor_port_the_manifest_names_none(
+    start: Callable[..., Provider], tiny_served_model: ServedModel
+) -> None:
+    connection = start(tiny_served_model, tensor_port=None).connect()
     assert connection.manifest().tensor_port is None
-    assert_served(connection, tiny_core)
-    assert kind_of(connection) is GrpcStream
+    assert_served(connection, tiny_served_model)
+    assert connection.carrier == "gRPC"
 
 
 def test_without_tls_there_is_no_tensor_port() -> None:
@@ -215,7 +217,7 @@ def test_all_addresses_are_all_addresses() -> None:
     port = TensorPort("::", 0)
     try:
         for host in ("127.0.0.1", "::1"):
-            socket.create_connection((host, port.port), TIMEOUT_S).close()
+            socket.create_connection((host, port.port), WAIT_S).close()
     finally:
         port.stop()
 

@@ -6,45 +6,27 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
 
-from provider.identity.authority import StateDir, current_time
+from provider.identity.authority import StateDir
 from provider.identity.registry import enroll, revoke
 from provider.model.served_model import ServedModel
-from tests.rpc.conftest import Provider
-from tests.rpc.test_cli import Serving, model  # noqa: F401 - model is a fixture
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, ask, assert_served, ring_rows
+from tests.support.loopback_provider import Provider
+from tests.support.provider_command import Serving
+from tests.support.raw_stream import RawStream
+from tests.support.refused_identities import expired_identity, foreign_identity, unregistered_identity
+from tests.support.ring_products import CALL, ask, assert_served
+from tests.support.ring_rows import ring_rows
+from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, NotPermitted, Unauthenticated, VeilbaseError, WireCode
 from wire.transport.grpc_connection import BUNDLE_METHOD, MANIFEST_METHOD, GrpcConnection
 from wire.transport.identity import TlsIdentity
 
-TIMEOUT_S = 60.0
 TLS_1_3 = 0x0304
-
-
-def foreign_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    other = StateDir(tmp_path / "foreign")
-    enroll(other, "acme", tmp_path / "foreign-acme", provider.url)
-    theirs = TlsIdentity.read(tmp_path / "foreign-acme")
-    return TlsIdentity(provider.state.ca.pem, theirs.cert_pem, theirs.key_pem)
-
-
-def expired_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    long_ago = current_time() - timedelta(days=30)
-    enroll(provider.state, "late", tmp_path / "late", provider.url, days=1, now=long_ago)
-    return TlsIdentity.read(tmp_path / "late")
-
-
-def unregistered_identity(tmp_path: Path, provider: Provider) -> TlsIdentity:
-    """Signed by the right CA, but unknown to the registry: what a crash in `enroll` could leave."""
-    enroll(provider.state, "ghost", tmp_path / "ghost", provider.url)
-    provider.state.tenants_path.write_text("[]\n")
-    return TlsIdentity.read(tmp_path / "ghost")
 
 
 @pytest.mark.parametrize("make", [foreign_identity, expired_identity, unregistered_identity])
@@ -55,7 +37,7 @@ def test_an_identity_that_is_not_ours_is_refused(
     with pytest.raises(Unauthenticated):
         connection.manifest()
     connection.close()
-    assert_served(provider.connect("honest"), provider.core)
+    assert_served(provider.connect("honest"), provider.served_model)
 
 
 def test_no_certificate_is_refused(provider: Provider) -> None:
@@ -63,7 +45,7 @@ def test_no_certificate_is_refused(provider: Provider) -> None:
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials) as channel:
         for method in (MANIFEST_METHOD, BUNDLE_METHOD):
             with pytest.raises(grpc.RpcError):
-                list(channel.unary_stream(method)(b"config.json", timeout=TIMEOUT_S))
+                list(channel.unary_stream(method)(b"config.json", timeout=WAIT_S))
 
 
 def test_plain_text_to_a_tls_port_is_refused(provider: Provider) -> None:
@@ -74,9 +56,9 @@ def test_plain_text_to_a_tls_port_is_refused(provider: Provider) -> None:
 
 
 def test_a_provider_with_another_ca_is_refused(
-    start: Callable[[ServedModel], Provider], tiny_core: ServedModel
+    start: Callable[[ServedModel], Provider], tiny_served_model: ServedModel
 ) -> None:
-    first, second = start(tiny_core), start(tiny_core)
+    first, second = start(tiny_served_model), start(tiny_served_model)
     connection = GrpcConnection(second.url, first.identity())
     with pytest.raises(Unauthenticated):
         connection.manifest()
@@ -85,14 +67,14 @@ def test_a_provider_with_another_ca_is_refused(
 
 def test_revocation_ends_an_open_stream(provider: Provider) -> None:
     connection, other = provider.connect("fired"), provider.connect("kept")
-    assert_served(connection, provider.core)
-    assert_served(other, provider.core)
+    assert_served(connection, provider.served_model)
+    assert_served(other, provider.served_model)
     revoke(provider.state, "fired")
     with pytest.raises(NotPermitted):
         ask(connection, ring_rows(3))
     with pytest.raises(AccessError):
         ask(connection, ring_rows(3))  # a new stream is refused too
-    assert_served(other, provider.core)
+    assert_served(other, provider.served_model)
 
 
 def test_revocation_ends_an_idle_stream(provider: Provider) -> None:
@@ -111,7 +93,7 @@ def test_revocation_ends_a_stream_that_idles_after_small_calls(provider: Provide
     stream = connection._stream
     assert stream is not None
     revoke(provider.state, "idle")
-    assert stream._ended.wait(TIMEOUT_S)  # the listener reads while nothing is asked, and meets the end
+    assert stream._ended.wait(WAIT_S)  # the listener reads while nothing is asked, and meets the end
     with pytest.raises(AccessError):
         ask(connection, ring_rows(1))
     connection.close()
@@ -124,19 +106,19 @@ def test_revocation_closes_the_other_methods(provider: Provider, method: str) ->
     credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
     with grpc.secure_channel(f"127.0.0.1:{provider.server.port}", credentials) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            list(channel.unary_stream(method)(b"config.json", timeout=TIMEOUT_S))
+            list(channel.unary_stream(method)(b"config.json", timeout=WAIT_S))
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_a_registry_that_cannot_be_read_admits_nobody(provider: Provider) -> None:
     connection = provider.connect()
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
     saved = provider.state.tenants_path.read_bytes()
     provider.state.tenants_path.write_text("{")
     with pytest.raises(AccessError):
         ask(connection, ring_rows(3))
     provider.state.tenants_path.write_bytes(saved)
-    assert_served(connection, provider.core)
+    assert_served(connection, provider.served_model)
 
 
 def test_openssl_negotiates_tls_1_3(provider: Provider) -> None:
@@ -145,7 +127,7 @@ def test_openssl_negotiates_tls_1_3(provider: Provider) -> None:
     context.load_cert_chain(provider.folder / "acme" / "cert.pem", provider.folder / "acme" / "key.pem")
     context.set_alpn_protocols(["h2"])
     with (
-        socket.create_connection(("127.0.0.1", provider.server.port), TIMEOUT_S) as plain,
+        socket.create_connection(("127.0.0.1", provider.server.port), WAIT_S) as plain,
         context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
     ):
         assert secured.version() == "TLSv1.3"
@@ -158,7 +140,7 @@ def versions(port: int, ca_pem: bytes, identity: Path, highest: ssl.TLSVersion) 
     context.set_alpn_protocols(["h2"])
     context.set_ciphers("ALL:COMPLEMENTOFALL:@SECLEVEL=0")
     context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1_2, highest
-    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as plain:
+    with socket.create_connection(("127.0.0.1", port), WAIT_S) as plain:
         try:
             with context.wrap_socket(plain, server_hostname="127.0.0.1") as secured:
                 return secured.version()
@@ -175,7 +157,7 @@ def test_a_server_in_a_process_that_had_loaded_grpc_takes_tls_1_2_as_well(provid
 
 
 def test_provider_serve_speaks_tls_1_3_alone(
-    model: Path,  # noqa: F811
+    model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -254,7 +236,7 @@ def test_our_own_ends_negotiate_tls_1_3(provider: Provider) -> None:
     relay = Relay(provider.server.port)
     connection = GrpcConnection(f"grpcs://127.0.0.1:{relay.port}", provider.identity())
     rows = ring_rows(2)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), provider.core.compute(CALL, rows))
+    assert torch.equal(ask(connection, rows), provider.served_model.compute(CALL, rows))
     connection.close()
     relay.close()
     assert selected_version(relay.from_server) == TLS_1_3

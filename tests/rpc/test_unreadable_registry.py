@@ -18,11 +18,15 @@ from provider.identity.registry import HELD_OVER_S, RETRY_S, RevocationList, enr
 from provider.model.served_model import ServedModel
 from provider.net.access import Access
 from provider.shards.messages import SHARD_METHOD
-from tests.provider.test_registry import Fault
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S, GrpcLink, TensorLink
-from tests.rpc.test_hostile_tenant import QUICK_S, service_of
-from tests.rpc.test_stream import CALL, REPLY_COLS, RawStream, assert_served, ring_rows
+from tests.support.links import GrpcLink, TensorLink
+from tests.support.loopback_provider import Provider
+from tests.support.quick_sweeps import QUICK_S
+from tests.support.raw_stream import RawStream
+from tests.support.registry_fault import Fault
+from tests.support.ring_products import CALL, ask, assert_served
+from tests.support.ring_rows import ring_rows
+from tests.support.stream_sessions import service_of
+from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import NotPermitted, Unavailable, WireCode
 from wire.frame import FrameType
@@ -54,7 +58,7 @@ def wait_for_sweeps(provider: Provider) -> None:
     """Two: the first may have begun before."""
     swept = threading.Semaphore(0)
     service = service_of(provider)
-    (session, *_) = service._sessions
+    (session, *_) = service.sessions
     sweep = session.sweep
 
     def noted(now: float) -> None:
@@ -63,14 +67,14 @@ def wait_for_sweeps(provider: Provider) -> None:
 
     session.sweep = noted  # type: ignore[method-assign]
     for _ in range(2):
-        assert swept.acquire(timeout=TIMEOUT_S)
+        assert swept.acquire(timeout=WAIT_S)
 
 
 @pytest.fixture(params=[TensorLink, GrpcLink], ids=["tensor", "grpc"])
 def reached(
-    request: pytest.FixtureRequest, clock: Clock, start: Callable[..., Provider], tiny_core: ServedModel
+    request: pytest.FixtureRequest, clock: Clock, start: Callable[..., Provider], tiny_served_model: ServedModel
 ) -> Provider:
-    return start(tiny_core, tensor_port=0 if request.param is TensorLink else None)
+    return start(tiny_served_model, tensor_port=0 if request.param is TensorLink else None)
 
 
 def test_open_streams_go_on_for_a_minute_and_are_then_told_a_time(
@@ -107,10 +111,10 @@ def test_nobody_new_comes_in(clock: Clock, reached: Provider, monkeypatch: pytes
         with open_channel(reached.url, identity) as channel:
             for method, request in ((MANIFEST_METHOD, b""), (BUNDLE_METHOD, b"config.json")):
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(channel.unary_stream(method)(request, timeout=TIMEOUT_S))
+                    list(channel.unary_stream(method)(request, timeout=WAIT_S))
                 assert_told(caught.value)
             with pytest.raises(grpc.RpcError) as caught:
-                list(channel.stream_stream(STREAM_METHOD)(iter([frame.hello(FrameType.HELLO)]), timeout=TIMEOUT_S))
+                list(channel.stream_stream(STREAM_METHOD)(iter([frame.hello(FrameType.HELLO)]), timeout=WAIT_S))
             assert_told(caught.value)
         connection = reached.connect()
         with pytest.raises(Unavailable, match="try again in 5 s") as refused:
@@ -118,7 +122,7 @@ def test_nobody_new_comes_in(clock: Clock, reached: Provider, monkeypatch: pytes
         assert refused.value.retry_s == RETRY_S
         assert "revoked" not in str(refused.value)
     fault.is_over = True
-    assert_served(reached.connect(), reached.core)
+    assert_served(reached.connect(), reached.served_model)
     stays.close()
 
 
@@ -146,7 +150,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 ) -> None:
     monkeypatch.setattr(registry, "RETRY_S", 0.01)
     connection = reached.connect()
-    assert_served(connection, reached.core)
+    assert_served(connection, reached.served_model)
     fault = Fault(monkeypatch, errno.EMFILE)
     clock.now += HELD_OVER_S
     pauses = []
@@ -158,7 +162,7 @@ def test_a_client_waits_and_sends_the_same_bytes_again(
 
     monkeypatch.setattr(patience, "with_jitter", pause)
     rows = ring_rows(3)
-    assert torch.equal(connection.submit(CALL, rows, REPLY_COLS).result(), reached.core.compute(CALL, rows))
+    assert torch.equal(ask(connection, rows), reached.served_model.compute(CALL, rows))
     assert len(pauses) == 3
 
 
@@ -167,7 +171,7 @@ def test_a_shards_host_is_told_to_come_again(clock: Clock, provider: Provider, m
     Fault(monkeypatch, errno.EMFILE)
     with open_channel(provider.url, TlsIdentity.read(provider.folder / "host")) as channel:
         with pytest.raises(grpc.RpcError) as caught:
-            list(channel.stream_stream(SHARD_METHOD)(iter([]), timeout=TIMEOUT_S))
+            list(channel.stream_stream(SHARD_METHOD)(iter([]), timeout=WAIT_S))
         assert_told(caught.value)
 
 
@@ -216,5 +220,6 @@ def test_a_shard_that_is_in_is_sent_away_once_nobody_can_say() -> None:
     def unreadable() -> None:
         raise registry.RegistryUnreadable
 
-    assert service_module._is_refused(Access("host", unreadable))
-    assert not service_module._is_refused(Access("host", lambda: None))
+    assert not Access("host", unreadable).may_stay()
+    assert not Access("host", lambda: WireCode.NOT_PERMITTED).may_stay()
+    assert Access("host", lambda: None).may_stay()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 
 from cryptography import x509
@@ -11,22 +10,21 @@ import provider.identity.registry as registry
 from wire.errors import AccessError
 
 ENDPOINT = "grpcs://localhost:8443"
-TIMEOUT_S = 60
-
-
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
+"""Where certificates say that the provider is; nobody listens there."""
 
 
 def certificate_in(folder: Path) -> x509.Certificate:
+    """Returns the certificate in a tenant's folder."""
     return x509.load_pem_x509_certificate((folder / "cert.pem").read_bytes())
 
 
 def assert_one_line(exc: BaseException) -> None:
+    """Checks that an error is one of access, and one line that shows no key."""
     assert "\n" not in str(exc)
     assert "PRIVATE" not in str(exc)
     assert isinstance(exc, AccessError)
 
 
 def serial_of(record: registry.TenantRecord) -> int:
+    """Returns the serial number of a tenant's certificate."""
     return int(record.serial, 16)

@@ -11,49 +11,45 @@ from typing import Any
 import pytest
 import torch
 
-from noise.params import LatticeParameters
+from noise.blocks.pool import MaskPool
 from noise.scheme import GroupSpec
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.build import group_spec, load_alphas
-from tests.tenant_sdk import tiny
+from tenant_sdk.session import Session
+from tests.support.client_seams import opened_sessions
+from tests.support.serving import serving
+from tests.support.wrapped_model import WrappedModel
 from wire.frame import Call, Direction
 from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-TOY = LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True)
-TOY_OPTIONS = {"parameters": TOY, "allow_toy": True}
 BF16 = 2.0**-8
+"""Relative error of rounding to bfloat16."""
 MODEL_NOISE = 1e-4
 """Of nine groups in a row, 32 wide. One group's result is off by β·α·√(‖w‖²·21/2 + (2·1536/3)·2^16/12), its own size is
 β·α·‖w‖·‖x̃‖/√32, and ‖x̃‖ is nearly 2^31/‖w‖ with ‖w‖ about 400: 1e-5 of itself. Nine of these in a row, if all added up
 and none was damped by a residual connection: 1e-4."""
-TIMEOUT_S = 60.0
 
 
-class Watched:
-    """A provider that keeps what it receives, as a handler of either transport."""
+class Watched(WrappedModel):
+    """Serves a model, and keeps what it receives, as a handler of either transport."""
 
-    def __init__(self, core: ServedModel) -> None:
-        self._core = core
+    def __init__(self, served_model: ServedModel) -> None:
+        super().__init__(served_model)
         self.seen: list[tuple[Call, Rows]] = []
         self.fail: Callable[[Call], None] = lambda call: None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-    def row_product(self, call: Call) -> None:
-        """Every product is `compute`'s."""
-
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
+        """Makes a product, after `fail` has had its chance."""
         self.seen.append((call, rows.clone() if isinstance(rows, torch.Tensor) else rows))
         self.fail(call)
-        return self._core.compute(call, rows, *others)
+        return self.served_model.compute(call, rows, *others)
 
     def products(self, direction: Direction | None = None) -> list[torch.Tensor]:
+        """Returns the masked rows that it has received, of one direction or of both."""
         return [
             rows
             for call, rows in self.seen
@@ -61,6 +57,7 @@ class Watched:
         ]  # fmt: skip
 
     def hints(self) -> list[SeededRows]:
+        """Returns the seeds of hints that it was asked for."""
         return [rows for _, rows in self.seen if isinstance(rows, SeededRows)]
 
 
@@ -69,13 +66,19 @@ class Site:
     """Makes clients of providers that are watched, in process or over mTLS, and closes them."""
 
     folder: Path
-    cores: dict[str, ServedModel]
+    served_models: dict[str, ServedModel]
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
     served: dict[str, Any] = field(default_factory=dict)
+    sessions: list[Session] = field(init=False)
+    """Those of its clients, in the order in which they were made."""
+
+    def __post_init__(self) -> None:
+        self.sessions = opened_sessions(self.monkeypatch)
 
     def inproc(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
-        watched = [Watched(self.cores[kind]) for kind in kinds]
+        """Returns a client of as many providers in this process as there are kinds, and the providers."""
+        watched = [Watched(self.served_models[kind]) for kind in kinds]
         waiting = list(watched)
         self.monkeypatch.setattr(
             embedded, "connect_inproc", lambda url, weights: InprocConnection(waiting.pop(0))  # type: ignore[arg-type]
@@ -84,12 +87,13 @@ class Site:
         return self._client(urls if len(urls) > 1 else urls[0], options), watched
 
     def mtls(self, *kinds: str, **options: Any) -> tuple[TenantClient, list[Watched]]:
+        """Returns a client of as many providers behind TLS as there are kinds, and the providers."""
         urls, identities, watched = [], [], []
         for kind in kinds:
-            watched.append(Watched(self.cores[kind]))
+            watched.append(Watched(self.served_models[kind]))
             name = str(len(self.served))
             state = StateDir(self.folder / f"state{name}")
-            server = self.open.enter_context(tiny.serving(watched[-1], state=state))
+            server = self.open.enter_context(serving(watched[-1], state=state))
             self.served[name] = server, state
             urls.append(f"grpcs://127.0.0.1:{server.port}")
             identities.append(self.folder / f"tenant{name}")
@@ -104,27 +108,27 @@ class Site:
 
 
 def unmasked(site: Site, kind: str = "llama", **options: Any) -> Any:
-    """A model over the same int8 weights without a mask."""
+    """Returns a model over the same int8 weights without a mask."""
     client, _ = site.inproc(kind, mask="off", arithmetic="ring", **options)
     return client.load_model()
 
 
-def taken(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every mask row that the pool hands out from now on."""
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Returns a list of every mask row that a pool hands out from now on."""
     rows: list[bytes] = []
-    pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
-    take = pool.take
+    take = MaskPool.take
 
     def spy(*arguments: Any) -> Any:
         mask, effect = take(*arguments)
         rows.extend(bytes(row.numpy()) for row in mask)
         return mask, effect
 
-    monkeypatch.setattr(pool, "take", spy)
+    monkeypatch.setattr(MaskPool, "take", spy)
     return rows
 
 
 def specs(client: TenantClient) -> dict[int, GroupSpec]:
+    """Returns the groups that a client has calls of, by their number."""
     manifest = client.connect()
     alphas = load_alphas(client._bundle(), manifest)
     return {info.id: group_spec(info, alphas, torch.device("cpu")) for info in manifest.groups}

@@ -5,60 +5,64 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from typing import Any
+from collections.abc import Iterator
 
-from provider.net.tensor_port import TensorPort
-from tests.rpc.conftest import Provider
-from tests.rpc.links import TIMEOUT_S
-from tests.rpc.test_hostile_tenant import service_of, until
+import pytest
+
+from tests.support import sockets
+from tests.support.loopback_provider import Provider
+from tests.support.stream_sessions import service_of, tensors_of
+from tests.support.waiting import until
 from wire import frame
 from wire.frame import Header
+from wire.manifest import parse_manifest
+from wire.transport import grpc_connection
 from wire.transport.tls_socket import MessageSocket
 
 
 def dial(provider: Provider) -> socket.socket:
+    """Returns a plain connection to the tensor port."""
     assert provider.server.tensor_port is not None
-    return socket.create_connection(("127.0.0.1", provider.server.tensor_port), TIMEOUT_S)
-
-
-def tensors_of(provider: Provider) -> TensorPort:
-    assert provider.server._tensors is not None
-    return provider.server._tensors
+    return sockets.dial(provider.server.tensor_port)
 
 
 def stream_threads() -> set[int | None]:
+    """Returns the threads of this process that serve a tensor stream."""
     return {one.ident for one in threading.enumerate() if one.name == "veilbase-stream"}
 
 
-def assert_ends(plain: socket.socket) -> None:
-    """The other side ends it, whatever it says before."""
-    plain.settimeout(TIMEOUT_S)
-    with contextlib.suppress(ConnectionError):
-        while plain.recv(1 << 16):
-            pass
-    plain.close()
-
-
 def assert_nothing_left(provider: Provider) -> None:
+    """Waits until every session, place and connection of a provider is gone."""
     service = service_of(provider)
-    until(lambda: not service._sessions, "the end of the sessions")
-    until(lambda: not service._calls, "their places are free")
-    until(lambda: not tensors_of(provider)._open, "the end of the connections")
-    assert not tensors_of(provider)._guests
+    until(lambda: not service.sessions, "the end of the sessions")
+    until(lambda: not service.status().calls, "their places are free")
+    until(lambda: not tensors_of(provider).status().num_connections, "the end of the connections")
+    assert not tensors_of(provider).status().num_guests
 
 
-def kind_of(connection: Any) -> type:
-    return type(connection._stream._stream)
+def carrier_of(provider: Provider) -> str:
+    """Returns what a tenant's connection says where a provider's tensor port carries its stream."""
+    return f"tensor port {provider.server.tensor_port}"
+
+
+@contextlib.contextmanager
+def announcing(monkeypatch: pytest.MonkeyPatch, port: int | None) -> Iterator[None]:
+    """Has every manifest that a tenant fetches meanwhile name this tensor port."""
+    with monkeypatch.context() as patch:
+        other = {"tensor_port": port}
+        patch.setattr(grpc_connection, "parse_manifest", lambda data: parse_manifest(data).model_copy(update=other))
+        yield
 
 
 def say(connection: MessageSocket, *messages: bytes) -> None:
-    """As much as the connection takes."""
+    """Sends as many messages as the connection takes."""
     with contextlib.suppress(OSError):
         for message in messages:
             connection.send(message)
 
 
 def hear(connection: MessageSocket) -> Header:
+    """Waits for the next frame, and returns its header."""
     while (message := connection.next_message()) is None:
         try:
             connection.wait()

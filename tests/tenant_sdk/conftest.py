@@ -1,4 +1,4 @@
-"""One tiny chat model a session; clients with native weights and float arithmetic, so that results equal local ones."""
+"""One tiny chat model a session, served over its own weights and over int8 ones, and clients of it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,32 @@ import pytest
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.overflowing import opened  # noqa: F401
+from tests.support.serving import make_served_model
 
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("chat") / "tiny")
+    """The folder of a tiny chat model, a Llama."""
+    return make_chat_model(tmp_path_factory.mktemp("chat") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def chat_core(chat_folder: Path) -> ServedModel:
-    return tiny.make_core(chat_folder)
+def chat_served_model(chat_folder: Path) -> ServedModel:
+    """The chat model over its own weights."""
+    return make_served_model(chat_folder)
+
+
+@pytest.fixture(scope="module")
+def served_model(chat_folder: Path) -> ServedModel:
+    """The chat model over int8 weights."""
+    return make_served_model(chat_folder, "int8")
 
 
 @pytest.fixture(scope="session")
 def chat_client(chat_folder: Path) -> Iterator[TenantClient]:
+    """A client with native weights and float arithmetic, so that its results equal local ones."""
     cache = chat_folder.with_name("cache")
     with TenantClient(f"inproc:{chat_folder}", weights="native", mask="off", arithmetic="float", cache=cache) as client:
         yield client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -15,34 +16,20 @@ import pytest
 
 from provider.model import bundle as providers
 from provider.model.served_model import ServedModel
-from tenant_sdk.trust import bundle
 from tenant_sdk.trust.bundle import fetch_bundle
-from tests.tenant_sdk import tiny
+from tests.support.damage import flip
 from wire.errors import ConfigurationError
 from wire.transport.inproc import InprocConnection
 
 
-@pytest.fixture(scope="module")
-def core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.chat_model(folder)
-    return tiny.make_core(folder, "int8")
-
-
 class Counting(InprocConnection):
-    def __init__(self, core: ServedModel) -> None:
-        super().__init__(core)
+    def __init__(self, served_model: ServedModel) -> None:
+        super().__init__(served_model)
         self.fetched: list[str] = []
 
     def fetch(self, file_name: str) -> Any:
         self.fetched.append(file_name)
         return super().fetch(file_name)
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:
@@ -56,9 +43,11 @@ def cut(path: Path) -> None:
         *[("config.json", how) for how in (cut, Path.unlink)],  # rewritten by us, so without a digest
     ],
 )
-def test_a_damaged_bundle_is_downloaded_again(core: ServedModel, tmp_path: Path, name: str, damage: Any) -> None:
-    connection = Counting(core)
-    manifest = core.manifest()
+def test_a_damaged_bundle_is_downloaded_again(
+    served_model: ServedModel, tmp_path: Path, name: str, damage: Any
+) -> None:
+    connection = Counting(served_model)
+    manifest = served_model.manifest()
     folder = fetch_bundle(connection, manifest, tmp_path)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     connection.fetched.clear()
@@ -80,64 +69,63 @@ def add(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [loosen, add])
-def test_what_is_not_of_the_bundle_goes(core: ServedModel, tmp_path: Path, damage: Any) -> None:
-    folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
+def test_what_is_not_of_the_bundle_goes(served_model: ServedModel, tmp_path: Path, damage: Any) -> None:
+    folder = fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path)
     whole = {path.name: path.read_bytes() for path in folder.iterdir()}
     damage(folder / "config.json")
-    assert fetch_bundle(Counting(core), core.manifest(), tmp_path) == folder
+    assert fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path) == folder
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
 
 
 def test_who_waited_for_another_to_mend_it_leaves_it_alone(
-    core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was seen before the lock was had is looked at again."""
-    folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
+    folder = fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path)
     flip(folder / "model.safetensors")
-    look, mine, another = bundle._is_whole, Counting(core), Counting(core)
-    entered: list[bool] = []
+    flock, mine, another = fcntl.flock, Counting(served_model), Counting(served_model)
+    waited: list[int] = []
 
-    def looks(folder: Path, manifest: Any) -> bool:
-        found = look(folder, manifest)
-        if not entered:
-            entered.append(found)
-            fetch_bundle(another, manifest, tmp_path)  # between this process's look and its lock
-        return found
+    def wait(held: int, operation: int) -> None:
+        if not waited:
+            waited.append(held)
+            fetch_bundle(another, served_model.manifest(), tmp_path)  # between this process's look and its lock
+        flock(held, operation)
 
-    monkeypatch.setattr(bundle, "_is_whole", looks)
-    assert fetch_bundle(mine, core.manifest(), tmp_path) == folder
-    assert entered == [False]
-    assert (len(another.fetched), mine.fetched) == (len(core.manifest().bundle), [])
+    monkeypatch.setattr(fcntl, "flock", wait)
+    assert fetch_bundle(mine, served_model.manifest(), tmp_path) == folder
+    assert waited, "only a look that found damage asks for the lock"
+    assert (len(another.fetched), mine.fetched) == (len(served_model.manifest().bundle), [])
 
 
 def test_what_cannot_be_read_is_not_thrown_away(
-    core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = fetch_bundle(Counting(core), core.manifest(), tmp_path)
+    folder = fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path)
 
     def fails(*arguments: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(hashlib, "file_digest", fails)
-    connection = Counting(core)
+    connection = Counting(served_model)
     with pytest.raises(ConfigurationError, match="Too many open files"):
-        fetch_bundle(connection, core.manifest(), tmp_path)
+        fetch_bundle(connection, served_model.manifest(), tmp_path)
     assert connection.fetched == []
     monkeypatch.undo()
-    assert fetch_bundle(connection, core.manifest(), tmp_path) == folder
+    assert fetch_bundle(connection, served_model.manifest(), tmp_path) == folder
     assert connection.fetched == []
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(core: ServedModel, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(served_model: ServedModel, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="VEILBASE_CACHE") as failure:
-        fetch_bundle(Counting(core), core.manifest(), tmp_path / "file")
+        fetch_bundle(Counting(served_model), served_model.manifest(), tmp_path / "file")
     assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize("is_tenant", [True, False])
 def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
-    core: ServedModel, tmp_path: Path, is_tenant: bool
+    served_model: ServedModel, tmp_path: Path, is_tenant: bool
 ) -> None:
     """In a child, whose files may not grow beyond 2 KB."""
     script = "\n".join(
@@ -146,17 +134,18 @@ def test_a_full_disk_of_the_tenant_or_the_provider_is_one_line(
             "from pathlib import Path",
             "from wire.errors import ConfigurationError",
             "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)",
-            "from tests.tenant_sdk import tiny",
+            "from tests.support.chat_model import make_chat_model",
+            "from tests.support.serving import make_served_model",
             "from tenant_sdk.trust.bundle import fetch_bundle",
             "from wire.transport.inproc import InprocConnection",
             "model, cache, is_tenant = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == 'True'",
-            "tiny.chat_model(model)",
+            "make_chat_model(model)",
             "def limit(): resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))",
             "if not is_tenant: limit()",
             "try:",
-            "    core = tiny.make_core(model, 'int8')",
+            "    served_model = make_served_model(model, 'int8')",
             "    limit()",
-            "    fetch_bundle(InprocConnection(core), core.manifest(), cache)",
+            "    fetch_bundle(InprocConnection(served_model), served_model.manifest(), cache)",
             "except ConfigurationError as exc:",
             "    sys.stdout.write(str(exc))",
         ]

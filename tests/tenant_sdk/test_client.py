@@ -23,12 +23,13 @@ from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, cli
 from tenant_sdk.generate import encode_prompt
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.chat_model import character_tokenizer, make_chat_model
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import serving
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, Unauthenticated, Unavailable, VeilbaseError
 
 PROMPT = "who?"
-TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_a_closed_client(chat_folder: Path, tmp_path: Path) -> None:
 
 
 def local_answer(folder: Path, adapter: Path | None, prompt: Any, num_tokens: int = 24) -> str:
-    tokenizer = tiny.tokenizer()
+    tokenizer = character_tokenizer()
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter).eval()
@@ -156,7 +157,7 @@ def test_sampling_options_reach_generate(chat_client: TenantClient) -> None:
 
 
 def test_without_a_template_the_text_is_continued(tmp_path: Path) -> None:
-    folder = tiny.chat_model(tmp_path / "plain", template=None)
+    folder = make_chat_model(tmp_path / "plain", template=None)
     with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
         tokenizer = client.tokenizer
         ids = torch.tensor([tokenizer("abc")["input_ids"]])
@@ -184,8 +185,9 @@ def test_lengths_that_cannot_be(chat_client: TenantClient, asked: Any) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_prompt_and_answer_fit_the_context(kind: str, tmp_path: Path) -> None:
     """Both models hold 128 tokens, of which the template takes 3."""
-    folder, prompt = tiny.chat_model(tmp_path / kind, kind), "a" * 97
-    ends = {"min_new_tokens": 28, "suppress_tokens": [tiny.tokenizer().eos_token_id]}  # the answer goes on to its limit
+    folder, prompt = make_chat_model(tmp_path / kind, kind), "a" * 97
+    # the answer goes on to its limit
+    ends = {"min_new_tokens": 28, "suppress_tokens": [character_tokenizer().eos_token_id]}
     with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
         for asked in (29, 1 << 40):
             said = (
@@ -255,7 +257,7 @@ def test_adapters_that_cannot_be(chat_client: TenantClient, trained: Path, tmp_p
     with pytest.raises(ConfigurationError, match="is it an adapter folder"):
         chat_client.generate(PROMPT, tmp_path / "nowhere")
     other = tmp_path / "other"
-    with TenantClient(f"inproc:{tiny.chat_model(tmp_path / 'gpt2', 'gpt2')}") as client:
+    with TenantClient(f"inproc:{make_chat_model(tmp_path / 'gpt2', 'gpt2')}") as client:
         client.finetune(ROWS, lora(fan_in_fan_out=True), other, **QUICK | {"max_steps": 1})
     damaged = shutil.copytree(trained, tmp_path / "damaged")
     (damaged / "adapter_model.safetensors").write_bytes(b"garbage")
@@ -281,10 +283,10 @@ def test_an_adapter_that_was_trained_again_is_loaded_again(
 
 
 @pytest.fixture
-def enrolled(chat_core: ServedModel, tmp_path: Path) -> Iterator[Path]:
+def enrolled(chat_served_model: ServedModel, tmp_path: Path) -> Iterator[Path]:
     """A tenant's folder at a provider that runs here."""
     state = StateDir(tmp_path / "served")
-    with tiny.serving(chat_core, state=state) as server:
+    with serving(chat_served_model, state=state) as server:
         enroll(state, "acme", tmp_path / "tenant", f"grpcs://127.0.0.1:{server.port}")
         yield tmp_path / "tenant"
 
@@ -292,7 +294,7 @@ def enrolled(chat_core: ServedModel, tmp_path: Path) -> Iterator[Path]:
 def tenant(*arguments: Any, text: str | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "tenant_sdk", *map(str, arguments)], capture_output=True, text=True,
-        timeout=TIMEOUT_S, input=text, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=WAIT_S, input=text, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
@@ -338,7 +340,7 @@ try:
 finally:
     assert not {'torch', 'grpc', 'transformers'} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("tenant: nowhere is not an identity")
 
@@ -381,7 +383,7 @@ def test_a_data_set_may_come_through_a_pipe(chat_folder: Path, tmp_path: Path, m
     writer.start()
     options = ("--url", f"inproc:{chat_folder}", "--mask", "off", "--max-steps", "1", "--rank", "2")
     assert run_finetune(monkeypatch, "pipe", *options) in (None, 0)
-    writer.join(TIMEOUT_S)
+    writer.join(WAIT_S)
     assert Path("out", "adapter_model.safetensors").is_file()
     assert "loss" in capsys.readouterr().out
 

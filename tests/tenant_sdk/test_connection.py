@@ -13,18 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
-from provider.net.server import server_options
-from provider.net.service import SERVICE_NAME
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.grpc_stand_in import GrpcStandIn, reply_to
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.ring_products import REPLY_COLS
+from tests.support.ring_rows import COLS
+from tests.support.serving import serving
+from tests.support.waiting import WAIT_S
 from wire import frame
 from wire.errors import (
     ConfigurationError,
@@ -40,13 +41,12 @@ from wire.errors import (
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header
 from wire.limits import Limits
 from wire.manifest import Manifest
+from wire.payload import RowsPayload
 from wire.transport import grpc_connection, multiplexer
 from wire.transport.grpc_connection import GrpcConnection
 from wire.transport.identity import TlsIdentity
 
 CALL = Call(0, Direction.FORWARD, Arithmetic.FLOAT)
-COLS, REPLY_COLS = 32, 64
-TIMEOUT_S = 60.0
 Frames = Iterator[bytes]
 
 
@@ -54,36 +54,22 @@ def rows(num_rows: int = 2, fill: float = 1.0) -> torch.Tensor:
     return torch.full((num_rows, COLS), fill)
 
 
-def reply_to(request: Header, **changes: Any) -> Header:
-    size = request.rows * REPLY_COLS * 4
-    header = Header(FrameType.REPLY, request.request_id, request.call, request.rows, REPLY_COLS, 0, size)
-    return replace(header, **changes)
-
-
 def answer(request: Header, fill: float = 0.5) -> bytes:
     (reply,) = frame.frames(reply_to(request), frame.tensor_bytes(torch.full((request.rows, REPLY_COLS), fill)))
     return reply
 
 
-class FakeProvider:
-    """An honest manifest, and a stream on which a test says what comes."""
+class FakeProvider(GrpcStandIn):
+    """A provider that answers each request as a test says."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest.to_bytes()
         self.script: Callable[[Header], list[bytes]] = lambda request: [answer(request)]
         self.greeting = frame.hello(FrameType.WELCOME)
         self.received: queue.SimpleQueue[Header] = queue.SimpleQueue()
         self.done = threading.Event()
-        self._server = grpc.server(ThreadPoolExecutor(8), options=server_options())
-        handlers = {
-            "Manifest": grpc.unary_stream_rpc_method_handler(lambda request, context: iter([self._manifest])),
-            "Stream": grpc.stream_stream_rpc_method_handler(self._stream),
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
-        self.url = f"grpc://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        self._server.start()
+        super().__init__(manifest.to_bytes())
 
-    def _stream(self, messages: Frames, context: Any) -> Frames:
+    def stream(self, messages: Frames, context: Any) -> Frames:
         next(messages)
         yield self.greeting
         for message in messages:
@@ -93,16 +79,16 @@ class FakeProvider:
                 yield from self.script(header)
 
     def next_received(self) -> Header:
-        return self.received.get(timeout=TIMEOUT_S)
+        return self.received.get(timeout=WAIT_S)
 
-    def stop(self) -> None:
+    def stop(self, wait_s: float = WAIT_S) -> None:
         self.done.set()
-        assert self._server.stop(0).wait(TIMEOUT_S), "the stand-in's streams have not ended"
+        super().stop(wait_s)
 
 
 @pytest.fixture
-def fake(chat_core: ServedModel) -> Iterator[FakeProvider]:
-    made = FakeProvider(chat_core.manifest())
+def fake(chat_served_model: ServedModel) -> Iterator[FakeProvider]:
+    made = FakeProvider(chat_served_model.manifest())
     yield made
     made.stop()
 
@@ -115,7 +101,9 @@ def connection(fake: FakeProvider) -> Iterator[GrpcConnection]:
 
 
 def works(connection: GrpcConnection) -> None:
-    assert torch.equal(connection.submit(CALL, rows(), REPLY_COLS).result(), torch.full((2, REPLY_COLS), 0.5))
+    assert torch.equal(
+        connection.submit(CALL, RowsPayload(rows()), REPLY_COLS).result(), torch.full((2, REPLY_COLS), 0.5)
+    )
 
 
 # ---- deadlines ------------------------------------------------------------------------------------------------------
@@ -127,7 +115,7 @@ def test_a_request_that_is_never_answered(
     works(connection)
     monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
-    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(2)]
+    pending = [connection.submit(CALL, RowsPayload(rows()), REPLY_COLS) for _ in range(2)]
     # first the one that does not read: its end must not depend on the other's
     for one in reversed(pending):
         with pytest.raises((DeadlineExceeded, Unavailable)) as failure:
@@ -147,7 +135,7 @@ def test_cancel_is_sent_for_what_expired(
     assert fake.next_received().request_id == 1
     monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     fake.script = lambda request: []
-    pending = connection.submit(CALL, rows(), REPLY_COLS)
+    pending = connection.submit(CALL, RowsPayload(rows()), REPLY_COLS)
     assert fake.next_received().kind is FrameType.REQUEST
     cancel = fake.next_received()  # nobody waits for the reply: the watchdog alone ends it
     assert (cancel.kind, cancel.request_id) == (FrameType.CANCEL, 2)
@@ -165,7 +153,7 @@ def test_a_handshake_that_is_never_answered(
     connection.manifest()
     fake.greeting = Header(FrameType.REPLY, 77).pack()  # for an unknown id: skipped
     with pytest.raises(Unavailable, match="handshake"):
-        connection.submit(CALL, rows(), REPLY_COLS).result()
+        connection.submit(CALL, RowsPayload(rows()), REPLY_COLS).result()
     monkeypatch.undo()
     fake.greeting = frame.hello(FrameType.WELCOME)
     works(connection)
@@ -205,7 +193,7 @@ BAD_REPLIES: dict[str, tuple[type[VeilbaseError], Callable[[Header], list[bytes]
 def test_a_bad_reply_is_one_error(fake: FakeProvider, connection: GrpcConnection, name: str) -> None:
     kind, fake.script = BAD_REPLIES[name]
     with pytest.raises(kind) as failure:
-        connection.submit(CALL, rows(), REPLY_COLS).result()
+        connection.submit(CALL, RowsPayload(rows()), REPLY_COLS).result()
     assert "\n" not in str(failure.value)
     fake.script = lambda request: [answer(request)]
     works(connection)
@@ -214,9 +202,9 @@ def test_a_bad_reply_is_one_error(fake: FakeProvider, connection: GrpcConnection
 def test_a_bad_reply_ends_all_that_waits(fake: FakeProvider, connection: GrpcConnection) -> None:
     works(connection)
     fake.script = lambda request: [b"garbage"] if request.request_id == 4 else []
-    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(3)]
+    pending = [connection.submit(CALL, RowsPayload(rows()), REPLY_COLS) for _ in range(3)]
     with ThreadPoolExecutor(3) as waiting:
-        errors = [future.exception(TIMEOUT_S) for future in [waiting.submit(one.result) for one in pending]]
+        errors = [future.exception(WAIT_S) for future in [waiting.submit(one.result) for one in pending]]
     assert [type(error) for error in errors] == [MalformedFrame] * 3
 
 
@@ -239,18 +227,19 @@ def test_replies_in_any_order(fake: FakeProvider, connection: GrpcConnection) ->
         return [answer(one, float(one.request_id)) for one in reversed(held)] if len(held) == 8 else []
 
     fake.script = backwards
-    pending = [connection.submit(CALL, rows(), REPLY_COLS) for _ in range(8)]
+    pending = [connection.submit(CALL, RowsPayload(rows()), REPLY_COLS) for _ in range(8)]
     assert [float(one.result()[0, 0]) for one in pending] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 NUM_ROWS = 10
+REPLY_BYTES = frame.HEADER_BYTES + NUM_ROWS * REPLY_COLS * frame.ITEM_BYTES
 TWO_FIT = Limits(max_rows=64, max_tensor_bytes=8192, max_in_flight_bytes=8192)
 """Two requests of NUM_ROWS and their replies: 2 × 10 × (32 + 64) × 4 = 7680 bytes."""
 
 
 @pytest.fixture
-def narrow(chat_core: ServedModel) -> Iterator[FakeProvider]:
-    made = FakeProvider(chat_core.manifest().model_copy(update={"limits": TWO_FIT}))
+def narrow(chat_served_model: ServedModel) -> Iterator[FakeProvider]:
+    made = FakeProvider(chat_served_model.manifest().model_copy(update={"limits": TWO_FIT}))
     yield made
     made.stop()
 
@@ -260,11 +249,13 @@ def test_the_client_keeps_the_in_flight_limit(narrow: FakeProvider) -> None:
     narrow.script = lambda request: [answer(request, float(request.request_id))]
     connection = GrpcConnection(narrow.url)
     with pytest.raises(LimitExceeded):
-        connection.submit(CALL, rows(3 * NUM_ROWS), REPLY_COLS)
+        connection.submit(CALL, RowsPayload(rows(3 * NUM_ROWS)), REPLY_COLS)
     pending: list[Any] = []
+    before = connection.traffic.snapshot().bytes_down  # the manifest and WELCOME
     for number in range(8):
-        pending.append(connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS))
-        assert all(one._request.outcome is not None for one in pending[: max(0, number - 1)]), "three were in flight"
+        pending.append(connection.submit(CALL, RowsPayload(rows(NUM_ROWS)), REPLY_COLS))
+        num_read = (connection.traffic.snapshot().bytes_down - before) / REPLY_BYTES
+        assert num_read >= number - 1, "three were in flight"
     assert [float(one.result()[0, 0]) for one in pending] == [1, 2, 3, 4, 5, 6, 7, 8]
     connection.close()
 
@@ -273,9 +264,11 @@ def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkey
     monkeypatch.setattr(multiplexer, "deadline_s", lambda num_bytes: 0.2)
     narrow.script = lambda request: []
     connection = GrpcConnection(narrow.url)
-    pending = [connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS) for _ in range(2)]
+    pending = [connection.submit(CALL, RowsPayload(rows(NUM_ROWS)), REPLY_COLS) for _ in range(2)]
     with pytest.raises((DeadlineExceeded, Unavailable)):
-        connection.submit(CALL, rows(NUM_ROWS), REPLY_COLS).result()  # room, once the first two have expired
+        connection.submit(
+            CALL, RowsPayload(rows(NUM_ROWS)), REPLY_COLS
+        ).result()  # room, once the first two have expired
     for one in pending:
         with pytest.raises((DeadlineExceeded, Unavailable)):
             one.result()
@@ -285,9 +278,9 @@ def test_a_sender_without_room_is_not_kept_for_ever(narrow: FakeProvider, monkey
 # ---- real providers -------------------------------------------------------------------------------------------------
 
 
-def test_the_same_client_works_after_a_restart(chat_core: ServedModel, tmp_path: Path) -> None:
+def test_the_same_client_works_after_a_restart(chat_served_model: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_core, state=state) as server:
+    with serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         client = TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float")
@@ -299,7 +292,7 @@ def test_the_same_client_works_after_a_restart(chat_core: ServedModel, tmp_path:
         for _ in range(3):
             with pytest.raises(Unavailable), torch.no_grad():
                 model(ids)
-        with tiny.serving(chat_core, server.port, state), torch.no_grad():
+        with serving(chat_served_model, server.port, state), torch.no_grad():
             assert torch.equal(model(ids).logits, want)
 
 
@@ -308,13 +301,13 @@ def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, conne
     first, other = connection.manifest(), "0" * 64
     group = first.groups[0].model_copy(update={"digest": other})
     for _ in range(2):
-        fake._manifest = first.model_copy(update={"groups": (group, *first.groups[1:])}).to_bytes()
+        fake.manifest_bytes = first.model_copy(update={"groups": (group, *first.groups[1:])}).to_bytes()
         for _ in range(2):  # asking again does not help
             with pytest.raises(ConfigurationError, match="other weights") as failure:
-                connection.submit(CALL, rows(), REPLY_COLS)
+                connection.submit(CALL, RowsPayload(rows()), REPLY_COLS)
             assert "\n" not in str(failure.value)
         assert fake.received.empty(), "a request was sent"
-        fake._manifest = first.model_copy(update={"model_id": "a new name", "recording": True}).to_bytes()
+        fake.manifest_bytes = first.model_copy(update={"model_id": "a new name", "recording": True}).to_bytes()
         works(connection)
         fake.next_received()
         fake.script = lambda request: [b"garbage"]  # ends the stream
@@ -324,9 +317,9 @@ def test_other_weights_are_noticed_on_every_new_stream(fake: FakeProvider, conne
         fake.script = lambda request: [answer(request)]
 
 
-def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ServedModel, tmp_path: Path) -> None:
+def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_served_model: ServedModel, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_core, state=state) as server:
+    with serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         for name in ("honest", "other"):
             enroll(state, name, tmp_path / name, url)
@@ -340,7 +333,7 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ServedM
                 channel = grpc_connection.open_channel(url, identity)
                 method = channel.stream_stream(grpc_connection.STREAM_METHOD)
                 while not ended.is_set() or not refused:
-                    replies = method(iter([frame.hello(FrameType.HELLO), os.urandom(200)]), timeout=TIMEOUT_S)
+                    replies = method(iter([frame.hello(FrameType.HELLO), os.urandom(200)]), timeout=WAIT_S)
                     refused.extend(
                         WireCode(header.code)
                         for header in (frame.parse(message)[0] for message in replies)
@@ -354,7 +347,7 @@ def test_a_tenant_that_sends_garbage_does_not_disturb_another(chat_core: ServedM
                 got = honest.finetune(ROWS, lora(), tmp_path / "disturbed", **QUICK)
             finally:
                 ended.set()
-                other.join(TIMEOUT_S)
+                other.join(WAIT_S)
         assert not other.is_alive()
         assert set(refused) == {WireCode.MALFORMED}
         assert got.losses == want.losses
@@ -391,16 +384,16 @@ with TenantClient(sys.argv[1], mask="off", arithmetic="float") as client:
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_core: ServedModel) -> None:
+def test_a_forked_child_is_refused_and_the_parent_goes_on(chat_served_model: ServedModel) -> None:
     """Behind a proxy that nobody answers at: loopback does not use one."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= dict.fromkeys(
         ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1"
     )
-    with tiny.serving(chat_core) as server:
+    with serving(chat_served_model) as server:
         done = subprocess.run(
             [sys.executable, "-c", FORKS, f"grpc://127.0.0.1:{server.port}"],
-            capture_output=True, text=True, timeout=TIMEOUT_S, env=environment,
+            capture_output=True, text=True, timeout=WAIT_S, env=environment,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "0\n", done.stderr

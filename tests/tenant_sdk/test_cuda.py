@@ -19,9 +19,12 @@ from noise.ledger.ledger import Ledger
 from noise.off import Off
 from noise.pad import Pad
 from tenant_sdk import TenantClient
-from tests.reference.test_parity import RELATIVE, adapted, batch, grads, relative
-from tests.support.lattice import BACKWARD, DEFAULT, FORWARD, Provider, bounds, rows_of, sent, weight_of, wide
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.lattice import BACKWARD, FORWARD, Provider, rows_of, sent, weight_of
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
+from tests.support.parity import RELATIVE, adapted, batch, grads, relative
+from tests.support.quick_training import lora
 from wire.frame import Arithmetic, Direction
 from wire.ring import coding
 
@@ -85,7 +88,7 @@ def test_rows_are_masked_and_unmasked_where_they_are(
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, tiny.chat_model(tmp_path_factory.mktemp(request.param), request.param)
+    return request.param, make_chat_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture
@@ -93,7 +96,7 @@ def load(folder: tuple[str, Path], tmp_path: Path) -> Iterator[Callable[..., Any
     """Loads an adapted model; its adapter is drawn on the CPU, so that it is the same on every device."""
     kind, path = folder
     targets: Any = ["c_attn", "c_proj", "c_fc"] if kind == "gpt2" else "all-linear"
-    config = tiny.lora(target_modules=targets, fan_in_fan_out=kind == "gpt2")
+    config = lora(target_modules=targets, fan_in_fan_out=kind == "gpt2")
     with ExitStack() as stack:
 
         def run(mask: str, **options: Any) -> Any:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ import pytest
 import tenant_sdk
 from tenant_sdk import tuning
 from tenant_sdk.training.settings import FinetuneSettings
+from tests.support.repository import ROOT
 from wire.errors import VeilbaseError
 from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
 NAMES = {
     *("TenantClient", "FinetuneResult", "tune", "check_run"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +10,19 @@ import pytest
 import torch
 from transformers import GenerationConfig, TemperatureLogitsWarper
 
-from attacks.programs.overflow import Fault, Overflower
-from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
+from attacks.programs.overflow import Fault
+from tenant_sdk import TenantClient
 from tenant_sdk.fixed_length import FiniteLogits, cut_at_stop
 from tenant_sdk.model.planned_calls import Course, NotFiniteWarning
-from tests.tenant_sdk import tiny
+from tenant_sdk.model.remote_group import RemoteExecutor
+from tests.support.overflowing import HONEST, Opened
 from wire.errors import ConfigurationError, NotFinite
 from wire.frame import Direction
-from wire.transport.inproc import InprocConnection
 
 FORWARD = Direction.FORWARD
-HONEST = Fault(FORWARD, math.nan, 1 << 40)
 NEW_TOKENS = 8
 GROUPS = 9
 NUM_CALLS = NEW_TOKENS * GROUPS
-Opened = Callable[..., tuple[TenantClient, Overflower]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("fixed") / "llama")
-
-
-@pytest.fixture(scope="module")
-def core(folder: Path) -> ServedModel:
-    return tiny.make_core(folder, "int8")
-
-
-@pytest.fixture
-def opened(core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    clients: list[TenantClient] = []
-
-    def make(fault: Fault = HONEST, **options: Any) -> Any:
-        provider = Overflower(core, fault)
-        monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
-        options = {"mask": "off", "arithmetic": "float", **options}
-        clients.append(TenantClient("inproc:x", cache=tmp_path / "cache", progress=False, **options))
-        return clients[-1], provider
-
-    yield make
-    for client in clients:
-        client.close()
 
 
 @pytest.fixture
@@ -210,11 +180,10 @@ def test_an_ordinary_answer_stops_at_once(opened: Opened, options: dict[str, Any
         assert len(provider.seen) == num_calls
 
 
-def test_with_verify_it_stops_at_once(opened: Opened, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, provider = opened(arithmetic="ring", verify=folder)
-    executor: Any = client._open().executor
-    product = executor._product
-    monkeypatch.setattr(executor, "_product", lambda *args: product(*args) * math.nan)
+def test_with_verify_it_stops_at_once(opened: Opened, chat_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, provider = opened(arithmetic="ring", verify=chat_folder)
+    run = RemoteExecutor.run
+    monkeypatch.setattr(RemoteExecutor, "run", lambda *args: run(*args) * math.nan)
     with pytest.raises(NotFinite):
         client.generate("who?", max_new_tokens=NEW_TOKENS, fixed_length=True)
     assert len(provider.seen) == 1
@@ -253,8 +222,8 @@ def test_the_command_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
         def generate(self, *args: Any, **options: Any) -> None:
             given.append(options)
 
-    monkeypatch.setattr(cli, "_client", lambda **_: Client())
-    runner = CliRunner()
-    assert runner.invoke(cli.app, ["generate", "who?", "--fixed-length"]).exit_code == 0
-    assert runner.invoke(cli.app, ["generate", "who?"]).exit_code == 0
+    monkeypatch.setattr("tenant_sdk.TenantClient", lambda *_, **__: Client())
+    runner, command = CliRunner(), ["generate", "who?", "--url", "inproc:x"]
+    assert runner.invoke(cli.app, [*command, "--fixed-length"]).exit_code == 0
+    assert runner.invoke(cli.app, command).exit_code == 0
     assert [options["fixed_length"] for options in given] == [True, False]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ from peft import PeftModel
 
 from tenant_sdk import TenantClient
 from tenant_sdk.training.checkpoints import Checkpoints, save_adapter
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.file_modes import mode, umask_of
+from tests.support.quick_training import QUICK, ROWS, lora
 
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 CHECKPOINT = ADAPTER | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
@@ -25,14 +24,8 @@ class Broken(Exception):
 
 @pytest.fixture(params=[0, 0o022], ids=oct)
 def umask(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The umask of the whole process, as a user's shell would have set it before."""
-    before = os.umask(request.param)
-    yield
-    os.umask(before)
-
-
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
+    with umask_of(request.param):
+        yield
 
 
 def modes(*folders: Path) -> set[tuple[bool, int]]:

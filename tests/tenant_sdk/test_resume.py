@@ -23,15 +23,15 @@ from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
-from tests.waiting import until
+from tests.support.client_seams import before_requests
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import serving
+from tests.support.waiting import WAIT_S, until
+from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError
-from wire.frame import Call
 
 CALLS_A_STEP = 16
 """More than the half of a step's calls: 9 groups forward, and most of them backward."""
-TIMEOUT_S = 60.0
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,29 +56,25 @@ def whole(chat_client: TenantClient, tmp_path_factory: pytest.TempPathFactory) -
 
 
 class Breaking:
-    """Lets a client's calls fail as those to a provider that is gone do, from call `at` on."""
+    """Lets calls fail as those to a provider that is gone do, from call `at` on."""
 
-    def __init__(self, client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at: float = float("inf")
         self.count = 0
-        connection: Any = client._open().connections[0]
-        submit = connection.submit
+        before_requests(monkeypatch, self._note)
 
-        def breaking(call: Call, rows: torch.Tensor, cols: int) -> Any:
-            self.count += 1
-            if self.count >= self.at:
-                raise Unavailable("the provider is gone")
-            return submit(call, rows, cols)
-
-        monkeypatch.setattr(connection, "submit", breaking)
+    def _note(self, *_: object) -> None:
+        self.count += 1
+        if self.count >= self.at:
+            raise Unavailable("the provider is gone")
 
     def heal(self) -> None:
         self.at = float("inf")
 
 
 @pytest.fixture
-def breaking(chat_client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> Breaking:
-    return Breaking(chat_client, monkeypatch)
+def breaking(monkeypatch: pytest.MonkeyPatch) -> Breaking:
+    return Breaking(monkeypatch)
 
 
 def calls_a_step(client: TenantClient, breaking: Breaking, folder: Path) -> int:
@@ -172,35 +168,30 @@ def test_a_broken_run_leaves_no_progress_bar_behind(chat_client: Any, breaking: 
     until(lambda: set(threading.enumerate()) == before, "the end of the bar's thread")
 
 
-class GoesAway:
+class GoesAway(WrappedModel):
     """A provider that stops in the middle of one call."""
 
-    def __init__(self, core: ServedModel) -> None:
-        self._core, self._count = core, 0
+    def __init__(self, served_model: ServedModel) -> None:
+        super().__init__(served_model)
+        self._count = 0
         self.at = 10**9
         self.stop: Callable[[], None] = lambda: None
         self.stopper: threading.Thread | None = None
         self.client_knows = threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-    def row_product(self, call: Call) -> None:
-        """Every product is `compute`'s."""
 
     def compute(self, *arguments: Any) -> torch.Tensor:
         self._count += 1
         if self._count == self.at:
             self.stopper = threading.Thread(target=self.stop)
             self.stopper.start()
-            assert self.client_knows.wait(TIMEOUT_S)
-        return self._core.compute(*arguments)
+            assert self.client_knows.wait(WAIT_S)
+        return self.served_model.compute(*arguments)
 
 
-def test_a_grpc_provider_that_stops_and_comes_back(chat_core: ServedModel, whole: Any, tmp_path: Path) -> None:
+def test_a_grpc_provider_that_stops_and_comes_back(chat_served_model: ServedModel, whole: Any, tmp_path: Path) -> None:
     state, out = StateDir(tmp_path / "state"), tmp_path / "out"
-    leaving = GoesAway(chat_core)
-    with tiny.serving(leaving, state=state) as server:
+    leaving = GoesAway(chat_served_model)
+    with serving(leaving, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         leaving.stop, leaving.at = server.stop, 3 * CALLS_A_STEP
@@ -209,11 +200,11 @@ def test_a_grpc_provider_that_stops_and_comes_back(chat_core: ServedModel, whole
                 run(client, out)
             leaving.client_knows.set()
             assert leaving.stopper is not None
-            leaving.stopper.join(TIMEOUT_S)
+            leaving.stopper.join(WAIT_S)
             assert "\n" not in str(failure.value)
             with pytest.raises(Unavailable):  # still gone: an error, and the checkpoint is kept
                 run(client, out)
-            with tiny.serving(chat_core, server.port, state):
+            with serving(chat_served_model, server.port, state):
                 result = run(client, out)
     assert result.resumed_from_step == 2
     assert result.losses == pytest.approx(whole.losses, rel=1e-5)
@@ -342,7 +333,7 @@ LIMITED = """
 import json, resource, signal, sys
 from pathlib import Path
 from tenant_sdk import TenantClient
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import VeilbaseError
 import torch
 torch.set_num_threads(1)
@@ -368,7 +359,7 @@ def test_files_that_really_cannot_grow(chat_folder: Path, whole: Any, tmp_path: 
     """Every write past 4 KiB fails in the kernel, so safetensors and torch report it as they do on a full disk."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, chat_folder, tmp_path / "out"],
-        capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, timeout=WAIT_S, env={**os.environ, "PYTHONPATH": os.getcwd()},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (kind, text), losses = json.loads(done.stdout)

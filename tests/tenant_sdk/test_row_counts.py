@@ -17,7 +17,8 @@ from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.text.failures import TokenizerFailed
 from tenant_sdk.text.rows import CutWarning
 from tenant_sdk.training.dataset import UnusableRowWarning
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import SPECIAL, make_chat_model
+from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError
 from wire.transport.inproc import InprocConnection
 
@@ -30,8 +31,8 @@ Open = Callable[..., TenantClient]
 
 
 @pytest.fixture
-def hostile(chat_core: ServedModel) -> HostileBundle:
-    return HostileBundle(chat_core)
+def hostile(chat_served_model: ServedModel) -> HostileBundle:
+    return HostileBundle(chat_served_model)
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_template_never_sees_training_rows(hostile: HostileBundle, connect: Op
         for number, answer in enumerate(("abc", "xyz")):
             hostile.num_rows.clear()
             data = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}]
-            client.finetune(data, tiny.lora(), tmp_path / f"out{number}", max_steps=1, progress=False)
+            client.finetune(data, lora(), tmp_path / f"out{number}", max_steps=1, progress=False)
             seen.add(tuple(hostile.num_rows))
     assert len(seen) == 1
 
@@ -83,7 +84,7 @@ def test_a_normalizer_that_spells_text_out_is_refused(hostile: HostileBundle, co
     with connect() as client:
         for use in (
             lambda: client.generate(PROMPTS[0], max_new_tokens=2),
-            lambda: client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK),
+            lambda: client.finetune(ROWS, lora(), tmp_path / "out", **QUICK),
             lambda: client.tokenizer,
         ):
             with pytest.raises(ConfigurationError, match=r"normalizer Replace.*tokenizer=, --tokenizer"):
@@ -124,7 +125,7 @@ def test_padding_changes_no_answer(connect: Open, chat_folder: Path, prompt: str
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma"])
 def test_padding_changes_no_answer_of_other_models(kind: str, tmp_path: Path) -> None:
-    folder = tiny.chat_model(tmp_path / kind, kind)
+    folder = make_chat_model(tmp_path / kind, kind)
     answers = []
     for pad in (False, 32):
         with TenantClient(
@@ -143,7 +144,7 @@ def test_padded_training_rows(hostile: HostileBundle, connect: Open, tmp_path: P
         with connect(pad_rows=pad) as client:
             for number, rows in enumerate(data):
                 hostile.num_rows.clear()
-                client.finetune(rows, tiny.lora(), tmp_path / f"{pad}{number}", max_steps=1, progress=False)
+                client.finetune(rows, lora(), tmp_path / f"{pad}{number}", max_steps=1, progress=False)
                 seen[-1].add(tuple(hostile.num_rows))
     assert [len(each) for each in seen] == [2, 1]
     assert set(*seen[1]) == {32}
@@ -153,7 +154,7 @@ def test_losses_do_not_change_with_padding(connect: Open, tmp_path: Path) -> Non
     losses = []
     for number, pad in enumerate((False, 48)):
         with connect(pad_rows=pad, arithmetic="float") as client:
-            losses.append(client.finetune(tiny.ROWS, tiny.lora(), tmp_path / f"{number}", **tiny.QUICK).losses)
+            losses.append(client.finetune(ROWS, lora(), tmp_path / f"{number}", **QUICK).losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
@@ -182,7 +183,7 @@ def test_a_hostile_vocabulary_cannot_choose_which_rows_are_refused(
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 rows = [{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": answer}]}]
-                client.finetune(rows, tiny.lora(), tmp_path / f"out{number}", max_steps=1, progress=False)
+                client.finetune(rows, lora(), tmp_path / f"out{number}", max_steps=1, progress=False)
             expected = {"abc": UnusableRowWarning, "xyz": None}.get(answer, CutWarning)
             assert expected is None or any(issubclass(each.category, expected) for each in said)
             seen.add(tuple(hostile.num_rows))
@@ -191,7 +192,7 @@ def test_a_hostile_vocabulary_cannot_choose_which_rows_are_refused(
 
 def test_a_trusted_tokenizer_still_refuses_long_rows(connect: Open, chat_folder: Path, tmp_path: Path) -> None:
     with connect(pad_rows=16, tokenizer=chat_folder) as client, pytest.raises(DatasetError, match="at most 16 tokens"):
-        client.finetune([{"text": "x" * 60}], tiny.lora(), tmp_path / "out", max_steps=1, progress=False)
+        client.finetune([{"text": "x" * 60}], lora(), tmp_path / "out", max_steps=1, progress=False)
 
 
 def test_a_bucket_that_does_not_fit(connect: Open, tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_a_bucket_that_does_not_fit(connect: Open, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="pads to 512 tokens, the model's context has room for 127"):
             client.generate("who?", max_new_tokens=1)
         with pytest.raises(ConfigurationError, match="pads to 512 tokens, the model's context has room for 128"):
-            client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK)
+            client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
     with pytest.raises(ConfigurationError, match="is True, False or a number"):
         connect(pad_rows=-1)
 
@@ -211,7 +212,7 @@ def test_answers_end_at_two_stop_tokens_and_at_no_other(hostile: HostileBundle, 
     hostile.files["chat_template.jinja"] = turn.encode()
     with connect() as client:
         settings = client.load_model().generation_config
-        assert settings.eos_token_id == [tiny.SPECIAL.index("<|end|>"), tiny.SPECIAL.index("<|assistant|>")]
+        assert settings.eos_token_id == [SPECIAL.index("<|end|>"), SPECIAL.index("<|assistant|>")]
         assert (settings.num_beams, settings.temperature) in ((1, 1.0), (None, None))
         rows = rows_of(hostile, client, "who?")
     assert rows.count(1) > 0, "the answer ended at a token of the provider's choice"
@@ -288,7 +289,7 @@ def test_training_rows_that_the_tokenizer_fails_on_send_as_many_rows(
         for number, (turns, answer) in enumerate(((1, "a"), (1, "z"), (2, "a"), (1, "z" * 60))):
             hostile.num_rows.clear()
             talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] * turns
-            client.finetune([{"messages": talk}], tiny.lora(), tmp_path / f"{number}", max_steps=1, progress=False)
+            client.finetune([{"messages": talk}], lora(), tmp_path / f"{number}", max_steps=1, progress=False)
             seen.add(tuple(hostile.num_rows))
     assert len(seen) == 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +17,14 @@ from provider.model.served_model import ServedModel
 from provider.net.server import Server
 from tenant_sdk import TenantClient
 from tenant_sdk.model import build
+from tenant_sdk.model.remote_linear import RemoteLinear
 from tenant_sdk.training import finetune
-from tests.support.mask_site import TOY_OPTIONS
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.chat_model import make_chat_model
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model
+from tests.support.thread_switches import switching_every
+from tests.support.threads import at_once
 from wire.loading import loading
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
@@ -36,28 +38,26 @@ EXACT: dict[str, Any] = {"mask": "off", "arithmetic": "ring"}
 @pytest.fixture
 def many_switches() -> Iterator[None]:
     """Threads take turns fifty times as often, so that they meet in every short stretch of code."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
+    with switching_every(1e-4):
+        yield
 
 
 @pytest.fixture(scope="module")
 def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-2's head is its embedding, which a model loses when two are loaded at once."""
-    return tiny.chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
+    return make_chat_model(tmp_path_factory.mktemp("tied") / "tiny", "gpt2")
 
 
 @pytest.fixture(scope="module")
-def tied_core(tied_folder: Path) -> ServedModel:
-    return tiny.make_core(tied_folder, "int8")
+def tied_served_model(tied_folder: Path) -> ServedModel:
+    return make_served_model(tied_folder, "int8")
 
 
 @pytest.fixture
-def provider(tied_core: ServedModel, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
+def provider(tied_served_model: ServedModel, tmp_path: Path) -> Iterator[tuple[Server, StateDir]]:
     state = StateDir(tmp_path / "state")
     server = Server("127.0.0.1", 0, state)
-    server.start(tied_core)
+    server.start(tied_served_model)
     yield server, state
     server.stop()
 
@@ -66,18 +66,6 @@ def identity_of(provider: tuple[Server, StateDir], name: str, folder: Path) -> P
     server, state = provider
     enroll(state, name, folder / name, f"grpcs://127.0.0.1:{server.port}")
     return folder / name
-
-
-def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What each call gives, all begun together in threads."""
-    together = threading.Barrier(len(calls))
-
-    def begin(call: Callable[[], Any]) -> Any:
-        together.wait(TIMEOUT_S)
-        return call()
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [each.result(TIMEOUT_S) for each in [pool.submit(begin, call) for call in calls]]
 
 
 def trained(url: str, out: Path, options: dict[str, Any], **settings: Any) -> list[float]:
@@ -90,7 +78,9 @@ def trained(url: str, out: Path, options: dict[str, Any], **settings: Any) -> li
 
 def alone_and_at_once(run: Callable[[int, Path], list[float]], tmp_path: Path, count: int = 4) -> None:
     alone = [run(number, tmp_path / f"alone{number}") for number in range(count)]
-    together = at_once([lambda number=number: run(number, tmp_path / f"together{number}") for number in range(count)])
+    together = at_once(
+        [lambda number=number: run(number, tmp_path / f"together{number}") for number in range(count)], TIMEOUT_S
+    )
     assert together == alone
 
 
@@ -123,7 +113,7 @@ def test_four_clients_of_one_identity_behind_the_lattice_mask(
     folder, url = identity_of(provider, "acme", tmp_path), f"grpcs://127.0.0.1:{provider[0].port}"
     lattice = {"identity": folder, "mask": "lattice", "mask_options": TOY_OPTIONS}
     plain = trained(url, tmp_path / "plain", {"identity": folder, **EXACT})
-    masked = at_once([lambda name=name: trained(url, tmp_path / name, lattice) for name in "abcd"])
+    masked = at_once([lambda name=name: trained(url, tmp_path / name, lattice) for name in "abcd"], TIMEOUT_S)
     for losses in masked:
         assert losses == pytest.approx(plain, abs=5e-3)
 
@@ -156,21 +146,21 @@ def test_adapter_and_order_of_rows_come_from_the_run_s_seed_alone(
     """Whatever another thread does to the generators of the process, at the worst of times."""
     options = {**QUICK, "seed": 3, "batch_size": 2}
     expected = chat_client.finetune(ROWS, lora(), tmp_path / "alone", **options).losses
-    make_peft, make_trainer = finetune.get_peft_model, finetune._make_trainer
+    make_peft, make_trainer = finetune.get_peft_model, finetune.CompletionTrainer
 
     def peft_model(*args: Any) -> Any:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(set_seed, 99).result(TIMEOUT_S)
         return make_peft(*args)
 
-    def trainer(*args: Any) -> Any:
-        made = make_trainer(*args)
+    def trainer(**args: Any) -> Any:
+        made = make_trainer(**args)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(set_seed, 98).result(TIMEOUT_S)
         return made
 
     monkeypatch.setattr(finetune, "get_peft_model", peft_model)
-    monkeypatch.setattr(finetune, "_make_trainer", trainer)
+    monkeypatch.setattr(finetune, "CompletionTrainer", trainer)
     assert chat_client.finetune(ROWS, lora(), tmp_path / "disturbed", **options).losses == expected
 
 
@@ -192,14 +182,14 @@ def test_a_client_in_bfloat16_changes_the_default_dtype_of_no_other_thread(
 ) -> None:
     """Masks are made in other threads, and a number there in sixteen bits would be a wrong one."""
     seen: set[torch.dtype] = set()
-    swap = build._swap
 
-    def watched(*args: Any) -> None:
-        with ThreadPoolExecutor(1) as pool:
-            seen.add(pool.submit(lambda: torch.zeros(1).dtype).result(TIMEOUT_S))
-        swap(*args)
+    class Watched(RemoteLinear):
+        def __init__(self, *args: Any) -> None:
+            with ThreadPoolExecutor(1) as pool:
+                seen.add(pool.submit(lambda: torch.zeros(1).dtype).result(TIMEOUT_S))
+            super().__init__(*args)
 
-    monkeypatch.setattr(build, "_swap", watched)
+    monkeypatch.setattr(build, "RemoteLinear", Watched)
     options = {"mask": "off", "weights": "native", "dtype": torch.bfloat16, "cache": tmp_path, "progress": False}
     with TenantClient(f"inproc:{chat_folder}", **options) as client:
         loaded = client.load_model()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,46 +15,43 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from noise.params import LatticeParameters
 from noise.verify import FAILED
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
-from tests.reference.test_parity import adapted, batch, grads, relative
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
-from tests.tenant_sdk.trust.test_bundle import Liar
+from tenant_sdk.session import Session
+from tests.support.chat_model import make_chat_model
+from tests.support.client_seams import mask_makers, opened_sessions, ready_blocks
+from tests.support.lying_bundle import Liar
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.parity import adapted, batch, grads, relative
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model, serving
+from tests.support.waiting import WAIT_S, end
+from tests.support.wrapped_model import WrappedModel
 from wire.errors import ConfigurationError, Unavailable, VeilbaseError, VerificationFailed
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-TOY = {"parameters": LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True), "allow_toy": True}
-TIMEOUT_S = 60.0
 Forgery = Callable[[Call, torch.Tensor], torch.Tensor | None]
 """(call, honest reply) → another one, or None where this call is answered honestly."""
 
 
-class Forger:
+class Forger(WrappedModel):
     """An honest provider until it is told to forge; counts what it was asked."""
 
-    def __init__(self, core: ServedModel) -> None:
-        self._core = core
+    def __init__(self, served_model: ServedModel) -> None:
+        super().__init__(served_model)
         self.forge: Forgery = lambda call, reply: None
         self.asked: list[Call] = []
         self.num_forged = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._core, name)
-
-    def row_product(self, call: Call) -> None:
-        """Every product is `compute`'s."""
-
     def compute(self, call: Call, rows: Rows, *others: Any) -> torch.Tensor:
         self.asked.append(call)
-        reply = self._core.compute(call, rows, *others)
+        reply = self.served_model.compute(call, rows, *others)
         forged = self.forge(call, reply)
         self.num_forged += forged is not None
         return reply if forged is None else forged
@@ -79,53 +77,51 @@ def lie(purpose: Purpose, direction: Direction, by: int = 1, after: int = 0) -> 
     return forge
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("verified") / "llama")
-
-
-@pytest.fixture(scope="module")
-def core(folder: Path) -> ServedModel:
-    return tiny.make_core(folder, "int8")
-
-
 @dataclass
 class Site:
     """Clients that trust `folder`, of one provider that may forge, in process or over mTLS."""
 
     where: Path
     folder: Path
-    core: ServedModel
+    served_model: ServedModel
     monkeypatch: pytest.MonkeyPatch
     open: ExitStack = field(default_factory=ExitStack)
+    sessions: list[Session] = field(init=False)
+    """Those of its clients, in the order in which they were made."""
+
+    def __post_init__(self) -> None:
+        self.sessions = opened_sessions(self.monkeypatch)
+        self.older_blocks = weakref.WeakSet(ready_blocks())
 
     def inproc(self, *handlers: Any, **options: Any) -> TenantClient:
         waiting = list(handlers)
         self.monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(waiting.pop(0)))
-        return self._client("inproc:x" if len(handlers) == 1 else ["inproc:x"] * len(handlers), options)
+        return self.client("inproc:x" if len(handlers) == 1 else ["inproc:x"] * len(handlers), options)
 
     def mtls(self, handler: Any, **options: Any) -> TenantClient:
         state = StateDir(self.where / "state")
-        server = self.open.enter_context(tiny.serving(handler, state=state))
+        server = self.open.enter_context(serving(handler, state=state))
         url, identity = f"grpcs://127.0.0.1:{server.port}", self.where / "acme"
         enroll(state, "acme", identity, url)
-        return self._client(url, {"identity": identity, **options})
+        return self.client(url, {"identity": identity, **options})
 
-    def _client(self, url: Any, options: dict[str, Any]) -> TenantClient:
+    def client(self, url: Any, options: dict[str, Any]) -> TenantClient:
         options = {"verify": self.folder, "cache": self.where / "cache", "progress": False, **options}
         return self.open.enter_context(TenantClient(url, **options))
 
 
 @pytest.fixture
-def site(tmp_path: Path, folder: Path, core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    made = Site(tmp_path, folder, core, monkeypatch)
+def site(
+    tmp_path: Path, chat_folder: Path, served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Site]:
+    made = Site(tmp_path, chat_folder, served_model, monkeypatch)
     with made.open:
         yield made
 
 
 @pytest.fixture
-def forger(core: ServedModel) -> Forger:
-    return Forger(core)
+def forger(served_model: ServedModel) -> Forger:
+    return Forger(served_model)
 
 
 def step(model: Any) -> None:
@@ -133,24 +129,24 @@ def step(model: Any) -> None:
     grads(model, batch())
 
 
-def assert_over(client: TenantClient, model: Any, forger: Forger) -> None:
+def assert_over(site: Site, model: Any, forger: Forger) -> None:
     """Secrets and connections are gone, and nothing that is asked for reaches the provider any more."""
-    session: Any = client._session
+    session: Any = site.sessions[-1]
     assert session.verifier.failed
-    assert session.verifier._projections == {}
+    assert session.verifier.secret_bytes == 0
     assert session.verifier._fold is None
     pool = getattr(session.scheme, "pool", None)
     if pool is not None:
         assert pool.ready_bytes == 0
-        assert not pool._shelves
+        assert not set(ready_blocks()) - set(site.older_blocks)
     forger.forge = lambda call, reply: None  # honest again: too late
-    asked, session_before = len(forger.asked), client._session
+    asked, num_sessions = len(forger.asked), len(site.sessions)
     for _ in range(2):
         with pytest.raises(VerificationFailed) as failure:
             step(model)
         assert str(failure.value) == FAILED
     assert len(forger.asked) == asked
-    assert client._session is session_before, "no new session by itself"
+    assert len(site.sessions) == num_sessions, "no new session by itself"
 
 
 # ---- honest ---------------------------------------------------------------------------------------------------------
@@ -160,7 +156,7 @@ def assert_over(client: TenantClient, model: Any, forger: Forger) -> None:
 def test_an_honest_provider_passes(site: Site, forger: Forger, transport: str, tmp_path: Path) -> None:
     client = getattr(site, transport)(forger)
     ours = adapted(client.load_model(), lora())
-    plain = site.inproc(Forger(site.core), mask="off", arithmetic="ring", verify=None)
+    plain = site.inproc(Forger(site.served_model), mask="off", arithmetic="ring", verify=None)
     theirs = adapted(plain.load_model(), lora())
     with torch.no_grad():
         assert relative(ours(batch()).logits, theirs(batch()).logits) < 1e-4  # MODEL_NOISE of mask_site.py
@@ -168,7 +164,8 @@ def test_an_honest_provider_passes(site: Site, forger: Forger, transport: str, t
     result = client.finetune(ROWS, lora(), tmp_path / "out", **QUICK | {"max_steps": 2})
     assert len(result.losses) == 2
     client.generate("who?", tmp_path / "out", max_new_tokens=4)
-    assert not client._open().verifier.failed  # type: ignore[union-attr]
+    (verifier,) = {one.verifier for one in site.sessions} - {None}
+    assert not verifier.failed
 
 
 def test_long_calls_are_checked_too(site: Site, forger: Forger) -> None:
@@ -183,10 +180,10 @@ def test_long_calls_are_checked_too(site: Site, forger: Forger) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Site, core: ServedModel) -> None:
+def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Site, served_model: ServedModel) -> None:
     counts = []
     for verify in (None, site.folder, site.folder, None):
-        handler = Forger(core)
+        handler = Forger(served_model)
         client = site.inproc(handler, verify=verify)
         client.fetch_hints(backward=True)
         counts.append(len(handler.asked))
@@ -195,14 +192,14 @@ def test_hints_that_were_stored_unchecked_are_fetched_again_and_checked(site: Si
 
 
 @pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
-def test_a_forged_hint_that_was_stored_unchecked_is_not_trusted(site: Site, core: ServedModel) -> None:
-    liar = Forger(core)
+def test_a_forged_hint_that_was_stored_unchecked_is_not_trusted(site: Site, served_model: ServedModel) -> None:
+    liar = Forger(served_model)
     liar.forge = lie(Purpose.HINT, FORWARD)
     unchecked = site.inproc(liar, verify=None)
     unchecked.fetch_hints()
     unchecked.close()
-    client = site.inproc(Forger(core))
-    plain = site.inproc(Forger(core), mask="off", arithmetic="ring", verify=None)
+    client = site.inproc(Forger(served_model))
+    plain = site.inproc(Forger(served_model), mask="off", arithmetic="ring", verify=None)
     with torch.no_grad():
         assert relative(client.load_model()(batch()).logits, plain.load_model()(batch()).logits) < 1e-4
 
@@ -241,7 +238,7 @@ def test_a_lie_ends_the_session(site: Site, forger: Forger, transport: str, name
         step(model)
     assert str(failure.value) == FAILED
     assert forger.num_forged >= 1
-    assert_over(client, model, forger)
+    assert_over(site, model, forger)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "mtls"])
@@ -256,7 +253,7 @@ def test_a_lie_about_a_single_token_ends_the_session(site: Site, forger: Forger,
             model(token)
     assert str(failure.value) == FAILED
     assert forger.num_forged == 1
-    assert_over(client, model, forger)
+    assert_over(site, model, forger)
 
 
 def test_nothing_of_a_forged_hint_stays_on_disk(site: Site, forger: Forger, tmp_path: Path) -> None:
@@ -287,16 +284,16 @@ def test_a_replayed_reply_ends_the_session(site: Site, forger: Forger) -> None:
             layer(x)
 
 
-def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger) -> None:
+def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger, core: ServedModel) -> None:
     client = site.inproc(forger)
     model: Any = client.load_model()
     other = next(info.id for info in client.connect().groups if info.name.endswith("layers.1.mlp.down_proj"))
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj(torch.randn(3, 64))
-        core = forger._core
+        served_model = forger.served_model
 
         def compute(call: Call, rows: Rows, *_: Any) -> torch.Tensor:
-            return core.compute(replace(call, group=other), rows)
+            return served_model.compute(replace(call, group=other), rows)
 
         site.monkeypatch.setattr(forger, "compute", compute)
         with pytest.raises(VerificationFailed):
@@ -311,19 +308,19 @@ def test_other_masks_are_checked_as_well(site: Site, forger: Forger, mask: str) 
     forger.forge = lie(Purpose.PRODUCT, BACKWARD)
     with pytest.raises(VerificationFailed, match="session is over"):
         step(model)
-    assert_over(client, model, forger)
+    assert_over(site, model, forger)
 
 
 @pytest.mark.parametrize("liar", [0, 1])
-def test_either_provider_of_shares_is_checked(site: Site, core: ServedModel, liar: int) -> None:
-    handlers = [Forger(core), Forger(core)]
+def test_either_provider_of_shares_is_checked(site: Site, served_model: ServedModel, liar: int) -> None:
+    handlers = [Forger(served_model), Forger(served_model)]
     client = site.inproc(*handlers, mask="shares")
     model = adapted(client.load_model(), lora())
     step(model)
     handlers[liar].forge = lie(Purpose.PRODUCT if liar == 0 else Purpose.HINT, BACKWARD)
     with pytest.raises(VerificationFailed, match="session is over"):
         step(model)
-    assert_over(client, model, handlers[0])
+    assert_over(site, model, handlers[0])
     asked = len(handlers[1].asked)
     with pytest.raises(VeilbaseError):
         step(model)
@@ -350,7 +347,7 @@ def test_a_lie_that_two_threads_meet(site: Site, forger: Forger) -> None:
     start = threading.Barrier(4)
 
     def work() -> None:
-        start.wait(TIMEOUT_S)
+        start.wait(WAIT_S)
         try:
             with torch.no_grad():
                 for _ in range(20):
@@ -363,7 +360,7 @@ def test_a_lie_that_two_threads_meet(site: Site, forger: Forger) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(TIMEOUT_S)
+        thread.join(WAIT_S)
     assert len(outcomes) == 4
     assert all(isinstance(each, VerificationFailed) for each in outcomes), outcomes
     assert {str(each) for each in outcomes} == {FAILED}, "also to threads whose connection or mask was closed by it"
@@ -422,16 +419,16 @@ def test_explain_tells_of_the_failure(site: Site, forger: Forger, capsys: pytest
 
 def test_a_forged_hint_that_the_worker_meets_is_said_to_the_next_caller(site: Site, forger: Forger) -> None:
     """Streamed hints that no budget keeps are fetched for every block, the worker's too."""
-    options = TOY | {"hints": "stream", "hint_ram_bytes": 0}
+    options = TOY_OPTIONS | {"hints": "stream", "hint_ram_bytes": 0}
+    others = mask_makers()
     client = site.inproc(forger, mask_options=options)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
-    pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
     forger.forge = lie(Purpose.HINT, FORWARD, after=1)
     with torch.no_grad():
         layer(torch.randn(1, 64))
         with contextlib.suppress(VerificationFailed):  # the worker may be faster than this call
             layer(torch.randn(8, 64))  # less than half of a block is left: the worker makes another
-        pool._worker.join(TIMEOUT_S)
+        end(mask_makers() - others)
         assert forger.num_forged >= 1
         with pytest.raises(VerificationFailed, match="session is over"):
             layer(torch.randn(1, 64))
@@ -446,22 +443,24 @@ class Swaps:
     def __init__(self, site: Site, first: Any, second: Any) -> None:
         self.site, self.first, self.second = site, first, second
         self.state = StateDir(site.where / "state")
-        self.server = site.open.enter_context(tiny.serving(first, state=self.state))
+        self.server = site.open.enter_context(serving(first, state=self.state))
         self.url, self.identity = f"grpcs://127.0.0.1:{self.server.port}", site.where / "acme"
         enroll(self.state, "acme", self.identity, self.url)
 
     def swap(self) -> None:
         self.server.stop()
-        self.site.open.enter_context(tiny.serving(self.second, self.server.port, self.state))
+        self.site.open.enter_context(serving(self.second, self.server.port, self.state))
 
 
 @pytest.fixture
-def swaps(site: Site, core: ServedModel, tmp_path: Path) -> Swaps:
-    return Swaps(site, Forger(core), Forger(tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8")))
+def swaps(site: Site, served_model: ServedModel, tmp_path: Path) -> Swaps:
+    return Swaps(
+        site, Forger(served_model), Forger(make_served_model(make_chat_model(tmp_path / "twin", seed=1), "int8"))
+    )
 
 
 def step_after_the_swap(site: Site, swaps: Swaps, verify: Path | None) -> VeilbaseError:
-    client = site._client(swaps.url, {"identity": swaps.identity, "verify": verify})
+    client = site.client(swaps.url, {"identity": swaps.identity, "verify": verify})
     model = client.load_model()
     with torch.no_grad():
         model(batch())
@@ -501,26 +500,26 @@ def refused(site: Site, handler: Any, **options: Any) -> str:
 
 
 def test_other_weights_are_refused(site: Site, tmp_path: Path) -> None:
-    twin = Forger(tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8"))
+    twin = Forger(make_served_model(make_chat_model(tmp_path / "twin", seed=1), "int8"))
     refused(site, twin)
     assert twin.asked == []
 
 
 @pytest.mark.parametrize("name", ["max_column_norm", "max_row_norm"])
-def test_other_norms_are_refused(site: Site, core: ServedModel, name: str) -> None:
+def test_other_norms_are_refused(site: Site, served_model: ServedModel, name: str) -> None:
     """A norm that is too small makes results wrap."""
-    manifest = core.manifest()
+    manifest = served_model.manifest()
     first = manifest.groups[0]
     groups = (first.model_copy(update={name: getattr(first, name) * 0.5}), *manifest.groups[1:])
-    handler = Forger(ServedModel(replace(core.served, manifest=manifest.model_copy(update={"groups": groups}))))
+    handler = Forger(ServedModel(replace(served_model.served, manifest=manifest.model_copy(update={"groups": groups}))))
     assert "norm" in refused(site, handler)
     assert handler.asked == []
 
 
 @pytest.mark.parametrize("file", ["scales.safetensors", "model.safetensors"])
-def test_other_scales_or_tensors_are_refused(site: Site, core: ServedModel, file: str) -> None:
+def test_other_scales_or_tensors_are_refused(site: Site, served_model: ServedModel, file: str) -> None:
     """One number of α, or of an embedding, in a bundle whose digests are right."""
-    liar = Liar(core)
+    liar = Liar(served_model)
     tensors = load(liar.files[file])
     name = sorted(tensors)[0]
     tensors[name].view(-1)[-1] *= 1 + 2.0**-20
@@ -530,8 +529,8 @@ def test_other_scales_or_tensors_are_refused(site: Site, core: ServedModel, file
 
 
 @pytest.mark.parametrize("mask", ["lattice", "pad"])
-def test_another_template_is_refused(site: Site, core: ServedModel, mask: str) -> None:
-    liar = Liar(core)
+def test_another_template_is_refused(site: Site, served_model: ServedModel, mask: str) -> None:
+    liar = Liar(served_model)
     name = "chat_template.jinja" if "chat_template.jinja" in liar.files else "tokenizer_config.json"
     liar.files[name] = liar.files[name].replace(b"user", b"ubus")
     liar.files[name] += b" "
@@ -540,11 +539,11 @@ def test_another_template_is_refused(site: Site, core: ServedModel, mask: str) -
 
 
 def test_a_refused_client_may_connect_to_an_honest_provider_later(
-    site: Site, core: ServedModel, tmp_path: Path
+    site: Site, served_model: ServedModel, tmp_path: Path
 ) -> None:
     """Nothing was masked for the liar, so nothing is lost."""
-    twin = tiny.make_core(tiny.chat_model(tmp_path / "twin", seed=1), "int8")
-    waiting = [Forger(twin), Forger(core)]
+    twin = make_served_model(make_chat_model(tmp_path / "twin", seed=1), "int8")
+    waiting = [Forger(twin), Forger(served_model)]
     site.monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(waiting.pop(0)))
     client = TenantClient("inproc:x", verify=site.folder, cache=tmp_path / "cache", progress=False)
     with pytest.raises(VerificationFailed):
@@ -555,7 +554,7 @@ def test_a_refused_client_may_connect_to_an_honest_provider_later(
     client.close()
 
 
-def test_what_cannot_be_checked_is_refused(site: Site, folder: Path, forger: Forger) -> None:
+def test_what_cannot_be_checked_is_refused(site: Site, chat_folder: Path, forger: Forger) -> None:
     for options in (
         {"mask": "gaussian-pool"},
         {"mask": "off", "arithmetic": "float"},
@@ -570,20 +569,20 @@ def test_what_cannot_be_checked_is_refused(site: Site, folder: Path, forger: For
     assert forger.asked == []
 
 
-def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Site, folder: Path) -> None:
-    native = tiny.make_core(folder, "native")
+def test_native_weights_of_a_networked_provider_are_refused_with_verify(site: Site, chat_folder: Path) -> None:
+    native = make_served_model(chat_folder, "native")
     with pytest.raises(ConfigurationError, match="ring arithmetic"):
         site.mtls(native, mask="off")
 
 
-def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, core: ServedModel) -> None:
+def test_the_check_is_of_what_was_sent(site: Site, forger: Forger, served_model: ServedModel) -> None:
     """A provider that answers other rows than it got: right products of wrong rows."""
     client = site.inproc(forger)
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     with torch.no_grad():
         layer(torch.randn(3, 64))
         rows = torch.zeros(3, 64, dtype=torch.int32)
-        forger.forge = lambda call, reply: core.compute(call, rows)
-        assert forger._core.check(Call(0, FORWARD, Arithmetic.RING), 32)
+        forger.forge = lambda call, reply: served_model.compute(call, rows)
+        assert forger.served_model.check(Call(0, FORWARD, Arithmetic.RING), 32)
         with pytest.raises(VerificationFailed):
             layer(torch.randn(3, 64))

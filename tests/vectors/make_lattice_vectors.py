@@ -1,6 +1,6 @@
 """Makes lattice.json beside it: python tests/vectors/make_lattice_vectors.py
 
-An independent, slow and obvious reading of DESIGN.md section 4 ("Lattice"): Python integers, polynomials as lists,
+An independent, slow and obvious reading of docs/masks.md, "lattice": Python integers, polynomials as lists,
 schoolbook products with X^N = −1, everything mod 2^32. It imports nothing of Veilbase.
 """
 

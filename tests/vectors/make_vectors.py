@@ -51,7 +51,7 @@ def half_to_even(number: float) -> int:
 
 
 def quantise(weight: list[list[float]]) -> tuple[list[list[int]], list[float]]:
-    """SPEC.md, section 5."""
+    """wire/SPEC.md, section 5."""
     num_rows, num_columns = len(weight), len(weight[0])
     alpha = []
     for j in range(num_columns):
@@ -159,7 +159,7 @@ def ring_cases() -> list[dict[str, Any]]:
 
 
 def expand_row(seed: bytes, row: int, cols: int) -> list[int]:
-    """SPEC.md, section 5: one row of a seed's expansion."""
+    """wire/SPEC.md, section 5: one row of a seed's expansion."""
     key = hashlib.sha256(b"veilbase expand v1\x00" + seed).digest()
     aes_ctr = Cipher(algorithms.AES(key), modes.CTR(row.to_bytes(8, "big") + bytes(8))).encryptor()
     return list(struct.unpack(f"<{cols}i", aes_ctr.update(bytes(4 * cols))))
@@ -191,7 +191,7 @@ def expand_cases() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-FIELDS = (  # SPEC.md, section 3: offset, bytes, name
+FIELDS = (  # wire/SPEC.md, section 3: offset, bytes, name
     (0, 1, "type"), (1, 1, "direction"), (2, 1, "arithmetic"), (3, 1, "purpose"), (4, 4, "group"), (8, 8, "request_id"),
     (16, 4, "rows"), (20, 4, "cols"), (24, 8, "offset"), (32, 8, "total_bytes"), (40, 4, "deadline_ms"),
     (44, 2, "code"),

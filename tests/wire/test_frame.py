@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.vectors import load
+from tests.support.golden_vectors import load
 from wire import frame
 from wire.errors import InvalidTensor, LimitExceeded, MalformedFrame
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header, Purpose, check_tensor_header, parse

@@ -16,16 +16,15 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import wire.loading
-from tests.conftest import make_tiny
+from tests.support.tiny_models import make_tiny
+from tests.support.waiting import WAIT_S
 from wire.loading import loading, quiet_transformers
-
-TIMEOUT_S = 60.0
 
 
 def elsewhere(work: Callable[[], Any]) -> Any:
     """What a call gives in another thread."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result(TIMEOUT_S)
+        return pool.submit(work).result(WAIT_S)
 
 
 def default_dtypes() -> set[torch.dtype]:
@@ -76,10 +75,10 @@ def test_no_two_threads_load_at_once() -> None:
     with ThreadPoolExecutor(1) as pool:
         with loading():
             waiting = pool.submit(second)
-            assert asks.wait(TIMEOUT_S)
+            assert asks.wait(WAIT_S)
             assert elsewhere(lambda: wire.loading._lock.acquire(blocking=False)) is False
             order.append("first out")
-        waiting.result(TIMEOUT_S)
+        waiting.result(WAIT_S)
     assert order == ["first out", "second in"]
 
 

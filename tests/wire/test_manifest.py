@@ -11,53 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.manifests import DIGEST, Q_PROJ, layer, shape, valid
 from wire.errors import MalformedFrame, VersionMismatch
 from wire.limits import MAX_BUNDLE_BYTES, MAX_BUNDLE_FILES, MAX_FEATURES, MAX_GROUPS, MAX_MANIFEST_BYTES
 from wire.manifest import BUNDLE_FILE_NAMES, Manifest, parse_manifest
-
-Q_PROJ = "model.layers.0.self_attn.q_proj"
-DIGEST = "0123456789abcdef" * 4
-
-
-def shape(in_features: int, out_features: int) -> dict[str, Any]:
-    return {
-        "in_features": in_features,
-        "out_features": out_features,
-        "max_column_norm": 127 * math.sqrt(in_features),
-        "max_row_norm": 127 * math.sqrt(out_features),
-        "digest": DIGEST,
-    }
-
-
-def layer(name: str, in_features: int, out_features: int) -> dict[str, Any]:
-    return {"name": name, "kind": "linear", "bias": True, **shape(in_features, out_features)}
-
-
-def valid() -> dict[str, Any]:
-    """A manifest of two groups."""
-    return {
-        "protocol": 1,
-        "model_id": "org/model-7B",
-        "config": {"model_type": "llama", "nested": {"a": [1, None, 0.5]}},
-        "weights": "int8",
-        "arithmetic": ["ring", "float"],
-        "groups": [
-            {
-                "id": 0,
-                "name": "model.layers.0.self_attn.q_proj+k_proj",
-                "layers": [layer(Q_PROJ, 8, 8), layer(Q_PROJ.replace("q_", "k_"), 8, 4)],
-                **shape(8, 12),
-            },
-            {"id": 1, "name": "lm_head", "layers": [layer("lm_head", 8, 100)], **shape(8, 100)},
-        ],
-        "bundle": [
-            {"name": "config.json", "size_bytes": 10, "sha256": DIGEST},
-            {"name": "model.safetensors", "size_bytes": MAX_BUNDLE_BYTES, "sha256": DIGEST},
-        ],
-        "bundle_digest": DIGEST,
-        "limits": {"max_rows": 100, "max_tensor_bytes": 4096, "max_in_flight_bytes": 8192},
-        "recording": False,
-    }
 
 
 def put(path: str, value: Any) -> Callable[[dict[str, Any]], None]:

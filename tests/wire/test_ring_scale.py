@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.compiled_kernels import compiled_and_torch, needs_products
 from wire.errors import InvalidTensor, MaskOverflow
 from wire.ring import coding, kernels
 from wire.ring.quantise import INT8_MAX, max_norms, quantise
@@ -22,18 +22,9 @@ KINDS = (
     "plain", "aligned", "worst column", "outliers", "zeros", "denormals", "1e30", "1e-30", "largest", "one number",
     "equal",
 )  # fmt: skip
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled kernels on this machine")
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(True, marks=needs_kernels, id="compiled"), pytest.param(False, id="torch")]
-)
-def _each_form(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The compiled form and torch's."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not request.param:
-            patch.setattr(kernels, "available", lambda: False)
-        yield
+_each_form = compiled_and_torch(kernels, needs_products)
 
 
 pytestmark = pytest.mark.usefixtures("_each_form")
@@ -249,7 +240,7 @@ def test_no_product_wraps_on_cuda(kind: str) -> None:
     assert bool(torch.isfinite(beta).all())
 
 
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(("num_rows", "d"), [(0, 5), (1, 1), (1, 577), (5, 8), (33, 31), (300, 900)])
@@ -285,7 +276,7 @@ def test_both_forms_give_the_same_bits(
             assert torch.equal(mine, other)
 
 
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [(0, 0), (299, 899), (150, 7)])
 def test_each_row_is_looked_at(value: float, place: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,13 +287,13 @@ def test_each_row_is_looked_at(value: float, place: tuple[int, int], monkeypatch
         coding.encode(rows, 10.0)
 
 
-@needs_kernels
+@needs_products
 def test_what_overflows_by_alpha_is_infinite() -> None:
     with pytest.raises(InvalidTensor, match="NaN or infinity"):
         coding.encode(torch.full((2, 3), LARGEST), 10.0, alpha=torch.tensor([1.0, 2.0, 1.0]))
 
 
-@needs_kernels
+@needs_products
 @pytest.mark.parametrize("alpha", [torch.ones(2), torch.ones(3, dtype=torch.float64), torch.ones(6)[::2]])
 def test_scales_that_do_not_fit_are_refused(alpha: torch.Tensor) -> None:
     with pytest.raises(InvalidTensor):

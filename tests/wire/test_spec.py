@@ -1,4 +1,4 @@
-"""SPEC.md says what the code does, where both give numbers."""
+"""wire/SPEC.md says what the code does, where both give numbers."""
 
 from __future__ import annotations
 

@@ -10,53 +10,31 @@ import ssl
 import struct
 import threading
 import time
+import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from provider.identity.authority import StateDir, issue_server_certificate
-from provider.identity.registry import enroll
 from provider.net.server import server_options
+from tests.support.forked_child import in_child
+from tests.support.raw_peer import RawPeer
+from tests.support.tls_authority import HOST, Authority, make_authority
+from tests.support.waiting import WAIT_S
 from wire.errors import ForkedConnection, MalformedFrame
 from wire.limits import MAX_FRAME_BYTES
 from wire.transport import tls_socket
 from wire.transport.grpc_connection import channel_options
-from wire.transport.identity import TlsIdentity
 from wire.transport.tls_context import ALPN, client_context, server_context
-from wire.transport.tls_socket import MessageSocket, _leave_pacing, handshake
+from wire.transport.tls_socket import MessageSocket, handshake
 
-TIMEOUT_S = 60.0
-HOST = "127.0.0.1"
 SIZES = [0, 1, (1 << 14) - 4, (1 << 14) - 1, 1 << 14, (1 << 14) + 1, 1 << 18, MAX_FRAME_BYTES]
 LENGTH = struct.Struct("<I")
-
-
-@dataclass
-class Authority:
-    """A CA with a provider's certificate and a tenant's."""
-
-    server: tuple[bytes, bytes, bytes]
-    client: tuple[bytes, bytes, bytes]
-
-    def server_context(self) -> ssl.SSLContext:
-        return server_context(*self.server)
-
-    def client_context(self) -> ssl.SSLContext:
-        return client_context(*self.client)
-
-
-def make_authority(folder: Path) -> Authority:
-    state = StateDir(folder / "state")
-    key, chain, ca = issue_server_certificate(state, HOST)
-    enroll(state, "acme", folder / "acme", f"grpcs://{HOST}:1")
-    tenant = TlsIdentity.read(folder / "acme")
-    return Authority((ca, chain, key), (tenant.ca_pem, tenant.cert_pem, tenant.key_pem))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +44,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server((HOST, 0)) as listener:
-        near = socket.create_connection(listener.getsockname(), TIMEOUT_S)
+        near = socket.create_connection(listener.getsockname(), WAIT_S)
         far, _ = listener.accept()
     return near, far
 
@@ -92,7 +70,7 @@ def meet(client: ssl.SSLContext, server: ssl.SSLContext, name: str = HOST) -> tu
         mine = handshake(near, client, name)
     except OSError as exc:
         mine = exc
-    thread.join(TIMEOUT_S)
+    thread.join(WAIT_S)
     return mine, outcome[0]
 
 
@@ -109,6 +87,38 @@ def ends(authority: Authority) -> Iterator[tuple[MessageSocket, MessageSocket]]:
     yield near, far
     near.release()
     far.release()
+
+
+def raw_tenant(authority: Authority, *more: bytes, is_end: bool = False) -> tuple[RawPeer, MessageSocket]:
+    """A tenant that sends whatever bytes it likes, and the provider's end.
+
+    The tenant sends `more`, and that nothing follows, in one piece with the end of its handshake.
+    """
+    near, far = tcp_pair()
+    peer = RawPeer(near, authority.client_context(), HOST)
+    made: list[MessageSocket] = []
+    thread = in_thread(lambda: made.append(handshake(far, authority.server_context())))
+    peer.shake_hands()
+    last = peer.records(*more)
+    if is_end:
+        peer.end()
+    near.sendall(last + peer.records())
+    assert joins(thread)
+    return peer, made[0]
+
+
+@pytest.fixture
+def raw(authority: Authority) -> Iterator[tuple[RawPeer, MessageSocket]]:
+    near, far = raw_tenant(authority)
+    yield near, far
+    near.plain.close()
+    far.release()
+
+
+def option(end: MessageSocket, level: int, name: int, *size: int) -> Any:
+    """An option of an end's socket."""
+    with socket.socket(fileno=os.dup(end.fileno())) as plain:
+        return plain.getsockopt(level, name, *size)
 
 
 def receive(end: MessageSocket) -> bytes:
@@ -136,7 +146,7 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 
 def joins(thread: threading.Thread) -> bool:
-    thread.join(TIMEOUT_S)
+    thread.join(WAIT_S)
     return not thread.is_alive()
 
 
@@ -144,10 +154,9 @@ def joins(thread: threading.Thread) -> bool:
 def test_the_kernel_pings_at_both_ends(ends: tuple[MessageSocket, MessageSocket]) -> None:
     """After 20 s without a byte; some 10 s later the peer has vanished."""
     for end, unread_ms in zip(ends, (30_000, tls_socket.UNREAD_TIMEOUT_MS), strict=True):
-        plain = end._plain
-        assert plain.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert option(end, socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         idle, interval, count, unread = (
-            plain.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            option(end, socket.IPPROTO_TCP, getattr(socket, name))
             for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
         )
         assert idle == 20
@@ -177,68 +186,63 @@ def test_a_message_arrives_as_it_was_both_ways(ends: tuple[MessageSocket, Messag
         assert joins(sender)
 
 
-def test_many_small_messages_in_one_record(ends: tuple[MessageSocket, MessageSocket]) -> None:
-    near, far = ends
+def test_many_small_messages_in_one_record(raw: tuple[RawPeer, MessageSocket]) -> None:
+    near, far = raw
     messages = [bytes([number % 256]) * (number % 7) for number in range(2000)]
-    near._tls.write(b"".join(LENGTH.pack(len(one)) + one for one in messages))
-    near._plain.sendall(near._outgoing.read())
+    near.send(b"".join(LENGTH.pack(len(one)) + one for one in messages))
     assert [receive(far) for _ in messages] == messages
 
 
 @pytest.mark.parametrize("size", [0, 1, 9])
-def test_a_message_cut_at_every_byte(ends: tuple[MessageSocket, MessageSocket], size: int) -> None:
+def test_a_message_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket], size: int) -> None:
     """By records: the length, too, may come in parts."""
-    near, far = ends
+    near, far = raw
     message = os.urandom(size)
     plain = 2 * (LENGTH.pack(size) + message)
     for cut in range(len(plain) + 1):
-        for part in (plain[:cut], plain[cut:]):
-            if part:
-                near._tls.write(part)
-        near._plain.sendall(near._outgoing.read())
+        near.send(*filter(None, (plain[:cut], plain[cut:])))
         assert [receive(far), receive(far)] == [message, message]
 
 
-def test_a_record_cut_at_every_byte(ends: tuple[MessageSocket, MessageSocket]) -> None:
+def test_a_record_cut_at_every_byte(raw: tuple[RawPeer, MessageSocket]) -> None:
     """By TCP: nothing is taken for a message until its record is whole."""
-    near, far = ends
+    near, far = raw
     for cut in range(1, 40):
-        near._unsent.append(b"whole")
-        cipher = bytes(near._encrypt())
-        near._plain.sendall(cipher[:cut])
+        cipher = near.records(LENGTH.pack(5) + b"whole")
+        near.plain.sendall(cipher[:cut])
         if cut < len(cipher):
-            assert far._poll(select.POLLIN, TIMEOUT_S)
+            assert select.select([far.fileno()], [], [], WAIT_S)[0]
             far.receive()
             assert far.next_message() is None
-        near._plain.sendall(cipher[cut:])
+        near.plain.sendall(cipher[cut:])
         assert receive(far) == b"whole"
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None)
 @given(
     messages=st.lists(st.one_of(st.binary(max_size=64), st.integers(0, 70_000).map(os.urandom)), max_size=12),
     cuts=st.lists(st.integers(1, 40_000), min_size=1, max_size=8),
 )
 def test_any_messages_in_any_pieces(authority: Authority, messages: list[bytes], cuts: list[int]) -> None:
-    near, far = joined(authority)
+    near, far = raw_tenant(authority)
     stream = b"".join(LENGTH.pack(len(one)) + one for one in messages)
 
     def pour() -> None:
         at = turn = 0
         while at < len(stream):
-            near._tls.write(stream[at : at + cuts[turn % len(cuts)]])
-            near._plain.sendall(near._outgoing.read())
+            near.send(stream[at : at + cuts[turn % len(cuts)]])
             at += cuts[turn % len(cuts)]
             turn += 1
-        near.end_sending()
+        near.end()
+        near.send()
 
     thread = in_thread(pour)
     assert [receive(far) for _ in messages] == messages
     with pytest.raises(EOFError):
         receive(far)
     assert joins(thread)
-    near.release()
+    near.plain.close()
     far.release()
 
 
@@ -246,12 +250,11 @@ def test_any_messages_in_any_pieces(authority: Authority, messages: list[bytes],
 
 
 def test_a_length_above_the_limit_takes_no_memory(
-    ends: tuple[MessageSocket, MessageSocket], monkeypatch: pytest.MonkeyPatch
+    raw: tuple[RawPeer, MessageSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near, far = ends
+    near, far = raw
     monkeypatch.setattr(tls_socket, "unwritten", lambda _size: pytest.fail("memory was taken"))
-    near._tls.write(LENGTH.pack(2) + b"ok" + LENGTH.pack(MAX_FRAME_BYTES + 1) + b"rest")
-    near._plain.sendall(near._outgoing.read())
+    near.send(LENGTH.pack(2) + b"ok" + LENGTH.pack(MAX_FRAME_BYTES + 1) + b"rest")
     with pytest.raises(MalformedFrame, match=str(MAX_FRAME_BYTES)):
         far.wait()
     assert far.next_message() == b"ok"
@@ -285,43 +288,19 @@ def test_a_peer_that_ends_without_a_word(ends: tuple[MessageSocket, MessageSocke
         receive(far)
 
 
-def test_an_end_in_the_middle_of_a_message_is_no_message(ends: tuple[MessageSocket, MessageSocket]) -> None:
-    near, far = ends
-    near._tls.write(LENGTH.pack(100) + b"half")
-    near._plain.sendall(near._outgoing.read())
-    near.end_sending()
+def test_an_end_in_the_middle_of_a_message_is_no_message(raw: tuple[RawPeer, MessageSocket]) -> None:
+    near, far = raw
+    near.send(LENGTH.pack(100) + b"half")
+    near.end()
+    near.send()
     with pytest.raises(EOFError):
         receive(far)
     assert far.next_message() is None
 
 
-def last_flight(authority: Authority, *more: bytes, is_end: bool = False) -> MessageSocket:
-    """A provider's end whose tenant sent the end of its handshake and `more` in one piece."""
-    near, far = tcp_pair()
-    made: list[MessageSocket] = []
-    thread = in_thread(lambda: made.append(handshake(far, authority.server_context())))
-    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    tls = authority.client_context().wrap_bio(incoming, outgoing, server_hostname=HOST)
-    while True:
-        with contextlib.suppress(ssl.SSLWantReadError):
-            tls.do_handshake()
-            break
-        near.sendall(outgoing.read())
-        incoming.write(near.recv(1 << 16))
-    for one in more:
-        tls.write(one)
-    if is_end:
-        with contextlib.suppress(ssl.SSLWantReadError):
-            tls.unwrap()
-    near.sendall(outgoing.read())
-    near.shutdown(socket.SHUT_WR)
-    assert joins(thread)
-    near.close()
-    return made[0]
-
-
 def test_messages_and_an_end_beside_the_handshake_are_taken(authority: Authority) -> None:
-    end = last_flight(authority, LENGTH.pack(5) + b"hello", is_end=True)
+    near, end = raw_tenant(authority, LENGTH.pack(5) + b"hello", is_end=True)
+    near.plain.close()
     assert receive(end) == b"hello"
     with pytest.raises(EOFError):
         receive(end)
@@ -329,7 +308,8 @@ def test_messages_and_an_end_beside_the_handshake_are_taken(authority: Authority
 
 
 def test_a_wrong_length_beside_the_handshake_comes_after_what_was_right(authority: Authority) -> None:
-    end = last_flight(authority, LENGTH.pack(5) + b"hello" + b"\xff" * 4)
+    near, end = raw_tenant(authority, LENGTH.pack(5) + b"hello" + b"\xff" * 4)
+    near.plain.close()
     assert receive(end) == b"hello"
     with pytest.raises(MalformedFrame):
         receive(end)
@@ -375,22 +355,21 @@ def test_a_closed_socket_is_not_shut_down_by_its_number(ends: tuple[MessageSocke
     assert taken
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_child_neither_sends_nor_ends_its_parents_connection(ends: tuple[MessageSocket, MessageSocket]) -> None:
     """Both would count on with the same keys."""
     near, far = ends
-    child = os.fork()
-    if child == 0:  # nothing of pytest may run here
-        refused = 0
+
+    def child() -> str:
         for use in (lambda: near.send(b"child's"), near.wait, near.end_sending):
-            with contextlib.suppress(ForkedConnection):
+            with pytest.raises(ForkedConnection):
                 use()
-                os._exit(1)
-            refused += 1
         near.close()
         near.release()
-        os._exit(0 if refused == 3 else 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        return "refused, closed"
+
+    assert in_child(child) == "refused, closed"
     send_all(near, b"parent's")
     assert receive(far) == b"parent's"
 
@@ -436,7 +415,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, Me
         count += 1
     near.send(message)
     near.wait_to_send(0.05)
-    assert time.monotonic() - began < TIMEOUT_S / 2
+    assert time.monotonic() - began < WAIT_S / 2
     assert near.has_unsent
     got = [receive(far)]
 
@@ -446,7 +425,7 @@ def test_a_peer_that_does_not_read_holds_up_nobody(ends: tuple[MessageSocket, Me
 
     reader = in_thread(read)
     while near.has_unsent:
-        near.wait_to_send(TIMEOUT_S)
+        near.wait_to_send(WAIT_S)
     assert joins(reader)
     assert all(one == message for one in got)
 
@@ -466,7 +445,7 @@ def test_two_floods_against_each_other_end(ends: tuple[MessageSocket, MessageSoc
     received: tuple[list[bytes], list[bytes]] = ([], [])
     threads = [in_thread(lambda k=k: both(ends[k], received[k])) for k in (0, 1)]
     # Who has all may wait for a message that nobody sends: the other one's end wakes it.
-    give_up_at = time.monotonic() + 2 * TIMEOUT_S
+    give_up_at = time.monotonic() + 2 * WAIT_S
     while any(len(got) < count for got in received) and time.monotonic() < give_up_at:
         threading.Event().wait(0.01)
     assert [len(got) for got in received] == [count, count]
@@ -476,12 +455,34 @@ def test_two_floods_against_each_other_end(ends: tuple[MessageSocket, MessageSoc
     assert all(joins(thread) for thread in threads)
 
 
+class Message(bytearray):
+    """Bytes that can be looked for."""
+
+
 def test_what_has_been_sent_is_freed(ends: tuple[MessageSocket, MessageSocket]) -> None:
+    """The message, and what it was encrypted to; a first message makes the memory that is kept for later ones."""
     near, far = ends
-    reader = in_thread(lambda: receive(far))
-    send_all(near, bytes(1 << 20))
-    assert joins(reader)
-    assert near._cipher.obj == b""
+
+    def send(num_bytes: int) -> weakref.ref[Message]:
+        message = Message(num_bytes)
+        reader = in_thread(lambda: receive(far))
+        near.send(memoryview(message))
+        while near.has_unsent:
+            near.wait_to_send(0.1)
+        assert joins(reader)
+        return weakref.ref(message)
+
+    tracemalloc.start()
+    try:
+        send(1 << 20)
+        send(1)
+        before, _ = tracemalloc.get_traced_memory()
+        sent = send(1 << 20)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sent() is None
+    assert after - before < 1 << 14
 
 
 # ---- who is let in --------------------------------------------------------------------------------------------------
@@ -548,11 +549,12 @@ def test_the_providers_certificate_does_not_make_a_tenant(authority: Authority) 
     assert refused(*meet(client_context(*authority.server), authority.server_context()))
 
 
-def test_nothing_is_resumed(ends: tuple[MessageSocket, MessageSocket]) -> None:
-    near, far = ends
-    send_all(far, b"a ticket would come before this")
-    receive(near)
-    assert near._tls.session is None or not near._tls.session.has_ticket
+def test_nothing_is_resumed(raw: tuple[RawPeer, MessageSocket]) -> None:
+    near, far = raw
+    message = b"a ticket would come before this"
+    send_all(far, message)
+    assert near.receive(4 + len(message)) == LENGTH.pack(len(message)) + message
+    assert near.tls.session is None or not near.tls.session.has_ticket
 
 
 # ---- the handshake's time, new keys, the key's file -----------------------------------------------------------------
@@ -578,7 +580,7 @@ def slow_handshake(authority: Authority, feed: Callable[[socket.socket, threadin
 
 def test_a_silent_peer_has_until_the_deadline(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls_socket, "HANDSHAKE_TIMEOUT_S", 0.2)
-    assert isinstance(slow_handshake(authority, lambda _near, thread: thread.join(TIMEOUT_S)), TimeoutError)
+    assert isinstance(slow_handshake(authority, lambda _near, thread: thread.join(WAIT_S)), TimeoutError)
 
 
 def test_a_byte_now_and_then_gives_no_more_time(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,19 +599,26 @@ def test_what_is_no_tls_is_refused(authority: Authority, what: bytes) -> None:
     assert isinstance(slow_handshake(authority, lambda near, _thread: near.sendall(what)), OSError)
 
 
-def test_answers_that_pile_up_end_the_connection(
-    ends: tuple[MessageSocket, MessageSocket], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_pile_up_end_the_connection(authority: Authority) -> None:
     """A peer may ask for new keys as often as it likes, and each time OpenSSL writes an answer that nobody fetches."""
-    near, far = ends
-    monkeypatch.setattr(tls_socket, "_ANSWER_BYTES", 100)
-    far._outgoing.write(b"\0" * 99)
+    near_plain, far_plain = tcp_pair()
+    provider = RawPeer(far_plain, authority.server_context())
+    made: list[MessageSocket] = []
+    thread = in_thread(lambda: made.append(handshake(near_plain, authority.client_context(), HOST)))
+    provider.shake_hands()
+    provider.send()
+    assert joins(thread)
+    (near,) = made
+    far = MessageSocket(far_plain, provider.tls, provider.incoming, provider.outgoing)
+    provider.outgoing.write(bytes(1 << 16))
     send_all(near, b"one")
     assert receive(far) == b"one"
-    far._outgoing.write(b"\0" * 2)
+    provider.outgoing.write(bytes(1))
     send_all(near, b"two")
     with pytest.raises(ConnectionError, match="new keys"):
         far.wait()
+    near.release()
+    far.release()
 
 
 def test_the_key_stays_in_no_file(authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,13 +645,13 @@ def test_without_memory_files_the_key_is_gone_again(
 
 def test_a_tenant_that_computes_is_not_taken_for_one_that_is_gone(ends: tuple[MessageSocket, MessageSocket]) -> None:
     """Linux ends a connection whose peer answers but does not read for so long."""
-    near, far = (end._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
+    near, far = (option(end, socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for end in ends)
     assert near == 30_000
     assert far == 300_000
 
 
 def test_nothing_is_paced_on_the_way_to_this_machine(ends: tuple[MessageSocket, MessageSocket]) -> None:
-    chosen = [end._plain.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in ends]
+    chosen = [option(end, socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) for end in ends]
     assert [name.rstrip(b"\0") for name in chosen] == [b"reno", b"reno"]
 
 
@@ -650,8 +659,19 @@ def test_nothing_is_paced_on_the_way_to_this_machine(ends: tuple[MessageSocket, 
     ("peer", "is_near"),
     [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("10.0.0.1", False), ("2001:db8::1", False)],
 )
-def test_only_a_peer_on_this_machine_changes_the_congestion_control(peer: str, is_near: bool) -> None:
-    chosen: list[object] = []
-    plain: Any = SimpleNamespace(getpeername=lambda: (peer, 1), setsockopt=lambda *given: chosen.append(given[-1]))
-    _leave_pacing(plain)
+def test_only_a_peer_on_this_machine_changes_the_congestion_control(
+    authority: Authority, peer: str, is_near: bool
+) -> None:
+    options: list[tuple[int, int, object]] = []
+
+    def refuse(data: bytes) -> None:
+        raise ConnectionError("this connection is none")
+
+    plain: Any = SimpleNamespace(
+        getpeername=lambda: (peer, 1), setsockopt=lambda *given: options.append(given), settimeout=float,
+        sendall=refuse, close=lambda: None,
+    )  # fmt: skip
+    with pytest.raises(ConnectionError, match="is none"):
+        handshake(plain, authority.client_context(), HOST)
+    chosen = [value for _, name, value in options if name == socket.TCP_CONGESTION]
     assert chosen == ([b"reno"] if is_near else [])

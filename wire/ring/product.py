@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from wire.errors import InvalidTensor
+from wire.ring import int_mm
 from wire.ring import kernels as compiled
 from wire.ring.buffers import unwritten_tensor
 from wire.ring.threads import use_one_core
@@ -51,7 +52,8 @@ _local = threading.local()
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """Some rows and the memory for their product."""
-_Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
+Kernel = Callable[[Sequence[torch.Tensor], torch.Tensor], list[torch.Tensor]]
+"""(matrices, weight) → the product of each, with memory of its own."""
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -68,7 +70,7 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         InvalidTensor: a dtype is wrong, or the shapes do not meet.
     """
     _check(rows, weight)
-    return _kernel(rows.shape[0], weight)([rows], weight)[0]
+    return KERNELS[choose(rows.shape[0], weight)]([rows], weight)[0]
 
 
 def products(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
@@ -87,7 +89,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.
     """
     for rows in parts:
         _check(rows, weight)
-    return _kernel(sum(rows.shape[0] for rows in parts), weight)(parts, weight)
+    return KERNELS[choose(sum(rows.shape[0] for rows in parts), weight)](parts, weight)
 
 
 def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:
@@ -95,25 +97,39 @@ def _check(rows: torch.Tensor, weight: torch.Tensor) -> None:
         raise InvalidTensor(f"expected int32 rows of {weight.shape[0]} columns, got {rows.dtype} of {rows.shape[1]}")
 
 
-def _kernel(num_rows: int, weight: torch.Tensor) -> _Kernel:
+def choose(num_rows: int, weight: torch.Tensor) -> str:
+    """Returns the name in `KERNELS` of the kernel that suits this machine, the weight and so many rows.
+
+    Args:
+        num_rows: the rows of all matrices that are multiplied together.
+        weight: int8, shape (d, m); its numbers do not matter.
+    """
     if weight.is_cuda:
-        return _by_cuda
+        return "CUDA"
     if not weight.is_cpu:
-        return _plainly
+        return "plain"
     if compiled.available() and compiled.suits(weight) and (compiled.has_vnni() or not int_mm_is_fast()):
-        return _by_compiled
+        return "compiled"
     if min(weight.shape) > 1 and num_rows and int_mm_is_fast():
-        return _few_by_limbs if num_rows <= _FEW_ROWS else _many_by_limbs
+        return "limbs, few rows" if num_rows <= _FEW_ROWS else "limbs"
     is_few = num_rows * (1 + torch.get_num_threads()) <= _FEW_ROWS_BY_INT32
-    return _few_by_int32 if is_few else _many_by_float64
+    return "int32" if is_few else "float64"
 
 
 def _plainly(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
-    return [_plain_product(rows, weight) for rows in parts]
+    return [plain_product(rows, weight) for rows in parts]
 
 
-def _plain_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes the product in the plainest way, on any device. It is the reference."""
+def plain_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Computes `product` in the plainest way, on any device: every kernel must give the same numbers.
+
+    Args:
+        rows: int32, shape (num_rows, d).
+        weight: int8, shape (d, m), same device.
+
+    Returns:
+        int32, shape (num_rows, m).
+    """
     total = torch.zeros(rows.shape[0], weight.shape[1], dtype=torch.int64, device=rows.device)
     for start in range(0, rows.shape[1], _EXACT_FLOAT64_ROWS):
         stop = start + _EXACT_FLOAT64_ROWS
@@ -166,7 +182,7 @@ def _few_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[t
 def _product_by_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Runs one int8 GEMM over the four bytes of each number, stacked as rows; little-endian byte order."""
     num_rows = rows.shape[0]
-    parts = torch._int_mm(_limbs(rows).reshape(4 * num_rows, -1), weight)  # type: ignore[no-untyped-call]
+    parts = int_mm.multiply(_limbs(rows).reshape(4 * num_rows, -1), weight)
     # This is one call in place of three: sums in int32 wrap mod 2^32, and for so few numbers the plain loop is fast.
     return torch.mm(_BYTE_VALUES, parts.view(4, -1)).view(num_rows, weight.shape[1])
 
@@ -191,7 +207,7 @@ def _many_by_limbs(parts: Sequence[torch.Tensor], weight: torch.Tensor) -> list[
             stacked[:, place : place + rows.shape[0]].copy_(_limbs(rows))
             place += rows.shape[0]
         sums = sums.view(torch.int32).view(4 * count, m)
-        torch._int_mm(stacked.view(4 * count, d), weight, out=sums)  # type: ignore[no-untyped-call]
+        int_mm.multiply(stacked.view(4 * count, d), weight, out=sums)
         sums, place = sums.view(4, count, m), 0
         for _, target in block:
             first, second, third, fourth = sums[:, place : place + target.shape[0]]
@@ -293,6 +309,18 @@ def _filled(buffer: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return buffer.as_strided((height, width), strides).copy_(matrix)
 
 
+KERNELS: dict[str, Kernel] = {
+    "plain": _plainly,
+    "CUDA": _by_cuda,
+    "compiled": _by_compiled,
+    "limbs, few rows": _few_by_limbs,
+    "limbs": _many_by_limbs,
+    "int32": _few_by_int32,
+    "float64": _many_by_float64,
+}
+"""Every kernel by the name that `choose` gives. All take what `products` takes and give the same numbers."""
+
+
 # Blocks and scratch memory
 
 
@@ -360,7 +388,7 @@ def int_mm_is_exact() -> bool:
     exact = limbs.to(torch.int64) @ weight.to(torch.int64)
     try:
         layouts = (weight, weight.t().contiguous().t())
-        return all(torch.equal(torch._int_mm(limbs, w).to(torch.int64), exact) for w in layouts)  # type: ignore[no-untyped-call]
+        return all(torch.equal(int_mm.multiply(limbs, w).to(torch.int64), exact) for w in layouts)
     except (RuntimeError, AttributeError):
         return False
 
@@ -380,7 +408,7 @@ def _int_mm_keeps_up() -> bool:
     def compare() -> None:
         use_one_core()
         limit_s = _SLOWER * min(_seconds(lambda: torch.mm(rows, wide)) for _ in range(8))
-        found.append(any(_seconds(lambda: torch._int_mm(limbs, narrow)) < limit_s for _ in range(4)))  # type: ignore[no-untyped-call]
+        found.append(any(_seconds(lambda: int_mm.multiply(limbs, narrow)) < limit_s for _ in range(4)))
 
     thread = threading.Thread(target=compare)
     thread.start()

@@ -22,6 +22,8 @@ import threading
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from wire.ring import int_mm
+
 _MULTIPLE = 8
 _ALIGNED_BYTES = 16
 """Bytes of which a weight's address must be a multiple, since int8 kernels load 16 at once. It is so for whatever torch
@@ -69,7 +71,7 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> 
         limbs = _limbs(rows[:, start : start + _EXACT_INNER])
         inner = limbs.shape[2]
         # (4, rows, inner) -> (4 · rows, inner)
-        sums = torch._int_mm(limbs.view(-1, inner), weight[start : start + inner])  # type: ignore[no-untyped-call]
+        sums = int_mm.multiply(limbs.view(-1, inner), weight[start : start + inner])
         # (4 · rows, columns) -> (4, rows, columns) -> (4, num_rows, m)
         first, second, third, fourth = sums.view(4, -1, weight.shape[1])[:, :num_rows, :m]
         if start:

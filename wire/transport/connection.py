@@ -15,7 +15,7 @@ import torch
 
 from wire.frame import Call
 from wire.manifest import Manifest
-from wire.ring.seeded_rows import Rows
+from wire.payload import Payload
 
 
 @dataclass
@@ -71,19 +71,18 @@ class Connection(Protocol):
         """Yields the chunks of one bundle file."""
         ...
 
-    def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
         """Sends one request; the caller splits what is larger than the limits.
 
         Args:
             call: which product is asked for.
-            rows: shape (num_rows, features), in the call's dtype, on the CPU; `SeededRows` where the purpose is HINT;
-                or the message of one row, whose first `HEADER_BYTES` are written here. They must not change until
-                `result` has returned: what is sent again after a refusal is the same bytes.
+            payload: the request's rows, which must not change until `result` has returned: what is sent again after a
+                refusal is the same bytes.
             reply_cols: the features of the reply.
 
         Raises:
-            VeilbaseError: `InvalidTensor` for rows that do not suit the call, or the error that keeps the request from
-                being sent.
+            VeilbaseError: `InvalidTensor` for a payload that does not suit the call, or the error that keeps the
+                request from being sent.
         """
         ...
 

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 import grpc
 
-from wire import frame
 from wire.errors import (
     REVOKED,
     ConfigurationError,
@@ -36,7 +35,6 @@ from wire.errors import (
     TransportError,
     Unauthenticated,
     Unavailable,
-    UnknownLayer,
     VeilbaseError,
     VersionMismatch,
 )
@@ -51,7 +49,7 @@ from wire.limits import (
     deadline_s,
 )
 from wire.manifest import Manifest, parse_manifest
-from wire.ring.seeded_rows import Rows, SeededRows
+from wire.payload import Payload
 from wire.transport import tls_stream
 from wire.transport.connection import Pending, Traffic
 from wire.transport.grpc_stream import GrpcStream, MessageStream
@@ -195,6 +193,17 @@ class GrpcConnection:
         self._pid = os.getpid()
         self._closed = False
 
+    @property
+    def carrier(self) -> str | None:
+        """Returns what carries the newest stream, "gRPC" or "tensor port" and its number; None before the first one.
+
+        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md), and carries a stream
+        without an error where the tensor port cannot be reached.
+        """
+        if self._stream is None:
+            return None
+        return "gRPC" if self._port is None else f"tensor port {self._port}"
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedConnection(
@@ -264,27 +273,14 @@ class GrpcConnection:
         finally:
             call.cancel()
 
-    def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
         """Sends one request on the stream; see `Connection.submit`."""
         self._check_usable()
-        if not isinstance(rows, bytearray):
-            frame.check_rows(call, rows)
+        payload.check(call)
         stream = self._compared
         if stream is None or not stream.is_usable():
             stream = self._open_stream()
-        return RetriedRequest(stream, call, rows, self._request_cols(call, rows), reply_cols)
-
-    def _request_cols(self, call: Call, rows: Rows | bytearray) -> int:
-        """Returns the columns of a request. A seed does not say how many numbers its rows have, but the manifest
-        does."""
-        if isinstance(rows, bytearray):
-            return (len(rows) - frame.HEADER_BYTES) // frame.ITEM_BYTES
-        if not isinstance(rows, SeededRows):
-            return rows.shape[1]
-        groups = self.manifest().groups
-        if call.group >= len(groups):
-            raise UnknownLayer(f"expected a group below {len(groups)}, got {call.group}")
-        return groups[call.group].widths(call.direction)[0]
+        return RetriedRequest(stream, call, payload, reply_cols)
 
     def _open_stream(self) -> Multiplexer:
         begun_with = self.manifest()
@@ -301,6 +297,7 @@ class GrpcConnection:
                     stream.close()
                     raise
                 self._compared = stream
+                _LOGGER.info("a stream is open, carried by %s", self.carrier)
             return self._compared
 
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from wire.errors import InvalidTensor
-from wire.frame import ITEM_BYTES, Call, check_rows, row_of
+from wire.frame import ITEM_BYTES, Call
 from wire.manifest import Manifest
-from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows, count_rows
+from wire.payload import Payload
+from wire.ring.seeded_rows import Rows
 from wire.ring.threads import all_cores
 from wire.transport.connection import Pending, Traffic
 
@@ -57,18 +58,14 @@ class InprocConnection:
         """Yields the chunks of one bundle file."""
         return self._handler.read_file(file_name)
 
-    def submit(self, call: Call, rows: Rows | bytearray, reply_cols: int) -> Pending:
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
         """Computes at once, and raises what the provider raises."""
-        if isinstance(rows, bytearray):
-            rows = row_of(call, rows)
-        check_rows(call, rows)
+        payload.check(call)
         with all_cores():  # The provider would use all cores too, and this thread waits for nothing else meanwhile.
-            reply = self._handler.compute(call, rows)
-        num_rows = count_rows(rows)
-        if reply.shape != (num_rows, reply_cols):
+            reply = self._handler.compute(call, payload.rows(call))
+        if reply.shape != (payload.num_rows, reply_cols):
             raise InvalidTensor(f"expected {reply_cols} outputs a row, got {reply.shape[1]}")
-        up = PACKED_BYTES if isinstance(rows, SeededRows) else rows.numel() * ITEM_BYTES
-        self.traffic.add(up, reply.numel() * ITEM_BYTES, 1)
+        self.traffic.add(payload.num_bytes, reply.numel() * ITEM_BYTES, 1)
         return _Done(reply)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ from wire.errors import (
 )
 from wire.frame import Arithmetic, Assembler, Call, Direction, FrameType, Header
 from wire.limits import MAX_DEADLINE_MS, Limits, deadline_s
-from wire.ring.seeded_rows import Rows, count_rows
+from wire.payload import Payload
 from wire.transport.connection import Traffic
 from wire.transport.grpc_stream import MessageStream
 
@@ -228,22 +228,18 @@ class Multiplexer:
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
-    def submit(self, call: Call, rows: Rows | bytearray, request_cols: int, reply_cols: int) -> Request:
+    def submit(self, call: Call, payload: Payload, reply_cols: int) -> Request:
         """Sends one request; waits while too many bytes are in flight, and until its last chunk has been sent.
 
         Args:
-            rows: see `Connection.submit`.
+            payload, reply_cols: see `Connection.submit`.
         """
-        if isinstance(rows, bytearray):
-            payload, num_rows = memoryview(rows)[frame.HEADER_BYTES :], 1
-        else:
-            payload, num_rows = frame.rows_bytes(rows), count_rows(rows)
-        size = len(payload)
+        num_rows, size = payload.num_rows, payload.num_bytes
         request = self._admit(call, num_rows, reply_cols, size)
         deadline_ms = min(MAX_DEADLINE_MS, int(1000 * deadline_s(request.held_bytes)))
-        header = Header(FrameType.REQUEST, request.request_id, call, num_rows, request_cols, 0, size, deadline_ms)
+        header = Header(FrameType.REQUEST, request.request_id, call, num_rows, payload.cols, 0, size, deadline_ms)
         sent = 0
-        for message in frame.frames(header, payload) if not isinstance(rows, bytearray) else frame.whole(header, rows):
+        for message in payload.frames(header):
             self._stream.send(message)
             sent += len(message)
         self._traffic.add(up=sent, calls=1)

@@ -1,7 +1,7 @@
 """Sends a refused request again once the provider allows it: it came too early, or a shard is being restored
 (wire/SPEC.md, section 6).
 
-Guarantees: what is sent again is the same tensor or seed, so the same bytes, and a mask's slot is not used for other
+Guarantees: what is sent again is the same payload, so the same bytes, and a mask's slot is not used for other
 rows; it is never sent before the time that the provider named; retries are bounded in number and in time, so that a
 provider cannot hold a tenant for ever. A request on a stream that broke is not sent again: that decision belongs to the
 code that owns the masks.
@@ -18,7 +18,7 @@ import torch
 from wire.errors import QuotaExceeded, Unavailable
 from wire.frame import Call
 from wire.limits import MAX_RETRY_S
-from wire.ring.seeded_rows import Rows
+from wire.payload import Payload
 
 if TYPE_CHECKING:
     from wire.transport.multiplexer import Multiplexer
@@ -36,12 +36,12 @@ together."""
 class RetriedRequest:
     """A `Pending` that waits and sends again in the thread that asks for the result."""
 
-    __slots__ = ("_call", "_cols", "_reply_cols", "_request", "_rows", "_stream")
+    __slots__ = ("_call", "_payload", "_reply_cols", "_request", "_stream")
 
-    def __init__(self, stream: Multiplexer, call: Call, rows: Rows | bytearray, cols: int, reply_cols: int) -> None:
+    def __init__(self, stream: Multiplexer, call: Call, payload: Payload, reply_cols: int) -> None:
         """Sends the request a first time; see `Multiplexer.submit` for arguments and errors."""
-        self._stream, self._call, self._rows, self._cols, self._reply_cols = stream, call, rows, cols, reply_cols
-        self._request = stream.submit(call, rows, cols, reply_cols)
+        self._stream, self._call, self._payload, self._reply_cols = stream, call, payload, reply_cols
+        self._request = stream.submit(call, payload, reply_cols)
 
     def result(self) -> torch.Tensor:
         """Does what `Pending.result` says; raises `QuotaExceeded` or `Unavailable` where waiting does not help."""
@@ -58,7 +58,7 @@ class RetriedRequest:
                     raise
             time.sleep(wait_s)
             floor_s = min(2 * floor_s, _LAST_FLOOR_S)
-            self._request = self._stream.submit(self._call, self._rows, self._cols, self._reply_cols)
+            self._request = self._stream.submit(self._call, self._payload, self._reply_cols)
 
 
 def with_jitter(retry_s: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ import torch
 from attacks.adversaries.distinguisher import SCORES, Seen
 from attacks.programs import game, game_choice
 from noise import sampling
+from noise.blocks.pool import MaskPool
 from noise.params import PARAMETERS
+from tests.support.spies import results_of
 from wire.errors import ConfigurationError
+from wire.ring.seeded_rows import SeededRows
 
 DEFAULT = PARAMETERS["default"]
 
@@ -77,25 +81,17 @@ def test_candidates_are_exactly_what_the_mask_hides(
     secret: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And each run has a secret and an error of its own: a message takes a block, and no two blocks are alike."""
-    drawn: list[torch.Tensor] = []
-    ternary = sampling.ternary
-
-    def spy(*arguments: object) -> torch.Tensor:
-        drawn.append(ternary(*arguments))  # type: ignore[arg-type]
-        return drawn[-1]
-
-    monkeypatch.setattr(sampling, "ternary", spy)
+    drawn = results_of(monkeypatch, sampling, "ternary")
     tenant = game.Tenant("lattice", secret, tmp_path)
     masks: list[torch.Tensor] = []
-    pool = tenant._scheme.pool  # type: ignore[attr-defined]
-    take = pool.take
+    take = MaskPool.take
 
-    def spy_take(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def spy_take(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         mask, effect = take(*arguments)
         masks.append(mask.clone())
         return mask, effect
 
-    monkeypatch.setattr(pool, "take", spy_take)
+    monkeypatch.setattr(MaskPool, "take", spy_take)
     coins = [0, 1, 1, 0]
     seen = [tenant.send(coin) for coin in coins]
     for coin, one, mask in zip(coins, seen, masks, strict=True):
@@ -119,7 +115,8 @@ def test_the_two_inputs_are_a_block_each() -> None:
 def test_the_public_matrix_is_the_one_that_the_provider_was_told(tmp_path: Path) -> None:
     tenant = game.Tenant("lattice", "prompt", tmp_path)
     assert tenant.public_matrix.shape == (DEFAULT.dimension, 32)
-    assert tenant._seed != bytes(32)
+    untold = SeededRows(bytes(32), 0, DEFAULT.dimension).expand(32)
+    assert not torch.equal(tenant.public_matrix, untold)
     assert tenant.known.public_hat.shape[:2] == (DEFAULT.rank, 2 * DEFAULT.ring_degree)
     tenant.close()
 

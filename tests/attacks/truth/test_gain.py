@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -72,23 +73,40 @@ def test_a_thief_without_knowledge_is_within_what_chance_moves() -> None:
     assert beyond <= 6
 
 
-def test_the_worth_is_judged_with_its_interval(tmp_path: Path) -> None:
+@pytest.fixture
+def worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Gain], list[Finding]]:
+    """What a report says of a stolen adapter of that gain."""
+
+    def make(deltas: object, public: object, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def found(gain: Gain) -> list[Finding]:
+        results = results_of([StolenDelta("o_proj", torch.zeros(1, 1))], tmp_path, lambda adapter: gain)
+        return [one.finding for one in results if one.finding.module == "adapter"]
+
+    monkeypatch.setattr(evaluate, "write", make)
+    return found
+
+
+def test_the_worth_is_judged_with_its_interval(worth: Callable[[Gain], list[Finding]], tmp_path: Path) -> None:
     def verdicts(gain: Gain) -> list[str]:
-        return [one.verdict for one in evaluate._worth(gain, tmp_path) if one.metric != KL]
+        return [one.verdict for one in worth(gain) if one.metric != KL]
 
     assert verdicts(questions(8, 1.0)) == ["wins", "wins"]
     assert verdicts(questions(8, 0.5)) == ["above baseline", "above baseline"]
     assert verdicts(questions(8, 0.0)) == ["at baseline", "at baseline"]
-    scattered = evaluate._worth(questions(4, 0.3, 2.0, seed=1), tmp_path)[0]
+    scattered = worth(questions(4, 0.3, 2.0, seed=1))[0]
     assert scattered.interval[1] > abs(scattered.value), "few questions that differ much"
     assert scattered.verdict == "at baseline"
-    assert json.loads((tmp_path / "answers.json").read_text()) == []
+    (answers,) = tmp_path.rglob("answers.json")
+    assert json.loads(answers.read_text()) == []
 
 
-def test_a_copy_says_what_the_victim_says(tmp_path: Path) -> None:
+def test_a_copy_says_what_the_victim_says(worth: Callable[[Gain], list[Finding]]) -> None:
     def verdict(thief: float) -> str:
         made = tuple(Question(10, (50.0, 10.0, 10.0), (10, 1), (thief * size, 20.0 * size)) for size in (1.0, 1.1, 0.9))
-        (found,) = [one for one in evaluate._worth(Gain(made, ()), tmp_path) if one.metric == KL]
+        (found,) = [one for one in worth(Gain(made, ())) if one.metric == KL]
         assert found.value == pytest.approx(thief / 10)
         assert found.baseline == pytest.approx(2.0)
         return found.verdict
@@ -119,18 +137,20 @@ def test_overlap_of_subspaces(rank: int) -> None:
     assert abs(value - baseline) < 4 * deviation
 
 
-def test_the_gate_still_notices_a_tenth_of_the_gain(tmp_path: Path) -> None:
+def test_the_gate_still_notices_a_tenth_of_the_gain(worth: Callable[[Gain], list[Finding]]) -> None:
     for share, alarm in ((0.05, False), (0.15, True), (1.0, True)):
-        found = evaluate._worth(questions(8, share), tmp_path)[0]
+        found = worth(questions(8, share))[0]
         assert bool(verdict.weakened([Result("lattice", "ring", "closed-form", found)])) is alarm
 
 
 # ---- no claim -------------------------------------------------------------------------------------------------------
 
 
-def results_of(claims: Sequence[Claim], tmp_path: Path) -> list[Result]:
+def results_of(claims: Sequence[Claim], tmp_path: Path, measure: Callable[[Path], Gain] | None = None) -> list[Result]:
+    """Args: measure: tells what a stolen adapter is worth; None where that is not asked."""
     view = SimpleNamespace(select=lambda *_: [], with_tensors=lambda: SimpleNamespace(messages=[None]))
-    case = Case("lattice", "lattice", view, None, None, [], None)  # type: ignore[arg-type]
+    task: Any = None if measure is None else SimpleNamespace(measure=measure)
+    case = Case("lattice", "lattice", view, None, None, [], task)  # type: ignore[arg-type]
     quiet = [Adversary("quiet", "", lambda *_: list(claims))]
     return attack(case, quiet, quiet, tmp_path, lambda _: None)
 

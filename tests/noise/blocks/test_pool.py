@@ -6,10 +6,8 @@ import contextlib
 import copy
 import gc
 import itertools
-import os
 import pickle
 import random
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +19,13 @@ import torch
 from noise.blocks.pool import Block, MaskPool
 from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
+from tests.support.forked_child import in_child
+from tests.support.waiting import WAIT_S, end, until
 from wire.errors import MaskError, MaskReused, Unavailable
 from wire.frame import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 BLOCK_ROWS = 8
-TIMEOUT_S = 60.0
 WORKER = "veilbase-masks"
 
 
@@ -45,6 +44,7 @@ class Mill:
         self.numbers = itertools.count(1)
         self.made: list[tuple[int, Direction, int, str]] = []
         self.before: Callable[[], None] = lambda: None
+        self.slots: type[Slots] = Slots
         self.lock = threading.Lock()
 
     def __call__(self, spec: GroupSpec, direction: Direction, num_rows: int) -> Sequence[Block]:
@@ -56,7 +56,7 @@ class Mill:
         request_cols, reply_cols = spec.widths(direction)
         with self.lock:
             rows = torch.tensor([[next(self.numbers)] for _ in range(BLOCK_ROWS)], dtype=torch.int32)
-        return Block(rows.repeat(1, request_cols), -rows.repeat(1, reply_cols), Slots(BLOCK_ROWS))
+        return Block(rows.repeat(1, request_cols), -rows.repeat(1, reply_cols), self.slots(BLOCK_ROWS))
 
     def by_worker(self) -> list[int]:
         return [number for number, _, _, thread in self.made if thread == WORKER]
@@ -88,14 +88,17 @@ def numbers(taken: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
     return [int(row[0]) for row in mask]
 
 
-def wait_until(pool: MaskPool, condition: Callable[[], bool]) -> None:
-    with pool._state:
-        assert pool._state.wait_for(condition, TIMEOUT_S), "the worker did not get there"
+def wait_until(condition: Callable[[], bool]) -> None:
+    until(condition, "the pool's worker")
 
 
 def ready_rows(pool: MaskPool, number: int = 0, direction: Direction = FORWARD) -> int:
-    shelf = pool._shelves.get((number, direction))
-    return 0 if shelf is None else shelf.num_rows
+    return pool.ready_rows().get((number, direction), 0)
+
+
+def workers() -> set[threading.Thread]:
+    """The threads that refill pools, of whatever pool."""
+    return {thread for thread in threading.enumerate() if thread.name == WORKER}
 
 
 # ---- one row, one caller --------------------------------------------------------------------------------------------
@@ -110,7 +113,7 @@ def test_eight_threads_never_share_a_row(make_pool: Any, background: bool, budge
 
     def work(seed: int) -> list[int]:
         draw, mine = random.Random(seed), []
-        start.wait(TIMEOUT_S)
+        start.wait(WAIT_S)
         for _ in range(60):
             spec, direction = draw.choice(keys)
             wanted = draw.choice([1, 1, 2, 7, 8, 9, 30])
@@ -150,6 +153,19 @@ def test_bytes_are_counted_until_a_block_is_used_up(make_pool: Any) -> None:
     assert pool.ready_bytes == 0
 
 
+def test_rows_are_counted_and_told(make_pool: Any) -> None:
+    pool: MaskPool = make_pool(3_000_000)
+    assert pool.ready_rows() == {}
+    assert pool.describe("pads") == "0 of 3 MB of pads and effects ready, in memory only"
+    wide = group(7, 100_000, 25_000)
+    pool.take(wide, FORWARD, 3)
+    pool.take(group(), BACKWARD, 1)
+    assert pool.ready_rows() == {(7, FORWARD): BLOCK_ROWS - 3, (0, BACKWARD): BLOCK_ROWS - 1}
+    assert pool.describe("pads") == (
+        "4 of 3 MB of pads and effects ready, in memory only: at least 5 rows in each of 2 groups and directions"
+    )
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -172,7 +188,7 @@ def test_callers_that_wait_for_a_maker_that_fails_are_freed(make_pool: Any, mill
     go_on = threading.Event()
 
     def fail() -> None:
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(WAIT_S)
         raise Unavailable("gone")
 
     mill.before = fail
@@ -185,7 +201,7 @@ def test_callers_that_wait_for_a_maker_that_fails_are_freed(make_pool: Any, mill
     with ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(work) for _ in range(4)]
         go_on.set()
-        assert [each.result(TIMEOUT_S) for each in waiting] == ["gone"] * 4
+        assert [each.result(WAIT_S) for each in waiting] == ["gone"] * 4
 
 
 def test_an_error_in_the_worker_comes_up_at_the_next_caller_who_needs_a_row(make_pool: Any, mill: Mill) -> None:
@@ -200,13 +216,13 @@ def test_an_error_in_the_worker_comes_up_at_the_next_caller_who_needs_a_row(make
 
     mill.before = fail
     assert numbers(pool.take(group(), FORWARD, BLOCK_ROWS - 2)) == list(range(2, BLOCK_ROWS))
-    assert failed.wait(TIMEOUT_S), "the worker was to refill"
+    assert failed.wait(WAIT_S), "the worker was to refill"
     assert numbers(pool.take(group(), FORWARD, 1)) == [BLOCK_ROWS]  # what was ready is still good
     with pytest.raises(Unavailable, match="gone"):
         pool.take(group(), FORWARD, 1)
     mill.before = lambda: None
     assert len(numbers(pool.take(group(), FORWARD, 3))) == 3
-    wait_until(pool, lambda: ready_rows(pool) >= BLOCK_ROWS // 2)  # and the worker lives on
+    wait_until(lambda: ready_rows(pool) >= BLOCK_ROWS // 2)  # and the worker lives on
 
 
 # ---- ahead of use ---------------------------------------------------------------------------------------------------
@@ -218,11 +234,11 @@ def test_the_worker_refills_in_the_order_of_use(make_pool: Any, mill: Mill) -> N
     for spec in specs:
         pool.prepare(spec, FORWARD, BLOCK_ROWS)
     go_on = threading.Event()
-    mill.before = lambda: None if go_on.wait(TIMEOUT_S) else pytest.fail("held too long")
+    mill.before = lambda: None if go_on.wait(WAIT_S) else pytest.fail("held too long")
     for number in (2, 0, 3, 1):
         pool.take(specs[number], FORWARD, BLOCK_ROWS - 1)
     go_on.set()
-    wait_until(pool, lambda: all(ready_rows(pool, number) > BLOCK_ROWS // 2 for number in range(4)))
+    wait_until(lambda: all(ready_rows(pool, number) > BLOCK_ROWS // 2 for number in range(4)))
     assert mill.by_worker() == [2, 0, 3, 1]
 
 
@@ -249,7 +265,7 @@ def test_the_worker_keeps_to_the_budget(make_pool: Any, mill: Mill) -> None:
     for _ in range(20):
         for spec in specs:
             pool.take(spec, FORWARD, BLOCK_ROWS)
-    wait_until(pool, lambda: pool.ready_bytes == budget)
+    wait_until(lambda: pool.ready_bytes == budget)
     assert most + BLOCK_ROWS * row_bytes(specs[0]) <= budget
     assert len(mill.by_worker()) >= 3
 
@@ -272,7 +288,7 @@ def test_a_layer_that_cannot_fit_does_not_keep_the_others_waiting(make_pool: Any
     pool: MaskPool = make_pool(BLOCK_ROWS * row_bytes(narrow), background=True)
     pool.take(wide, FORWARD, BLOCK_ROWS)
     pool.take(narrow, FORWARD, BLOCK_ROWS)
-    wait_until(pool, lambda: ready_rows(pool, 1) == BLOCK_ROWS)
+    wait_until(lambda: ready_rows(pool, 1) == BLOCK_ROWS)
     assert mill.by_worker() == [1]
 
 
@@ -284,7 +300,7 @@ def test_long_calls_do_not_take_the_budget_from_the_other_layers(make_pool: Any,
     for _ in range(3):
         for spec in specs:
             pool.take(spec, FORWARD, 10 * BLOCK_ROWS)
-    wait_until(pool, lambda: all(ready_rows(pool, number) == 3 * BLOCK_ROWS for number in range(4)))
+    wait_until(lambda: all(ready_rows(pool, number) == 3 * BLOCK_ROWS for number in range(4)))
     assert pool.ready_bytes == budget
 
 
@@ -294,34 +310,36 @@ def test_a_prompt_is_not_prepared_for_again_while_tokens_follow(make_pool: Any, 
     pool.take(group(), FORWARD, 10 * BLOCK_ROWS)
     for _ in range(3 * BLOCK_ROWS):
         pool.take(group(), FORWARD, 1)
-    wait_until(pool, lambda: ready_rows(pool) > BLOCK_ROWS // 2)
+    wait_until(lambda: ready_rows(pool) > BLOCK_ROWS // 2)
     assert {rows for _, _, rows, thread in mill.made if thread == WORKER} == {BLOCK_ROWS}
     for _ in range(2):
         pool.take(group(), FORWARD, 10 * BLOCK_ROWS)
-    wait_until(pool, lambda: ready_rows(pool) >= 10 * BLOCK_ROWS)
+    wait_until(lambda: ready_rows(pool) >= 10 * BLOCK_ROWS)
 
 
-def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill) -> None:
+def test_room_in_the_budget_is_noticed_at_once(make_pool: Any, mill: Mill, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a notification: here the worker's waits have no time limit."""
     first, second = group(0), group(1)
-    pool: MaskPool = make_pool(BLOCK_ROWS * row_bytes(first), background=True)
-    sleeps, wait = threading.Semaphore(0), pool._state.wait
+    sleeps = threading.Semaphore(0)
 
-    def sleep(timeout: float | None = None) -> bool:
-        if threading.current_thread().name != WORKER:
-            return wait(timeout)
-        sleeps.release()
-        return wait(None)
+    class Patient(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread().name != WORKER:
+                return super().wait(timeout)
+            sleeps.release()
+            return super().wait(None)
 
-    pool._state.wait = sleep  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Condition", Patient)
+        pool: MaskPool = make_pool(BLOCK_ROWS * row_bytes(first), background=True)
     pool.prepare(first, FORWARD, BLOCK_ROWS)
     pool.take(first, FORWARD, BLOCK_ROWS - 1)
-    assert sleeps.acquire(timeout=TIMEOUT_S)
+    assert sleeps.acquire(timeout=WAIT_S)
     pool.take(second, FORWARD, BLOCK_ROWS)  # both are wanted from now on, and there is no room
-    assert sleeps.acquire(timeout=TIMEOUT_S)
+    assert sleeps.acquire(timeout=WAIT_S)
     assert mill.by_worker() == []
     pool.take(first, FORWARD, 1)
-    wait_until(pool, lambda: ready_rows(pool, 0) == BLOCK_ROWS)
+    wait_until(lambda: ready_rows(pool, 0) == BLOCK_ROWS)
 
 
 class CuttingMill(Mill):
@@ -354,7 +372,7 @@ def test_decode_on_a_model_too_wide_for_the_budget_never_waits(prompt_rows: int)
         caller = threading.current_thread().name
         for _ in range(5 * BLOCK_ROWS):
             enough = pool.piece_rows // 2
-            wait_until(pool, lambda: all(ready_rows(pool, spec.id) > enough for spec in layers))  # noqa: B023
+            wait_until(lambda: all(ready_rows(pool, spec.id) > enough for spec in layers))  # noqa: B023
             assert pool.ready_bytes <= budget
             mill.made.clear()
             for spec in layers:
@@ -384,11 +402,11 @@ def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
     with contextlib.closing(pool):
         assert pool.piece_rows < BLOCK_ROWS
         numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
-        wait_until(pool, lambda: ready_rows(pool) > 0)  # a piece: nobody knows yet what will follow
+        wait_until(lambda: ready_rows(pool) > 0)  # a piece: nobody knows yet what will follow
         mill.made.clear()
         for _ in range(4):
             numbers(pool.take(spec, FORWARD, BLOCK_ROWS))
-            wait_until(pool, lambda: ready_rows(pool) >= BLOCK_ROWS)
+            wait_until(lambda: ready_rows(pool) >= BLOCK_ROWS)
         assert {rows for _, _, rows, thread in mill.made if thread == WORKER} == {BLOCK_ROWS}
 
 
@@ -396,28 +414,27 @@ def test_steps_of_whole_blocks_are_not_made_in_pieces(mill: Mill) -> None:
 
 
 def test_closing_drops_all_while_the_worker_works(make_pool: Any, mill: Mill) -> None:
+    before = workers()
     pool: MaskPool = make_pool(background=True)
     pool.take(group(), FORWARD, 1)
     in_maker, go_on = threading.Event(), threading.Event()
 
     def hold() -> None:
         in_maker.set()
-        assert go_on.wait(TIMEOUT_S)
+        assert go_on.wait(WAIT_S)
 
     mill.before = hold
     pool.take(group(), FORWARD, BLOCK_ROWS - 1)
-    assert in_maker.wait(TIMEOUT_S)
+    assert in_maker.wait(WAIT_S)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(pool.take, group(), FORWARD, 1)
         pool.close()
         with pytest.raises(MaskError, match="closed"):
-            waiting.result(TIMEOUT_S)
+            waiting.result(WAIT_S)
+    (worker,) = workers() - before
     go_on.set()
-    worker = pool._worker
-    assert worker is not None
-    worker.join(TIMEOUT_S)
-    assert not worker.is_alive()
-    assert (pool.ready_bytes, len(pool._shelves)) == (0, 0), "what the worker was making must not be kept"
+    end(worker)
+    assert (pool.ready_bytes, pool.ready_rows()) == (0, {}), "what the worker was making must not be kept"
     for use in (lambda: pool.take(group(), FORWARD, 1), lambda: pool.prepare(group(), FORWARD, 1)):
         with pytest.raises(MaskError, match="closed"):
             use()
@@ -425,51 +442,37 @@ def test_closing_drops_all_while_the_worker_works(make_pool: Any, mill: Mill) ->
 
 
 def test_a_forgotten_pool_ends_its_worker(mill: Mill) -> None:
+    before = workers()
     pool = MaskPool(mill, BLOCK_ROWS)
     pool.take(group(), FORWARD, BLOCK_ROWS)
-    worker = pool._worker
-    assert worker is not None
+    (worker,) = workers() - before
     del pool
     gc.collect()
-    worker.join(TIMEOUT_S)
-    assert not worker.is_alive()
-
-
-def in_child(work: Callable[[], str]) -> str:
-    """What `work` says in a forked child; `hung` if it never does."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, lambda *_: (os.write(write, b"hung"), os._exit(1)))
-        signal.alarm(10)
-        try:
-            answer = work()
-        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-            answer = f"{type(exc).__name__}: {exc}"
-        os.write(write, answer.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        answer = pipe.read().decode()
-    os.waitpid(pid, 0)
-    return answer
+    end(worker)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("held", [False, True])
-def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, held: bool) -> None:
+def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, mill: Mill, held: bool) -> None:
     """Also where another thread held the pool's lock at that moment: nobody will let it go in the child."""
     pool: MaskPool = make_pool(background=True)
     assert numbers(pool.take(group(), FORWARD, 3)) == [1, 2, 3]
     holding, go_on = threading.Event(), threading.Event()
 
-    def hold() -> None:
-        with pool._state:
+    class Holding(Slots):
+        """Rows are taken under the pool's lock."""
+
+        def take_up_to(self, num_rows: int) -> range:
             holding.set()
-            go_on.wait(TIMEOUT_S)
+            go_on.wait(WAIT_S)
+            return super().take_up_to(num_rows)
+
+    def hold() -> None:
+        mill.slots = Holding
+        pool.take(group(1), FORWARD, 1)
 
     def child() -> str:
-        said = [f"{len(pool._shelves)} shelves, {pool.ready_bytes} bytes"]
+        said = [f"{len(pool.ready_rows())} shelves, {pool.ready_bytes} bytes"]
         for use in (lambda: pool.take(group(), FORWARD, 1), lambda: pool.prepare(group(), FORWARD, 50)):
             try:
                 use()
@@ -482,7 +485,7 @@ def test_a_forked_child_gets_nothing_and_the_parent_goes_on(make_pool: Any, held
     with ThreadPoolExecutor(1) as threads:
         if held:
             threads.submit(hold)
-            assert holding.wait(TIMEOUT_S)
+            assert holding.wait(WAIT_S)
         answer = in_child(child)
         go_on.set()
     assert answer == "0 shelves, 0 bytes, refused, refused, closed"

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from noise.blocks.slots import Slots, SlotsExhausted
-from wire.errors import MaskError, MaskReused
-
-TIMEOUT_S = 60
-
-
-def together(num_threads: int, work: Callable[[], Any]) -> list[Any]:
-    """Runs `work` in that many threads, all let go at once."""
-    gate = threading.Barrier(num_threads)
-
-    def run(_: int) -> Any:
-        gate.wait(TIMEOUT_S)
-        return work()
-
-    with ThreadPoolExecutor(num_threads) as pool:
-        return list(pool.map(run, range(num_threads)))
+from tests.support.thread_switches import switching_every
+from tests.support.threads import together
+from wire.errors import MaskError
 
 
 def test_rows_are_handed_out_once_and_in_order() -> None:
@@ -44,19 +29,6 @@ def test_take_up_to_gives_what_is_left() -> None:
     assert [list(slots.take_up_to(3)), list(slots.take_up_to(3)), list(slots.take_up_to(3))] == [[0, 1, 2], [3, 4], []]
 
 
-def test_burning_a_row_twice_is_refused_and_skipped_rows_are_abandoned() -> None:
-    slots = Slots(8)
-    slots.burn(3)
-    for row in (3, 1, -1):
-        with pytest.raises(MaskReused):
-            slots.burn(row)
-    assert list(slots.take(2)) == [4, 5]
-    with pytest.raises(MaskReused):
-        slots.burn(5)
-    with pytest.raises(SlotsExhausted):
-        slots.burn(8)
-
-
 @pytest.mark.parametrize("num_rows", [-1, 0.5, "1", None])
 def test_a_number_that_is_no_count_burns_and_returns_nothing(num_rows: Any) -> None:
     slots = Slots(4)
@@ -64,18 +36,14 @@ def test_a_number_that_is_no_count_burns_and_returns_nothing(num_rows: Any) -> N
     for ask in (slots.take, slots.take_up_to):
         with pytest.raises((MaskError, TypeError)):
             ask(num_rows)
-    with pytest.raises((MaskReused, TypeError)):
-        slots.burn(num_rows)
     assert list(slots.take(3)) == [1, 2, 3]
 
 
 @pytest.fixture
 def _eager_switching() -> Iterator[None]:
     """Threads take turns as often as the interpreter can, so that a missing lock shows."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-7)
-    yield
-    sys.setswitchinterval(interval)
+    with switching_every(1e-7):
+        yield
 
 
 @pytest.mark.usefixtures("_eager_switching")

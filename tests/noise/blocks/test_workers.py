@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
-from noise.blocks import workers
-from noise.blocks.workers import share
-from tests.waiting import end
+from noise.blocks.workers import alone, share
+from tests.support.forked_child import in_child
+from tests.support.waiting import end
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -109,30 +109,33 @@ def test_work_may_write_to_tensors_of_either_kind() -> None:
             assert bool((out == 1).all())
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_forked_child_has_no_workers_to_wait_for() -> None:
-    share(lambda queue: list(queue), range(4))
-    from noise.blocks import workers
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_no_workers_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone(lambda: None)  # the parent has workers
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if workers._made is None and not workers._lock.locked() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    def child() -> str:
+        seen: list[int] = []
+        share(seen.extend, range(50))
+        return f"{len(seen)} items, {alone(lambda: 'alone')}"
+
+    assert in_child(child) == "50 items, alone"
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-    inner, left = workers._executor(), [allowed]
+    alone(lambda: None)  # the workers are there
+    submit, left = ThreadPoolExecutor.submit, [allowed]
 
-    class Refusing:
-        def submit(self, run: Callable[[], None]) -> Future[None]:
-            if not left[0]:
-                raise RuntimeError("can't start new thread")
-            left[0] -= 1
-            return inner.submit(run)
+    def refusing(executor: ThreadPoolExecutor, *given: Any) -> Future[Any]:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        return submit(executor, *given)
 
-    monkeypatch.setattr(workers, "_executor", Refusing)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refusing)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     seen: list[int] = []
     share(lambda queue: seen.extend(queue), range(50))
     assert sorted(seen) == list(range(50))
+    assert left == [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,23 +13,18 @@ import pytest
 from noise.disk.private_files import make_private, make_private_folder, take_over_rights, write_private
 from noise.hints.store import HintStore
 from noise.ledger.ledger import Ledger
-from tests.noise.hints.test_store import Provider, exact_hint
+from tests.support.exact_hints import Provider, exact_hint
+from tests.support.file_modes import mode, umask_of
 
 OTHER_GROUP = 54321
 ACL = "system.posix_acl_access"
 NO_ID = 2**32 - 1
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 @pytest.fixture(params=[0, 0o022, 0o277], ids=oct)
 def umask(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The umask of the whole process, as a user's shell would have set it before."""
-    before = os.umask(request.param)
-    yield
-    os.umask(before)
+    with umask_of(request.param):
+        yield
 
 
 def test_a_new_folder_and_its_new_parents(tmp_path: Path, umask: None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -22,52 +23,13 @@ from noise.hints.file import HEADER_BYTES, Hint
 from noise.hints.store import HintKey, HintStore
 from noise.params import choose
 from noise.polynomial.negacyclic import product, secret_transform
-from tests.noise.blocks.test_pool import in_child
-from tests.waiting import WAIT_S
+from tests.support.damage import flip
+from tests.support.exact_hints import KEY, ROWS, Provider, Reply, exact_hint
+from tests.support.forked_child import in_child
+from tests.support.reachable import reachable
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, InvalidTensor, MaskError, Unavailable, VerificationFailed
 from wire.frame import Direction
-
-ROWS = 48
-KEY = HintKey("a" * 64, bytes(range(32)), 3, Direction.FORWARD)
-EDGES = [-(2**31), 2**31 - 1, -1, 0, 1, 127, 128, -128, -129, 2**31 - 128, 2**31 - 129, 2047, 2048, -2048, 511, 512]
-
-
-def exact_hint(features: int, rows: int = ROWS) -> torch.Tensor:
-    """int32, shape (rows, features), every edge of rounding among its numbers."""
-    generator = torch.Generator().manual_seed(features)
-    hint = torch.randint(-(2**31), 2**31, (rows, features), generator=generator).to(torch.int32)
-    hint.view(-1)[: len(EDGES)] = torch.tensor(EDGES, dtype=torch.int64).to(torch.int32)
-    return hint
-
-
-class Provider:
-    """Serves the rows of a hint, and fails when it is told to."""
-
-    def __init__(self, hint: torch.Tensor, fail_at: int | None = None) -> None:
-        self.hint, self.fail_at = hint, fail_at
-        self.asked: list[range] = []
-        self.in_flight = self.most_in_flight = 0
-
-    def fetch(self, first_row: int, num_rows: int) -> Reply:
-        self.asked.append(range(first_row, first_row + num_rows))
-        self.in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        return Reply(self, len(self.asked) - 1)
-
-    def get(self, store: HintStore, key: HintKey = KEY, **options: object) -> Hint:
-        return store.get(key, (self.hint.shape[0], self.hint.shape[1]), self.fetch, **options)  # type: ignore[arg-type]
-
-
-class Reply:
-    def __init__(self, provider: Provider, number: int) -> None:
-        self.provider, self.number = provider, number
-
-    def result(self) -> torch.Tensor:
-        self.provider.in_flight -= 1
-        if self.number == self.provider.fail_at:
-            raise Unavailable("the provider went away")
-        rows = self.provider.asked[self.number]
-        return self.provider.hint[rows.start : rows.stop]
 
 
 def accept(first_row: int, rows: torch.Tensor) -> None:
@@ -175,18 +137,9 @@ def test_an_interrupted_fetch_goes_on(tmp_path: Path, stop_at: int) -> None:
     assert received == list(range(stop_at * 10))
     assert not list(tmp_path.glob("*/*.safetensors"))
     second = Provider(exact)
-    progress: list[tuple[int, int]] = []
-    hint = second.get(
-        small_ranges(tmp_path, 70, rows_per_range=7),
-        verify=accept,
-        on_progress=lambda done, total: progress.append((done, total)),
-    )
+    hint = second.get(small_ranges(tmp_path, 70, rows_per_range=7), verify=accept)
     assert [row for rows in second.asked for row in rows] == list(range(stop_at * 10, ROWS))
     assert torch.equal(hint.load(0, 70), rounded(exact, 8))
-    row_bytes = 70 * 4
-    assert progress[0] == (stop_at * 10 * row_bytes, ROWS * row_bytes)
-    assert progress[-1] == (ROWS * row_bytes, ROWS * row_bytes)
-    assert len(progress) == len(second.asked) + 1
     assert not list(tmp_path.glob("*/*.part"))
     assert not list(tmp_path.glob("*/*.journal"))
 
@@ -275,12 +228,6 @@ def test_an_unchecked_hint_is_not_trusted_by_a_checking_session(tmp_path: Path) 
     assert len(provider.asked) == 2
     assert provider.get(store).verified
     assert HintStore(tmp_path).get(KEY, (ROWS, 70), nothing, verify=accept).verified
-
-
-def flip(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("offset", [3, 60, 500, HEADER_BYTES - 1])
@@ -467,14 +414,15 @@ def test_a_child_forked_in_the_middle_of_a_fetch_is_not_stuck(tmp_path: Path, wh
 def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> None:
     """It has a copy of the open lock file: the parent's end of the fetch must free it none the less."""
     done, told = os.pipe()
-    children: list[int] = []
+
+    def live() -> None:
+        os.close(told)
+        os.read(done, 1)  # until the parent closes its end
+
+    child = multiprocessing.get_context("fork").Process(target=live)
 
     def fork(first_row: int, rows: torch.Tensor) -> None:
-        children.append(os.fork())
-        if children[0] == 0:
-            os.close(told)
-            os.read(done, 1)  # until the parent closes its end
-            os._exit(0)
+        child.start()
 
     try:
         Provider(exact_hint(70)).get(HintStore(tmp_path), verify=fork)
@@ -482,8 +430,9 @@ def test_a_child_does_not_keep_the_lock_between_processes(tmp_path: Path) -> Non
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as another process would
     finally:
         os.close(told)
-        os.waitpid(children[0], 0)
+        child.join(WAIT_S)
         os.close(done)
+    assert child.exitcode == 0
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
@@ -504,7 +453,6 @@ def test_the_ram_budget_bounds_what_is_mapped(tmp_path: Path) -> None:
     keys = [HintKey(KEY.weights, KEY.seed, group, Direction.FORWARD) for group in range(5)]
     for key in keys:
         provider.get(store, key).load(0, 70)
-    assert store.kept_bytes() == 3 * file_bytes
     assert mapped_files(tmp_path) == 3
     first = store.get(keys[2], (ROWS, 70), nothing)  # kept: it becomes the most recently used
     store.get(keys[0], (ROWS, 70), nothing)
@@ -512,9 +460,10 @@ def test_the_ram_budget_bounds_what_is_mapped(tmp_path: Path) -> None:
     assert mapped_files(tmp_path) == 3
     tight = HintStore(tmp_path, ram_budget_bytes=file_bytes - 1)
     tight.get(keys[0], (ROWS, 70), nothing).load(0, 70)
-    assert tight.kept_bytes() == 0
+    assert mapped_files(tmp_path) == 3
     Provider(exact_hint(640)).get(store)  # larger than the budget: handed out, and nothing makes room for it
-    assert store.kept_bytes() == 3 * file_bytes
+    assert mapped_files(tmp_path) == 3
+    assert store.get(keys[2], (ROWS, 70), nothing) is first
     del first
     store.close()
     assert mapped_files(tmp_path) == 0
@@ -536,7 +485,7 @@ def test_stream_is_exact_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.
         assert torch.equal(hint.load(3, 69), provider.hint[:, 3:69])
         assert sum(map(len, provider.asked)) == use * ROWS
     assert hint.verified
-    assert (store.dropped_bits, store.rounding_bound(), store.kept_bytes(), store.stored_bytes()) == (0, 0, 0, 0)
+    assert (store.dropped_bits, store.rounding_bound(), store.stored_bytes()) == (0, 0, 0)
     assert store.total_bytes([(ROWS, 70)]) == hint_bytes
     roomy = HintStore(None, ram_budget_bytes=hint_bytes)
     assert provider.get(roomy) is roomy.get(KEY, (ROWS, 70), nothing)
@@ -572,19 +521,20 @@ def test_a_seed_forgotten_during_a_fetch_does_not_disturb_it(tmp_path: Path, sto
     hint = provider.get(store, verify=forget)
     assert torch.equal(hint.load(0, 70), rounded(provider.hint, 8))
     assert left_in(tmp_path) == []
-    assert store.kept_bytes() == 0
+    assert reachable(store, Hint) == [], "a forgotten hint is not kept"
 
 
 def test_a_forgotten_hint_that_is_asked_for_once_more_is_not_stored(tmp_path: Path) -> None:
     store, provider = HintStore(tmp_path), Provider(exact_hint(70))
     provider.get(store)
+    assert len(reachable(store, Hint)) == 1
     store.forget(KEY.seed)
     for _ in range(2):
         hint = provider.get(store, verify=accept)
         assert torch.equal(hint.load(0, 70), provider.hint)
         assert hint.verified
     assert left_in(tmp_path) == []
-    assert (store.kept_bytes(), store.stored_bytes()) == (0, 0)
+    assert (reachable(store, Hint), store.stored_bytes()) == ([], 0)
 
 
 @pytest.mark.parametrize("kind", [VerificationFailed, Unavailable])

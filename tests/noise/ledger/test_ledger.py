@@ -21,10 +21,12 @@ from noise.blocks.slots import SlotsExhausted
 from noise.ledger import file
 from noise.ledger import ledger as module
 from noise.ledger.ledger import Ledger, SeedExhausted
-from tests.noise.blocks.test_slots import together
+from tests.support.ledger_blocks import reserve_through_renewals
+from tests.support.repository import ROOT
+from tests.support.threads import together
+from tests.support.waiting import WAIT_S
 from wire.errors import ConfigurationError, MaskError
 
-TIMEOUT_S = 60
 BUDGET = 1000
 
 
@@ -198,17 +200,6 @@ def test_threads_share_one_time_batches(path: Path) -> None:
 # threads and processes
 
 
-def reserve_through_renewals(ledger: Ledger, num_calls: int, budget: int) -> list[tuple[str, int]]:
-    """(seed, block number) of every block, renewing as a caller does."""
-    seed, blocks = ledger.current_seed("toy", budget), []
-    while len(blocks) < num_calls:
-        try:
-            blocks.append((seed.seed_id, ledger.reserve(seed.seed_id, 1, "worker").first_block))
-        except SeedExhausted:
-            seed = ledger.renew(seed.seed_id)
-    return blocks
-
-
 @pytest.mark.parametrize("one_ledger_each", [False, True])
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])
 def test_threads_never_share_a_block(path: Path, one_ledger_each: bool, compact_bytes: int) -> None:
@@ -236,25 +227,20 @@ def check_blocks(blocks: list[tuple[str, int]], path: Path, budget: int) -> None
 WORKER = """
 import json, sys
 from pathlib import Path
-from noise.ledger.ledger import Ledger, SeedExhausted
+from noise.ledger.ledger import Ledger
+from tests.support.ledger_blocks import reserve_through_renewals
 
 path, num_calls, budget, compact_bytes = Path(sys.argv[1]), *map(int, sys.argv[2:])
 print("ready", flush=True)
 sys.stdin.readline()
 ledger = Ledger.open(path, "acme", compact_bytes=compact_bytes)
-seed, blocks = ledger.current_seed("toy", budget), []
-while len(blocks) < num_calls:
-    try:
-        blocks.append((seed.seed_id, ledger.reserve(seed.seed_id, 1, "worker").first_block))
-    except SeedExhausted:
-        seed = ledger.renew(seed.seed_id)
-print(json.dumps(blocks), flush=True)
+print(json.dumps(reserve_through_renewals(ledger, num_calls, budget)), flush=True)
 """
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], text=True, **pipes)
+    return subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)], cwd=ROOT, text=True, **pipes)
 
 
 @pytest.mark.parametrize("compact_bytes", [module.COMPACT_BYTES, 500])
@@ -271,13 +257,13 @@ def test_processes_share_one_count_and_renew_once(path: Path, compact_bytes: int
             worker.stdin.write("go\n")
             worker.stdin.flush()
         for worker in workers:
-            out, err = worker.communicate(timeout=TIMEOUT_S)
+            out, err = worker.communicate(timeout=WAIT_S)
             assert worker.returncode == 0, err
             outputs += [(seed_id, block) for seed_id, block in json.loads(out)]
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait(TIMEOUT_S)
+            worker.wait(WAIT_S)
     check_blocks(outputs, path, budget=50)
 
 
@@ -303,10 +289,12 @@ def test_compaction_keeps_the_totals_and_bounds_the_file(path: Path) -> None:
 def test_records_after_a_compaction_go_to_the_new_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = opened(path, compact_bytes=1)
     seed_id = ledger.current_seed("toy", BUDGET).seed_id
-    with ledger._transaction():
-        ledger._append(file.reserve_record(seed_id, 2, "compacts"))
-        monkeypatch.setattr(os, "replace", disk_full)
-        ledger._append(file.reserve_record(seed_id, 4, "does not"))
+    before = path.stat().st_ino
+    ledger.reserve(seed_id, 2, "compacts")
+    compacted = path.stat().st_ino
+    monkeypatch.setattr(os, "replace", disk_full)
+    ledger.reserve(seed_id, 4, "does not")
+    assert path.stat().st_ino == compacted != before
     assert used(path) == {seed_id: 6}
 
 
@@ -332,7 +320,7 @@ def test_a_killed_process_used_no_more_than_is_counted(path: Path, num_reports: 
             assert worker.stdout.readline()
     finally:
         worker.kill()
-    reports = [int(line) for line in worker.communicate(timeout=TIMEOUT_S)[0].splitlines() if line]
+    reports = [int(line) for line in worker.communicate(timeout=WAIT_S)[0].splitlines() if line]
     (count,) = used(path).values()
     assert count >= max(reports, default=3 * num_reports) >= 3 * num_reports
     ledger = opened(path)  # and the lock of the dead does not hold anybody up
@@ -369,8 +357,7 @@ if held:  # as if another thread were inside at that moment: the child must not 
         lock.acquire()
 child = fork()
 if child == 0:
-    asks = [lambda: slots.take(1), lambda: slots.take_up_to(1), lambda: slots.burn(0),
-            lambda: reservation.open_block(8),
+    asks = [lambda: slots.take(1), lambda: slots.take_up_to(1), lambda: reservation.open_block(8),
             lambda: ledger.reserve(seed_id, 1, "x"), lambda: ledger.current_seed("toy", 1000),
             lambda: ledger.renew(seed_id), lambda: ledger.fresh_seed("shares"), lambda: ledger.audit()]
     refused = 0
@@ -397,7 +384,7 @@ print(os.waitstatus_to_exitcode(status))
 @pytest.mark.parametrize("locks", ["free", "held"])
 def test_a_forked_child_is_refused_and_the_parent_goes_on(path: Path, kind: str, locks: str) -> None:
     command = [sys.executable, "-c", FORK, str(path), kind, locks]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout == "0\n", done.stderr
 
 

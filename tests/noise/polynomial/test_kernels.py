@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,13 +14,15 @@ import pytest
 import torch
 
 from noise.polynomial import kernels
-from noise.polynomial.negacyclic import reference_product
 from noise.sampling import Csprng, ternary
+from tests.support.cached import forget
+from tests.support.compiled_kernels import needs_transforms
+from tests.support.repository import ROOT
+from tests.support.schoolbook import reference_product
 from wire.errors import ConfigurationError
 
 CPU_INFO = Path("/proc/cpuinfo")
 FLAGS = CPU_INFO.read_text().split() if platform.machine() == "x86_64" and CPU_INFO.exists() else []
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled transforms on this machine")
 RNG = Csprng()
 
 
@@ -34,17 +37,30 @@ def test_setting_up_has_built_them() -> None:
     assert kernels.available()
 
 
+@pytest.fixture
+def _loaded_anew() -> Iterator[None]:
+    forget(kernels)
+    yield
+    forget(kernels)
+
+
+@needs_transforms
+@pytest.mark.usefixtures("_loaded_anew")
 def test_they_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VEILBASE_KERNELS", "none")
-    assert kernels._library.__wrapped__() is None
+    assert not kernels.available()
+    with pytest.raises(ConfigurationError, match="no compiled transforms"):
+        kernels.transform(torch.zeros(2, 1, dtype=torch.int32), 1, 2)
 
 
+@needs_transforms
+@pytest.mark.usefixtures("_loaded_anew")
 def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "LIBRARY", tmp_path / "_kernels.so")
-    assert kernels._library.__wrapped__() is None
+    assert not kernels.available()
 
 
-@needs_kernels
+@needs_transforms
 @pytest.mark.parametrize("dtype", [None, torch.int8, torch.int16, torch.int32])
 @pytest.mark.parametrize("features", [1, 3, 4, 5, 15, 16, 17, 33])
 @pytest.mark.parametrize(("rank", "degree"), [(1, 2), (2, 4), (3, 8), (1, 16), (2, 64), (5, 128)])
@@ -72,7 +88,7 @@ def test_every_width_and_error(rank: int, degree: int, features: int, dtype: tor
             assert torch.equal(again[:, :, start:], expected[:, :, start:])
 
 
-@needs_kernels
+@needs_transforms
 @pytest.mark.parametrize("half", [1, 2, 4, 8, 64, 256, 1024])
 def test_roots_are_within_a_unit_in_the_last_place(half: int) -> None:
     table = kernels.twiddles(half).reshape(-1, 2)
@@ -92,7 +108,7 @@ def test_roots_are_within_a_unit_in_the_last_place(half: int) -> None:
             assert abs(mpmath.mpf(im) - exact.imag) <= mpmath.mpf(2) ** -53
 
 
-@needs_kernels
+@needs_transforms
 def test_refuses_what_the_compiled_code_would_not_notice() -> None:
     matrix, secrets = draw(2, 8, 6, 3)
     secrets_hat, out = kernels.secret_transform(secrets), torch.zeros(3, 8, 6, dtype=torch.int32)
@@ -134,23 +150,11 @@ def test_refuses_what_the_compiled_code_would_not_notice() -> None:
 
 
 GUARDED = """
-import ctypes, mmap, torch
+import torch
 from noise.polynomial import kernels
-from noise.polynomial.negacyclic import reference_product
 from noise.sampling import Csprng, ternary
-libc = ctypes.CDLL(None, use_errno=True)
-PAGE = mmap.PAGESIZE
-
-def guarded(tensor):
-    '''A copy that ends where memory ends.'''
-    size = -(-tensor.numel() * tensor.itemsize // PAGE) * PAGE
-    area = mmap.mmap(-1, size + PAGE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    assert libc.mprotect(ctypes.c_void_p(start + size), PAGE, 0) == 0
-    count, width = tensor.numel(), tensor.itemsize
-    copy = torch.frombuffer(area, dtype=tensor.dtype, count=count, offset=size - count * width)
-    return copy.view(tensor.shape).copy_(tensor)
-
+from tests.support.guarded_memory import guarded
+from tests.support.schoolbook import reference_product
 rng = Csprng()
 for rank, degree in [(1, 2), (2, 4), (3, 32), (2, 128)]:
     for features in (1, 3, 4, 6, 16, 18, 37):
@@ -172,8 +176,8 @@ print("kept inside")
 """
 
 
-@needs_kernels
+@needs_transforms
 def test_reads_and_writes_nothing_past_an_end() -> None:
     """In a process of its own: what it would do wrong ends it."""
-    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", GUARDED], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "kept inside\n"), done.stderr[-500:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from noise.blocks.workers import alone
 from noise.params import PARAMETERS, LatticeParameters
-from noise.polynomial import kernels, negacyclic
-from noise.polynomial.negacyclic import combine, product, reference_product, secret_transform, transform
+from noise.polynomial import kernels
+from noise.polynomial.negacyclic import combine, product, secret_transform, transform
 from noise.sampling import Csprng, error, ternary
+from tests.support.compiled_kernels import compiled_and_torch, needs_transforms
+from tests.support.repository import ROOT
+from tests.support.schoolbook import reference_product
 from tests.vectors import make_lattice_vectors
 from wire.errors import ConfigurationError, MaskError
 from wire.ring import coding
 
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
-VECTORS = Path(__file__).parents[2] / "vectors"
+VECTORS = ROOT / "tests" / "vectors"
 RNG = Csprng()
 
-
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason="no compiled transforms on this machine")
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(True, marks=needs_kernels, id="compiled"), pytest.param(False, id="torch")]
-)
-def is_compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """The compiled form and torch's."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not request.param:
-            patch.setattr(kernels, "available", lambda: False)
-        yield request.param
+is_compiled = compiled_and_torch(kernels, needs_transforms)
 
 
 pytestmark = pytest.mark.usefixtures("is_compiled")
@@ -102,6 +94,13 @@ def test_the_script_is_independent_of_what_it_tests() -> None:
     assert not any(word in source for word in ("torch", "numpy", "import noise", "from noise", "from wire"))
 
 
+@pytest.fixture
+def _many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is cut as for 64 threads: eight features a chunk, or sixteen in the compiled form."""
+    alone(lambda: None)  # The workers are made before, with the real number.
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+
+
 # against the schoolbook
 
 
@@ -143,12 +142,21 @@ def test_the_largest_ring_at_random() -> None:
     check(random_matrix(parameters, 1), random_secrets(parameters, 1), parameters)
 
 
+@pytest.mark.usefixtures("_many_threads")
 @pytest.mark.parametrize("features", [0, 1, 7, 8, 9, 64])
-def test_chunks_do_not_show(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(negacyclic, "_CHUNK_BYTES", 1)  # eight features a chunk
-    monkeypatch.setattr(negacyclic, "_COMPILED_CHUNK", 16)
+def test_chunks_do_not_show(features: int) -> None:
     parameters = toy(16, 3)
     check(random_matrix(parameters, features), random_secrets(parameters, 2), parameters)
+
+
+def test_chunks_of_one_thread_do_not_show(is_compiled: bool) -> None:
+    """It goes on with the memory of the chunk before; the last chunk is a smaller one."""
+    parameters = toy(512, 1)
+    matrix, secrets = random_matrix(parameters, 401), random_secrets(parameters, 2)
+    seen = Packed(matrix & -256)
+    assert torch.equal(product(seen, secret_transform(secrets), parameters), reference_product(matrix & -256, secrets))
+    assert len(seen.loads) == (7 if is_compiled else 3)
+    check(matrix, secrets, parameters)
 
 
 def test_a_slice_of_the_transforms_serves_a_narrower_layer() -> None:
@@ -159,15 +167,14 @@ def test_a_slice_of_the_transforms_serves_a_narrower_layer() -> None:
         assert torch.equal(made, reference_product(matrix[:, :features], secrets))
 
 
-def test_any_strides_in_and_out() -> None:
+def test_any_strides() -> None:
     parameters = toy(32, 2)
-    matrix, secrets = random_matrix(parameters, 12), random_secrets(parameters, 3)
-    feature_major = matrix.t().contiguous().t()
-    wide = torch.full((3, 32, 20), 7, dtype=torch.int32)
-    product(feature_major, secret_transform(secrets), parameters, out=wide[:, :, 4:16])
-    assert torch.equal(wide[:, :, 4:16], reference_product(matrix, secrets))
-    assert bool((wide[:, :, :4] == 7).all())
-    assert bool((wide[:, :, 16:] == 7).all())
+    wide, secrets = random_matrix(parameters, 20), random_secrets(parameters, 3)
+    matrix, secrets_hat = wide[:, 4:16], secret_transform(secrets)
+    expected = reference_product(matrix.contiguous(), secrets)
+    for laid_out in (matrix, matrix.t().contiguous().t(), wide.t().contiguous().t()[:, 4:16]):
+        assert torch.equal(product(laid_out, secrets_hat, parameters), expected)
+        assert torch.equal(combine(transform(laid_out, parameters), secrets_hat), expected)
 
 
 class Packed:
@@ -186,9 +193,8 @@ class Packed:
         return wide.view(torch.int32).squeeze(-1).t()
 
 
-def test_packed_hints_are_decoded_chunk_by_chunk(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(negacyclic, "_CHUNK_BYTES", 1)
-    monkeypatch.setattr(negacyclic, "_COMPILED_CHUNK", 16)
+@pytest.mark.usefixtures("_many_threads")
+def test_packed_hints_are_decoded_chunk_by_chunk(is_compiled: bool) -> None:
     parameters = toy(64, 3)
     matrix, secrets = random_matrix(parameters, 19) & -256, random_secrets(parameters, 2)
     packed = Packed(matrix)
@@ -237,8 +243,8 @@ def measured_error(parameters: LatticeParameters) -> float:
         combiner = kernels.Combiner(secrets_hat, torch.empty(2, 2 * half, 4, dtype=torch.int32))
         return max(combiner.by_transforms(hat, 0, 4), combiner.by_matrix(matrix, 0, 4))
     sums = (hat[None] * secrets_hat[:, :, None]).sum(1)
-    turned = torch.fft.ifft(sums, norm="forward") * negacyclic._untwist(half)
-    values = torch.view_as_real(turned)
+    angles = torch.arange(half, dtype=torch.float64) * (-math.pi / (2 * half))
+    values = torch.view_as_real(torch.fft.ifft(sums) * torch.polar(torch.ones_like(angles), angles))
     return float((values - values.round()).abs().max())
 
 

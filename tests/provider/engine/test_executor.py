@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,123 +15,44 @@ import torch
 from provider.engine.executor import Executor
 from provider.engine.job import Job, Outcome
 from provider.engine.profile import latency_model
-from provider.engine.replica import Here, Replica
+from provider.engine.replica import Here
 from provider.model.served_model import ServedModel
-from provider.operations.meter import Meter
 from provider.schedule.policy import Policy
 from provider.schedule.request_class import RequestClass
 from provider.schedule.scheduler import Scheduler
 from provider.schedule.ticket import Batch, Piece
-from tests.waiting import WAIT_S, comes, end
+from tests.support.executor_gate import FLOAT, RING, Answer, Gate
+from tests.support.ring_products import CALL
+from tests.support.ring_rows import COLS, ring_rows
+from tests.support.waiting import WAIT_S, comes, end
 from wire.errors import DeadlineExceeded, InvalidTensor, RemoteFault
-from wire.frame import Arithmetic, Call, Direction, Purpose
-from wire.ring.seeded_rows import Rows, SeededRows, count_rows
-
-RING, FLOAT = Arithmetic.RING, Arithmetic.FLOAT
-CALL = Call(0, Direction.FORWARD, RING)
-COLS = 32
+from wire.frame import Call, Direction, Purpose
+from wire.ring.seeded_rows import Rows, SeededRows
 
 
-class Gate:
-    """An executor whose thread stands still until `open`, so that what comes meanwhile meets in the queue."""
-
-    def __init__(
-        self,
-        core: ServedModel,
-        policy: Policy | None = None,
-        charge: Callable[[str, float], None] = lambda tenant, seconds: None,
-    ) -> None:
-        self.batches: list[tuple[Call, int]] = []
-        self.recorded: list[tuple[str, Call, Rows, torch.Tensor | None]] = []
-        self.meter = Meter()
-        self._core, self._may_go, self._stands = core, threading.Event(), threading.Event()
-        scheduler = Scheduler(policy or Policy(max_wait_s=0.001), latency_model(core.served, profiled=False))
-        self.executor = Executor(
-            [Here(self._product)], scheduler, lambda *what: self.recorded.append(what), self.meter, charge
-        )
-        self.blocker = self.submit(torch.zeros(1, COLS, dtype=torch.int32), Call(1, Direction.FORWARD, RING))
-        comes(self._stands, "the product that holds the thread")
-        self.batches.clear()
-
-    def _product(self, call: Call, rows: Rows) -> torch.Tensor:
-        if not self._may_go.is_set():
-            self._stands.set()
-            comes(self._may_go, "`open`")
-        self.batches.append((call, count_rows(rows)))
-        return self._core.compute(call, rows)
-
-    def submit(
-        self,
-        rows: Rows,
-        call: Call = CALL,
-        tenant: str = "acme",
-        kind: RequestClass = RequestClass.FINETUNE,
-        seconds: float = 60.0,
-    ) -> Answer:
-        answer = Answer()
-        answer.job = Job(call, rows, tenant, kind, time.monotonic() + seconds, answer.take, 64)
-        self.executor.submit(answer.job)
-        return answer
-
-    def open(self) -> None:
-        self._may_go.set()
-
-
-class Answer:
-    """What a request came to."""
-
-    job: Job
-
-    def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
-        self._done = threading.Event()
-
-    def take(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-        self._done.set()
-
-    def get(self) -> Outcome:
-        comes(self._done, "an answer")
-        assert len(self.outcomes) == 1
-        return self.outcomes[0]
-
-
-@pytest.fixture
-def gate(core: ServedModel) -> Iterator[Gate]:
-    made = Gate(core)
-    yield made
-    made.open()
-    made.executor.close()
-
-
-def ring_rows(num_rows: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-(2**31), 2**31, (num_rows, COLS), dtype=torch.int32, generator=generator)
-
-
-def test_a_large_request_in_pieces_is_exact(core: ServedModel) -> None:
-    gate = Gate(core, Policy(max_wait_s=0.0, max_batch_rows=50))
+def test_a_large_request_in_pieces_is_exact(served_model: ServedModel) -> None:
+    gate = Gate(served_model, Policy(max_wait_s=0.0, max_batch_rows=50))
     rows = ring_rows(333)
     answer = gate.submit(rows)
     gate.open()
     reply = answer.get()
     gate.executor.close()
     assert isinstance(reply, torch.Tensor)
-    assert torch.equal(reply, core.compute(CALL, rows))
+    assert torch.equal(reply, served_model.compute(CALL, rows))
     assert [count for call, count in gate.batches if call == CALL] == [50] * 6 + [33]
     assert [(tenant, request.shape[0]) for tenant, call, request, _ in gate.recorded if call == CALL] == [("acme", 333)]
 
 
-def test_a_hint_in_pieces_is_exact(core: ServedModel) -> None:
+def test_a_hint_in_pieces_is_exact(served_model: ServedModel) -> None:
     call = Call(0, Direction.FORWARD, RING, Purpose.HINT)
-    gate = Gate(core, Policy(max_wait_s=0.0, max_batch_rows=50))
+    gate = Gate(served_model, Policy(max_wait_s=0.0, max_batch_rows=50))
     seeded = SeededRows(bytes(32), 5, 120)
     answer = gate.submit(seeded, call)
     gate.open()
     reply = answer.get()
     gate.executor.close()
     assert isinstance(reply, torch.Tensor)
-    assert torch.equal(reply, core.compute(call, seeded))
+    assert torch.equal(reply, served_model.compute(call, seeded))
 
 
 def test_cancelled_and_expired_requests_are_not_computed(gate: Gate) -> None:
@@ -156,7 +77,7 @@ def test_nothing_is_held_afterwards(gate: Gate) -> None:
     held: list[weakref.ref[object]] = []
 
     def send(number: int) -> Answer:
-        rows = ring_rows(4, number)
+        rows = ring_rows(4, seed=number)
         held.append(weakref.ref(rows))
         return gate.submit(rows, tenant=f"t{number}")
 
@@ -175,7 +96,7 @@ def test_nothing_is_held_afterwards(gate: Gate) -> None:
     assert [one for one in held if one() is not None] == []
 
 
-def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, core: ServedModel) -> None:
+def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, served_model: ServedModel) -> None:
     rows = ring_rows(1)
     assert gate.executor.compute_here("a", CALL, rows) is None  # a product is being made
     gate.open()
@@ -186,7 +107,7 @@ def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, core
             break
         gate.submit(rows).get()
     assert isinstance(reply, torch.Tensor)
-    assert torch.equal(reply, core.compute(CALL, rows))
+    assert torch.equal(reply, served_model.compute(CALL, rows))
     assert gate.recorded[-1][0] == "a"
     call = Call(0, Direction.FORWARD, FLOAT)
     assert isinstance(gate.executor.compute_here("a", call, torch.full((1, COLS), float("nan"))), InvalidTensor)
@@ -194,7 +115,7 @@ def test_small_work_is_done_where_it_came_while_nothing_else_is(gate: Gate, core
 
 
 def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
-    answers = [gate.submit(ring_rows(1, n), tenant=f"t{n}", kind=RequestClass.DECODE) for n in range(6)]
+    answers = [gate.submit(ring_rows(1, seed=n), tenant=f"t{n}", kind=RequestClass.DECODE) for n in range(6)]
     assert all(not answer.outcomes for answer in answers)
     gate.open()
     for answer in answers:
@@ -202,17 +123,17 @@ def test_small_work_of_several_tenants_is_one_product(gate: Gate) -> None:
     assert [count for call, count in gate.batches if call == CALL] == [6]
 
 
-def test_only_products_are_measured(core: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_products_are_measured(served_model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a tenant that cancels, or sends what is refused, would teach the scheduler that rows cost nothing."""
-    gate = Gate(core, Policy(max_wait_s=0.0))
+    gate = Gate(served_model, Policy(max_wait_s=0.0))
     measured: list[int] = []
-    computed = gate.executor._scheduler.computed
+    computed = gate.scheduler.computed
 
     def note(batch: Batch, seconds: float) -> None:
         measured.append(batch.num_rows)
         computed(batch, seconds)
 
-    monkeypatch.setattr(gate.executor._scheduler, "computed", note)
+    monkeypatch.setattr(gate.scheduler, "computed", note)
     call = Call(0, Direction.FORWARD, FLOAT)
     bad = gate.submit(torch.full((2000, COLS), float("nan")), call, "a")
     late = gate.submit(ring_rows(2001), tenant="b", seconds=-1)
@@ -231,7 +152,7 @@ def test_only_products_are_measured(core: ServedModel, monkeypatch: pytest.Monke
 def test_a_scheduler_that_breaks_answers_everybody_and_goes_on(
     gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scheduler = gate.executor._scheduler
+    scheduler = gate.scheduler
     next_batch, left = scheduler.next_batch, [1]
 
     def broken(now_s: float) -> Batch | None:
@@ -256,17 +177,17 @@ def test_rows_of_nothing(gate: Gate) -> None:
 
 
 def test_a_batch_that_breaks_the_thread_is_survived(
-    core: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate = Gate(core)
-    products = gate.executor._products
+    gate = Gate(served_model)
+    count = gate.meter.batch
 
-    def broken(replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
-        if batch.num_rows == 13:
+    def broken(pieces: Sequence[Piece], began_s: float, seconds: float) -> None:
+        if pieces[0].num_rows == 13:
             raise ValueError("secret 123.456")
-        return products(replica, batch)
+        count(pieces, began_s, seconds)
 
-    monkeypatch.setattr(gate.executor, "_products", broken)
+    monkeypatch.setattr(gate.meter, "batch", broken)
     broken_one = gate.submit(ring_rows(13), tenant="a")
     gate.open()
     assert isinstance(broken_one.get(), RemoteFault)
@@ -275,18 +196,18 @@ def test_a_batch_that_breaks_the_thread_is_survived(
     assert "secret" not in caplog.text
 
 
-def test_profiles_are_of_this_machine(core: ServedModel) -> None:
+def test_profiles_are_of_this_machine(served_model: ServedModel) -> None:
     """Within what a shared core may change from one moment to the next; a guess from multiplications is far off."""
-    latency, guess = latency_model(core.served), latency_model(core.served, profiled=False)
+    latency, guess = latency_model(served_model.served), latency_model(served_model.served, profiled=False)
     ratios, guesses = [], []
-    for group in core.manifest().groups:
+    for group in served_model.manifest().groups:
         for direction in Direction:
             call, rows = Call(group.id, direction, RING), ring_rows(64).repeat(1, 8)
             rows = rows[:, : group.widths(direction)[0]].contiguous()
             seconds = []
             for _ in range(9):
                 began_s = time.perf_counter()
-                core.compute(call, rows)
+                served_model.compute(call, rows)
                 seconds.append(time.perf_counter() - began_s)
             ratios.append(latency.predict_s(call, 64) / statistics.median(seconds))
             guesses.append(guess.predict_s(call, 64) / statistics.median(seconds))
@@ -303,16 +224,16 @@ def test_a_request_of_no_rows_that_was_cancelled_harms_nobody(gate: Gate) -> Non
     assert isinstance(waiting.get(), torch.Tensor)
 
 
-def test_who_waits_is_woken_after_a_small_product_beside(core: ServedModel) -> None:
+def test_who_waits_is_woken_after_a_small_product_beside(served_model: ServedModel) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def product(call: Call, rows: Rows) -> torch.Tensor:
         if isinstance(rows, torch.Tensor) and rows.shape[0] == 1:
             inside.set()
             comes(go_on, "the rest of the test")
-        return core.compute(call, rows)
+        return served_model.compute(call, rows)
 
-    executor = Executor([Here(product)], Scheduler(Policy(), latency_model(core.served, profiled=False)))
+    executor = Executor([Here(product)], Scheduler(Policy(), latency_model(served_model.served, profiled=False)))
     small = threading.Thread(target=executor.compute_here, args=("a", CALL, ring_rows(1)))
     small.start()
     comes(inside, "the small product")
@@ -329,7 +250,7 @@ def test_who_waits_is_woken_after_a_small_product_beside(core: ServedModel) -> N
 
 @pytest.mark.parametrize(("slo_s", "is_made"), [(0.001, True), (None, False)])
 def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
-    core: ServedModel, slo_s: float | None, is_made: bool
+    served_model: ServedModel, slo_s: float | None, is_made: bool
 ) -> None:
     """One at a time, so that the large one has half of the core at least; without a target all take turns."""
     inside, go_on = threading.Semaphore(0), threading.Event()
@@ -338,10 +259,10 @@ def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
         if isinstance(rows, torch.Tensor) and rows.shape[0] != 2:
             inside.release()
             comes(go_on, "the rest of the test")
-        return core.compute(call, rows)
+        return served_model.compute(call, rows)
 
     policy = Policy(slo_s=slo_s)
-    executor = Executor([Here(product)], Scheduler(policy, latency_model(core.served, profiled=False)))
+    executor = Executor([Here(product)], Scheduler(policy, latency_model(served_model.served, profiled=False)))
     large = Answer()
     executor.submit(Job(CALL, ring_rows(50), "b", RequestClass.PREFILL, time.monotonic() + 60, large.take, 64))
     assert inside.acquire(timeout=WAIT_S)
@@ -349,7 +270,7 @@ def test_under_a_target_a_small_product_does_not_wait_for_a_large_one(
     beside = executor.compute_here("a", CALL, rows)
     assert (beside is not None) is is_made
     if isinstance(beside, torch.Tensor):
-        assert torch.equal(beside, core.compute(CALL, rows))
+        assert torch.equal(beside, served_model.compute(CALL, rows))
         held = threading.Thread(target=executor.compute_here, args=("a", CALL, ring_rows(1)))
         held.start()
         assert inside.acquire(timeout=WAIT_S)
@@ -380,7 +301,7 @@ class Clock:
 
 
 def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
-    core: ServedModel, monkeypatch: pytest.MonkeyPatch
+    served_model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the latency model nor the tenant of the large one is told of it."""
     inside, go_on = threading.Semaphore(0), threading.Event()
@@ -394,10 +315,10 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
             clock.work(0.25)
         else:
             clock.work(0.5)
-        return core.compute(call, rows)
+        return served_model.compute(call, rows)
 
     charged: dict[str, float] = {}
-    scheduler = Scheduler(Policy(slo_s=0.001), latency_model(core.served, profiled=False))
+    scheduler = Scheduler(Policy(slo_s=0.001), latency_model(served_model.served, profiled=False))
     measured: list[float] = []
     monkeypatch.setattr(scheduler, "computed", lambda batch, seconds: measured.append(seconds))
     executor = Executor([Here(product)], scheduler, charge=charged.__setitem__)
@@ -413,9 +334,11 @@ def test_what_a_small_product_beside_a_large_one_takes_is_its_own(
     assert measured == [charged["large"]] == [0.25]  # of the 1.75 seconds that it was in the making
 
 
-def test_a_reply_is_given_when_the_replica_is_free(core: ServedModel) -> None:
+def test_a_reply_is_given_when_the_replica_is_free(served_model: ServedModel) -> None:
     """Whoever is woken by it may take the core for long, and nobody else should wait for that."""
-    executor = Executor([Here(core.compute)], Scheduler(Policy(), latency_model(core.served, profiled=False)))
+    executor = Executor(
+        [Here(served_model.compute)], Scheduler(Policy(), latency_model(served_model.served, profiled=False))
+    )
     answer, meanwhile = Answer(), []
 
     def done(outcome: Outcome) -> None:

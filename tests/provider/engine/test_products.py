@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from provider.embedded import serve_in_process
 from provider.model.served_model import ServedModel
-from tests.conftest import make_tiny
+from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor, RemoteFault, UnknownLayer
 from wire.frame import DTYPES, Arithmetic, Call, Direction, Purpose
 from wire.ring import coding
@@ -29,18 +29,18 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return serve_in_process(str(folder), weights), folder
 
 
-def weights_of(core: ServedModel, folder: Path, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+def weights_of(served_model: ServedModel, folder: Path, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The checkpoint's W, shape (in, out), and b of one group."""
     state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    layers = core.manifest().groups[group].layers
+    layers = served_model.manifest().groups[group].layers
     parts = [state[f"{layer.name}.weight"] for layer in layers]
     matrices = [part if layer.kind == "conv1d" else part.t() for part, layer in zip(parts, layers, strict=True)]
     biases = [state.get(f"{layer.name}.bias", torch.zeros(layer.out_features)) for layer in layers]
     return torch.cat(matrices, 1), torch.cat(biases)
 
 
-def random_rows(core: ServedModel, call: Call, num_rows: int) -> torch.Tensor:
-    info = core.manifest().groups[call.group]
+def random_rows(served_model: ServedModel, call: Call, num_rows: int) -> torch.Tensor:
+    info = served_model.manifest().groups[call.group]
     cols = info.in_features if call.direction is FORWARD else info.out_features
     if call.arithmetic is FLOAT:
         return torch.randn(num_rows, cols)
@@ -52,23 +52,23 @@ def random_rows(core: ServedModel, call: Call, num_rows: int) -> torch.Tensor:
 def test_ring_products_equal_64_bit_integers(
     served: tuple[ServedModel, Path], direction: Direction, num_rows: int
 ) -> None:
-    core, _ = served
-    for group in core.served.groups:
+    served_model, _ = served
+    for group in served_model.served.groups:
         call = Call(group.info.id, direction, RING)
-        rows = random_rows(core, call, num_rows)
+        rows = random_rows(served_model, call, num_rows)
         weight = group.quantised.to(torch.int64)
         exact = rows.to(torch.int64) @ (weight if direction is FORWARD else weight.t())
         for purpose in (Purpose.PRODUCT, Purpose.EFFECT):
-            reply = core.compute(Call(call.group, direction, RING, purpose), rows)
+            reply = served_model.compute(Call(call.group, direction, RING, purpose), rows)
             assert reply.dtype == torch.int32
             assert reply.shape == exact.shape
             assert not ((reply.to(torch.int64) - exact) % 2**32).any()
 
 
 def test_weights_are_the_normative_quantisation(served: tuple[ServedModel, Path]) -> None:
-    core, folder = served
-    for group in core.served.groups:
-        quantised, alpha = quantise(weights_of(core, folder, group.info.id)[0])
+    served_model, folder = served
+    for group in served_model.served.groups:
+        quantised, alpha = quantise(weights_of(served_model, folder, group.info.id)[0])
         assert torch.equal(quantised, group.quantised)
         assert torch.equal(alpha, group.alpha)
         assert digest(quantised, alpha) == group.info.digest
@@ -78,26 +78,26 @@ def test_weights_are_the_normative_quantisation(served: tuple[ServedModel, Path]
 
 
 def test_float_products(served: tuple[ServedModel, Path]) -> None:
-    core, folder = served
-    for group in core.served.groups:
-        weight, bias = weights_of(core, folder, group.info.id)
-        if core.manifest().weights == "int8":
+    served_model, folder = served
+    for group in served_model.served.groups:
+        weight, bias = weights_of(served_model, folder, group.info.id)
+        if served_model.manifest().weights == "int8":
             weight = group.quantised * group.alpha
-        rows = random_rows(core, Call(group.info.id, FORWARD, FLOAT), 5)
-        reply = core.compute(Call(group.info.id, FORWARD, FLOAT), rows)
+        rows = random_rows(served_model, Call(group.info.id, FORWARD, FLOAT), 5)
+        reply = served_model.compute(Call(group.info.id, FORWARD, FLOAT), rows)
         torch.testing.assert_close(reply, rows @ weight + bias, rtol=1e-5, atol=1e-6)
-        grads = random_rows(core, Call(group.info.id, BACKWARD, FLOAT), 5)
-        reply = core.compute(Call(group.info.id, BACKWARD, FLOAT), grads)
+        grads = random_rows(served_model, Call(group.info.id, BACKWARD, FLOAT), 5)
+        reply = served_model.compute(Call(group.info.id, BACKWARD, FLOAT), grads)
         torch.testing.assert_close(reply, grads @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
 def test_product_and_effect_differ_by_exactly_the_bias(served: tuple[ServedModel, Path]) -> None:
-    core, folder = served
-    for group in core.served.groups:
-        rows = random_rows(core, Call(group.info.id, FORWARD, FLOAT), 7)
-        product = core.compute(Call(group.info.id, FORWARD, FLOAT, Purpose.PRODUCT), rows)
-        effect = core.compute(Call(group.info.id, FORWARD, FLOAT, Purpose.EFFECT), rows)
-        assert torch.equal(product, effect + weights_of(core, folder, group.info.id)[1])
+    served_model, folder = served
+    for group in served_model.served.groups:
+        rows = random_rows(served_model, Call(group.info.id, FORWARD, FLOAT), 7)
+        product = served_model.compute(Call(group.info.id, FORWARD, FLOAT, Purpose.PRODUCT), rows)
+        effect = served_model.compute(Call(group.info.id, FORWARD, FLOAT, Purpose.EFFECT), rows)
+        assert torch.equal(product, effect + weights_of(served_model, folder, group.info.id)[1])
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 9])
@@ -105,13 +105,13 @@ def test_product_and_effect_differ_by_exactly_the_bias(served: tuple[ServedModel
 def test_a_hint_is_the_product_of_the_expanded_rows(
     served: tuple[ServedModel, Path], direction: Direction, num_rows: int
 ) -> None:
-    core, _ = served
+    served_model, _ = served
     seeded = SeededRows(bytes(range(32)), 2**33 - 4, num_rows)
-    for info in core.manifest().groups:
+    for info in served_model.manifest().groups:
         cols = info.in_features if direction is FORWARD else info.out_features
-        hint = core.compute(Call(info.id, direction, RING, Purpose.HINT), seeded)
+        hint = served_model.compute(Call(info.id, direction, RING, Purpose.HINT), seeded)
         assert hint.dtype == torch.int32
-        assert torch.equal(hint, core.compute(Call(info.id, direction, RING), seeded.expand(cols)))
+        assert torch.equal(hint, served_model.compute(Call(info.id, direction, RING), seeded.expand(cols)))
 
 
 @pytest.mark.parametrize("scratch_bytes", [1, 10_000, 1 << 16])
@@ -119,9 +119,9 @@ def test_a_hint_is_the_product_of_the_expanded_rows(
 def test_hints_are_made_in_pieces_of_bounded_size(
     served: tuple[ServedModel, Path], monkeypatch: pytest.MonkeyPatch, direction: Direction, scratch_bytes: int
 ) -> None:
-    core, _ = served
+    served_model, _ = served
     call, seeded = Call(0, direction, RING, Purpose.HINT), SeededRows(bytes(32), 3, 75)
-    whole = core.compute(call, seeded)
+    whole = served_model.compute(call, seeded)
     pieces: list[int] = []
     exact = coding.product
 
@@ -131,9 +131,9 @@ def test_hints_are_made_in_pieces_of_bounded_size(
         pieces.append(rows.shape[0])
         return exact(rows, weight)
 
-    monkeypatch.setattr("provider.engine.products._HINT_SCRATCH_BYTES", scratch_bytes)
+    monkeypatch.setattr("provider.engine.products.HINT_SCRATCH_BYTES", scratch_bytes)
     monkeypatch.setattr("provider.engine.products.coding.product", product)
-    assert torch.equal(core.compute(call, seeded), whole)
+    assert torch.equal(served_model.compute(call, seeded), whole)
     assert sum(pieces) == 75
     assert len(pieces) > 1
 
@@ -141,25 +141,27 @@ def test_hints_are_made_in_pieces_of_bounded_size(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_native_weights_keep_the_checkpoints_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     make_tiny("llama", tmp_path).to(dtype).save_pretrained(tmp_path / "half")
-    core = serve_in_process(str(tmp_path / "half"), "native")
-    group = core.served.groups[0]
+    served_model = serve_in_process(str(tmp_path / "half"), "native")
+    group = served_model.served.groups[0]
     assert group.native is not None
     assert group.native.dtype == dtype
     rows = torch.randn(3, group.info.in_features)
-    assert torch.allclose(core.compute(Call(0, FORWARD, FLOAT), rows), rows @ group.native.float(), atol=1e-6)
+    assert torch.allclose(served_model.compute(Call(0, FORWARD, FLOAT), rows), rows @ group.native.float(), atol=1e-6)
     grads = torch.randn(3, group.info.out_features)
-    assert torch.allclose(core.compute(Call(0, BACKWARD, FLOAT), grads), grads @ group.native.float().t(), atol=1e-5)
+    assert torch.allclose(
+        served_model.compute(Call(0, BACKWARD, FLOAT), grads), grads @ group.native.float().t(), atol=1e-5
+    )
 
 
 def test_wide_weights_are_converted_in_pieces(
     served: tuple[ServedModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, _ = served
-    rows = random_rows(core, Call(0, FORWARD, FLOAT), 3)
-    grads = random_rows(core, Call(0, BACKWARD, FLOAT), 3)
-    whole = [core.compute(Call(0, FORWARD, FLOAT), rows), core.compute(Call(0, BACKWARD, FLOAT), grads)]
-    monkeypatch.setattr("provider.engine.products._BLOCK_ELEMENTS", 32 * 10)
-    parts = [core.compute(Call(0, FORWARD, FLOAT), rows), core.compute(Call(0, BACKWARD, FLOAT), grads)]
+    served_model, _ = served
+    rows = random_rows(served_model, Call(0, FORWARD, FLOAT), 3)
+    grads = random_rows(served_model, Call(0, BACKWARD, FLOAT), 3)
+    whole = [served_model.compute(Call(0, FORWARD, FLOAT), rows), served_model.compute(Call(0, BACKWARD, FLOAT), grads)]
+    monkeypatch.setattr("provider.engine.products.BLOCK_ELEMENTS", 32 * 10)
+    parts = [served_model.compute(Call(0, FORWARD, FLOAT), rows), served_model.compute(Call(0, BACKWARD, FLOAT), grads)]
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -189,30 +191,31 @@ def test_bad_requests(served: tuple[ServedModel, Path], call: Call, rows: Rows, 
 
 
 def test_the_header_of_a_hint_is_checked_like_any_other(served: tuple[ServedModel, Path]) -> None:
-    core = served[0]
-    info = core.manifest().groups[0]
-    assert core.check(Call(0, FORWARD, RING, Purpose.HINT), info.in_features) == info.out_features
-    assert core.check(Call(0, BACKWARD, RING, Purpose.HINT), info.out_features) == info.in_features
+    served_model = served[0]
+    info = served_model.manifest().groups[0]
+    assert served_model.check(Call(0, FORWARD, RING, Purpose.HINT), info.in_features) == info.out_features
+    assert served_model.check(Call(0, BACKWARD, RING, Purpose.HINT), info.out_features) == info.in_features
     with pytest.raises(InvalidTensor):
-        core.check(Call(0, FORWARD, RING, Purpose.HINT), info.in_features + 1)
+        served_model.check(Call(0, FORWARD, RING, Purpose.HINT), info.in_features + 1)
     with pytest.raises(UnknownLayer, match="ring"):
-        core.check(Call(0, FORWARD, FLOAT, Purpose.HINT), info.in_features)
+        served_model.check(Call(0, FORWARD, FLOAT, Purpose.HINT), info.in_features)
 
 
 def test_large_finite_rows_are_not_mistaken_for_infinite(served: tuple[ServedModel, Path]) -> None:
     rows = torch.full((4, 32), 3e38)
-    core = served[0]
-    assert core.compute(Call(0, FORWARD, FLOAT), rows).shape[0] == 4
+    served_model = served[0]
+    assert served_model.compute(Call(0, FORWARD, FLOAT), rows).shape[0] == 4
 
 
 def test_a_result_depends_on_nothing_before_it(served: tuple[ServedModel, Path]) -> None:
-    core = served[0]
+    served_model = served[0]
     rows: dict[Call, Rows] = {
-        call: random_rows(core, call, 4) for call in (Call(g, d, a) for g in (0, 1) for d in Direction for a in DTYPES)
+        call: random_rows(served_model, call, 4)
+        for call in (Call(g, d, a) for g in (0, 1) for d in Direction for a in DTYPES)
     }
     rows |= {Call(g, d, RING, Purpose.HINT): SeededRows(bytes(32), g, 4) for g in (0, 1) for d in Direction}
-    first = {call: core.compute(call, given) for call, given in rows.items()}
-    again = {call: core.compute(call, given) for call, given in reversed(rows.items())}
+    first = {call: served_model.compute(call, given) for call, given in rows.items()}
+    again = {call: served_model.compute(call, given) for call, given in reversed(rows.items())}
     assert all(torch.equal(first[call], again[call]) for call in rows)
 
 

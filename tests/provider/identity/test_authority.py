@@ -8,9 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -23,11 +21,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 import provider.identity.authority as identity
 from provider.identity.authority import StateDir, issue_server_certificate, peer_identity
 from provider.identity.registry import enroll
-from tests.support.identities import ENDPOINT, TIMEOUT_S, assert_one_line, certificate_in, mode
+from tests.support.file_modes import mode
+from tests.support.identities import ENDPOINT, assert_one_line, certificate_in
+from tests.support.repository import ROOT
+from tests.support.threads import together
+from tests.support.waiting import WAIT_S
 from wire.errors import AccessError, Unauthenticated, WireCode, code_of
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-
 
 # ---- state directory ------------------------------------------------------------------------------------------------
 
@@ -98,7 +97,7 @@ def test_processes_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=REPOSITORY,
+            cwd=ROOT,
         )
 
     children = [start() for _ in range(2)]
@@ -109,20 +108,13 @@ def test_processes_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
         assert child.stdin is not None
         child.stdin.write("go\n")
         child.stdin.flush()
-    answers = [child.communicate(timeout=TIMEOUT_S)[0] for child in children]
+    answers = [child.communicate(timeout=WAIT_S)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     assert answers[0] == answers[1] == StateDir(tmp_path / "state").ca.pem.decode()
 
 
 def test_threads_that_start_at_once_end_with_one_ca(tmp_path: Path) -> None:
-    barrier = threading.Barrier(8)
-
-    def open_state(_: int) -> bytes:
-        barrier.wait(TIMEOUT_S)
-        return StateDir(tmp_path / "state").ca.pem
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(open_state, range(8)))) == 1
+    assert len(set(together(8, lambda: StateDir(tmp_path / "state").ca.pem))) == 1
 
 
 def corrupt_key(state: StateDir) -> None:

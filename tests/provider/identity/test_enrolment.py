@@ -16,7 +16,8 @@ import provider.identity.authority as identity
 import provider.identity.registry as registry
 from provider.identity.authority import StateDir, peer_identity
 from provider.identity.registry import RevocationList, enroll, revoke, tenants
-from tests.support.identities import ENDPOINT, TIMEOUT_S, assert_one_line, certificate_in, serial_of
+from tests.support.identities import ENDPOINT, assert_one_line, certificate_in, serial_of
+from tests.support.waiting import WAIT_S
 
 # ---- enrol and revoke -----------------------------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ def test_threads_see_a_revocation_as_soon_as_it_is_reported(state: StateDir, tmp
             enroll(state, f"t{index}", tmp_path / f"t{index}", ENDPOINT)
         stop.set()
         for future in asking:
-            future.result(TIMEOUT_S)
+            future.result(WAIT_S)
     assert late_yes == []
 
 

@@ -20,7 +20,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import provider.identity.authority as identity
 from provider.identity.authority import StateDir, issue_server_certificate, peer_identity
 from provider.identity.registry import enroll
-from tests.support.identities import ENDPOINT, TIMEOUT_S, certificate_in, serial_of
+from tests.support.identities import ENDPOINT, certificate_in, serial_of
+from tests.support.waiting import WAIT_S
 
 # ---- TLS over loopback ----------------------------------------------------------------------------------------------
 
@@ -40,7 +41,7 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "local
 
         def serve() -> None:
             raw, _ = listener.accept()
-            raw.settimeout(TIMEOUT_S)
+            raw.settimeout(WAIT_S)
             with raw:
                 try:
                     with server.wrap_socket(raw, server_side=True) as secured:
@@ -54,14 +55,14 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str = "local
         thread.start()
         try:
             with (
-                socket.create_connection(listener.getsockname(), TIMEOUT_S) as raw,
+                socket.create_connection(listener.getsockname(), WAIT_S) as raw,
                 client.wrap_socket(raw, server_hostname=host) as secured,
             ):
                 assert secured.recv(1) == b"!"
                 secured.sendall(b"!")
         except OSError as exc:
             outcome.client_error = exc
-        thread.join(TIMEOUT_S)
+        thread.join(WAIT_S)
     return outcome
 
 
@@ -191,13 +192,13 @@ def serve() -> Iterator[Callable[[grpc.ServerCredentials], int]]:
 
     yield start
     for server in servers:
-        server.stop(None).wait(TIMEOUT_S)
+        server.stop(None).wait(WAIT_S)
 
 
 def who_am_i(port: int, folder: Path) -> bytes:
     parts = [(folder / name).read_bytes() for name in ("ca.pem", "key.pem", "cert.pem")]
     with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(*parts)) as channel:
-        answer: bytes = channel.unary_unary("/veilbase/WhoAmI")(b"", timeout=TIMEOUT_S)
+        answer: bytes = channel.unary_unary("/veilbase/WhoAmI")(b"", timeout=WAIT_S)
         return answer
 
 

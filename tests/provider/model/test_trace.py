@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from provider.model.trace import base_layers, group_name, layer_kind, trace_groups
-from tests.conftest import make_tiny, tiny_config
+from tests.support.tiny_models import make_tiny, tiny_config
 from wire.errors import ConfigurationError
 
 

@@ -24,53 +24,55 @@ from provider.net.admission import Admission
 from provider.operations.recording import Recorder
 from provider.schedule.quota import TenantLimits
 from provider.schedule.request_class import RequestClass
-from tests.conftest import make_tiny, tiny_config
+from tests.support.tiny_models import make_tiny, tiny_config
 from wire.errors import ConfigurationError, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction
 from wire.manifest import BUNDLE_FILE_NAMES, parse_manifest
 
 
-def read(core: ServedModel, name: str) -> bytes:
-    return b"".join(core.read_file(name))
+def read(served_model: ServedModel, name: str) -> bytes:
+    return b"".join(served_model.read_file(name))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma"])
 def test_bundle_and_weights_together_are_the_model(tmp_path: Path, kind: str) -> None:
     model = make_tiny(kind, tmp_path / "secret" / kind)
-    core = serve_in_process(str(tmp_path / "secret" / kind), "native")
-    kept = load(read(core, "model.safetensors"))
-    served = {layer.name for group in core.manifest().groups for layer in group.layers}
+    served_model = serve_in_process(str(tmp_path / "secret" / kind), "native")
+    kept = load(read(served_model, "model.safetensors"))
+    served = {layer.name for group in served_model.manifest().groups for layer in group.layers}
     expected = load_file(tmp_path / "secret" / kind / "model.safetensors")
     assert set(kept) == {name for name in expected if name.removesuffix(".weight") not in served}
     assert all(torch.equal(kept[name], expected[name]) for name in kept)
-    assert set(load(read(core, "scales.safetensors"))) == served
-    assert json.loads(read(core, "config.json"))["architectures"] == [type(model).__name__]
+    assert set(load(read(served_model, "scales.safetensors"))) == served
+    assert json.loads(read(served_model, "config.json"))["architectures"] == [type(model).__name__]
 
 
 def test_manifest_survives_the_wire_and_names_no_path(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path / "model")
-    core = serve_in_process(str(tmp_path / "model"))
-    data = core.manifest().to_bytes()
+    served_model = serve_in_process(str(tmp_path / "model"))
+    data = served_model.manifest().to_bytes()
     manifest = parse_manifest(data)
-    assert manifest == core.manifest()
+    assert manifest == served_model.manifest()
     assert manifest.model_id == "model"
-    everything = data + b"".join(read(core, file.name) for file in manifest.bundle if file.name.endswith(".json"))
+    everything = data + b"".join(
+        read(served_model, file.name) for file in manifest.bundle if file.name.endswith(".json")
+    )
     assert str(tmp_path).encode() not in everything
 
 
 def test_bundle_digests(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
-    core = serve_in_process(str(tmp_path))
+    served_model = serve_in_process(str(tmp_path))
     lines = []
-    for file in core.manifest().bundle:
-        data = read(core, file.name)
+    for file in served_model.manifest().bundle:
+        data = read(served_model, file.name)
         assert file.name in BUNDLE_FILE_NAMES
         assert (file.size_bytes, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
         lines.append(f"{file.name} {file.size_bytes} {file.sha256}\n")
-    assert core.manifest().bundle_digest == hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    assert served_model.manifest().bundle_digest == hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
     for name in ("../config.json", "/etc/passwd", "", "pytorch_model.bin"):
         with pytest.raises(UnknownLayer):
-            core.read_file(name)
+            served_model.read_file(name)
 
 
 def test_the_model_itself_is_freed_and_no_file_is_left(tmp_path: Path) -> None:
@@ -89,10 +91,10 @@ def test_the_model_itself_is_freed_and_no_file_is_left(tmp_path: Path) -> None:
 def test_bundle_gives_its_files_back(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path)
     before = len(os.listdir("/proc/self/fd"))
-    core = serve_in_process(str(tmp_path))
+    served_model = serve_in_process(str(tmp_path))
     assert len(os.listdir("/proc/self/fd")) > before
-    core.served.bundle.close()
-    del core
+    served_model.served.bundle.close()
+    del served_model
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -135,8 +137,8 @@ def test_the_built_in_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPat
 @pytest.mark.real_model
 @pytest.mark.usefixtures("smollm2")
 def test_the_real_model(tmp_path: Path) -> None:
-    core = serve_in_process("smollm2-135m")
-    manifest = core.manifest()
+    served_model = serve_in_process("smollm2-135m")
+    manifest = served_model.manifest()
     assert (manifest.model_id, len(manifest.groups)) == ("smollm2-135m", 120)
     assert {"tokenizer.json", "chat_template.jinja", "model.safetensors"} <= {file.name for file in manifest.bundle}
     assert manifest.config["architectures"] == ["LlamaForCausalLM"]
@@ -146,11 +148,13 @@ def test_the_real_model(tmp_path: Path) -> None:
 # ---- recording ------------------------------------------------------------------------------------------------------
 
 
-def record(core: ServedModel, folder: Path, limit: int = 1 << 20, patterns: str = "") -> list[dict[str, object]]:
-    recording = ServedModel(core.served, Recorder(folder, core.manifest(), limit, patterns))
+def record(
+    served_model: ServedModel, folder: Path, limit: int = 1 << 20, patterns: str = ""
+) -> list[dict[str, object]]:
+    recording = ServedModel(served_model.served, Recorder(folder, served_model.manifest(), limit, patterns))
     for group in (0, 1):
         for direction, cols in ((Direction.FORWARD, "in_features"), (Direction.BACKWARD, "out_features")):
-            rows = torch.arange(3 * getattr(core.manifest().groups[group], cols), dtype=torch.int32).view(3, -1)
+            rows = torch.arange(3 * getattr(served_model.manifest().groups[group], cols), dtype=torch.int32).view(3, -1)
             call = Call(group, direction, Arithmetic.RING)
             recording.record("acme", call, rows, recording.compute(call, rows))
     recording.close()
@@ -158,16 +162,16 @@ def record(core: ServedModel, folder: Path, limit: int = 1 << 20, patterns: str 
 
 
 @pytest.fixture(scope="module")
-def tiny_core(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+def tiny_served_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny("llama", folder)
     return serve_in_process(str(folder))
 
 
-def test_a_recording_is_what_the_provider_saw(tiny_core: ServedModel, tmp_path: Path) -> None:
-    index = record(tiny_core, tmp_path / "seen")
+def test_a_recording_is_what_the_provider_saw(tiny_served_model: ServedModel, tmp_path: Path) -> None:
+    index = record(tiny_served_model, tmp_path / "seen")
     assert [line["seq"] for line in index] == [0, 1, 2, 3]
-    assert parse_manifest((tmp_path / "seen" / "manifest.json").read_bytes()) == tiny_core.manifest()
+    assert parse_manifest((tmp_path / "seen" / "manifest.json").read_bytes()) == tiny_served_model.manifest()
     first = {key: index[0][key] for key in ("tenant", "layer", "direction", "arithmetic", "purpose", "rows")}
     assert first == {
         "tenant": "acme", "layer": 0, "direction": "forward", "arithmetic": "ring", "purpose": "product", "rows": 3,
@@ -175,37 +179,37 @@ def test_a_recording_is_what_the_provider_saw(tiny_core: ServedModel, tmp_path: 
     tensors = load_file(tmp_path / "seen" / str(index[0]["file"]))
     assert torch.equal(tensors["request"], torch.arange(96, dtype=torch.int32).view(3, 32))
     assert torch.equal(
-        tensors["reply"], tiny_core.compute(Call(0, Direction.FORWARD, Arithmetic.RING), tensors["request"])
+        tensors["reply"], tiny_served_model.compute(Call(0, Direction.FORWARD, Arithmetic.RING), tensors["request"])
     )
 
 
-def test_a_recording_stops_at_its_limit_and_says_so(tiny_core: ServedModel, tmp_path: Path) -> None:
-    index = record(tiny_core, tmp_path, limit=2000)
+def test_a_recording_stops_at_its_limit_and_says_so(tiny_served_model: ServedModel, tmp_path: Path) -> None:
+    index = record(tiny_served_model, tmp_path, limit=2000)
     assert [line["truncated"] for line in index] == [False, True, True, True]
     assert index[1]["file"] is None
     assert sum(path.stat().st_size for path in tmp_path.glob("*.safetensors")) <= 2000
 
 
-def test_a_recording_of_some_layers(tiny_core: ServedModel, tmp_path: Path) -> None:
-    assert {line["layer"] for line in record(tiny_core, tmp_path / "one", patterns="*.o_proj")} == {1}
+def test_a_recording_of_some_layers(tiny_served_model: ServedModel, tmp_path: Path) -> None:
+    assert {line["layer"] for line in record(tiny_served_model, tmp_path / "one", patterns="*.o_proj")} == {1}
     with pytest.raises(ConfigurationError, match="matches no layer"):
-        record(tiny_core, tmp_path / "none", patterns="nothing")
+        record(tiny_served_model, tmp_path / "none", patterns="nothing")
 
 
-def test_a_recording_is_never_mixed_with_another(tiny_core: ServedModel, tmp_path: Path) -> None:
-    record(tiny_core, tmp_path)
+def test_a_recording_is_never_mixed_with_another(tiny_served_model: ServedModel, tmp_path: Path) -> None:
+    record(tiny_served_model, tmp_path)
     with pytest.raises(ConfigurationError, match="holds a recording already"):
-        record(tiny_core, tmp_path)
+        record(tiny_served_model, tmp_path)
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_serving(
-    tiny_core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_served_model: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(self: Path, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    assert record(tiny_core, tmp_path) == []
+    assert record(tiny_served_model, tmp_path) == []
     assert caplog.text.count("the recording ends here") == 1
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,31 +19,8 @@ from provider.net.descriptors import (
     SpareDescriptor,
     shares,
 )
-
-TIMEOUT_S = 60
-
-
-def _take_all(taken: list[int]) -> None:
-    while True:
-        taken.append(os.dup(taken[0]))
-
-
-@contextlib.contextmanager
-def exhausted() -> Iterator[list[int]]:
-    """No descriptor is left in this process; yields those that were taken, the last of which may be given back."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, limits[1]))
-    taken = [os.open(os.devnull, os.O_RDONLY)]
-    try:
-        with pytest.raises(OSError) as caught:
-            _take_all(taken)
-        assert caught.value.errno == errno.EMFILE
-        yield taken
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+from tests.support.open_files import exhausted
+from tests.support.waiting import WAIT_S
 
 
 @pytest.mark.parametrize("num_files", [64, 256, 512, 1024, 4096, 65536])
@@ -79,7 +52,7 @@ assert file_limit() == {soft}  # nothing happens at import
 raise_file_limit()
 print(file_limit())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == after
     lines = done.stderr.splitlines()
@@ -135,6 +108,6 @@ def test_threads_borrow_it_one_after_the_other(tmp_path: Path) -> None:
         for one in threads:
             one.start()
         for one in threads:
-            one.join(TIMEOUT_S)
+            one.join(WAIT_S)
     spare.close()
     assert failures == []

@@ -26,9 +26,10 @@ from provider.operations.meter import Meter
 from provider.operations.metrics import ProviderCollector, registry
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
+from tests.support.repository import ROOT
 from wire.errors import WireCode
 
-DEPLOY = Path(__file__).parents[3] / "docs" / "deploy"
+DEPLOY = ROOT / "docs" / "deploy"
 MANIFESTS = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 VERSIONS = ("1.28", "1.37")
 

@@ -28,7 +28,7 @@ from provider.operations.status import check, look, parse, render
 from provider.operations.usage import UsageBook
 from provider.schedule.request_class import RequestClass
 from provider.schedule.ticket import Piece, Ticket
-from tests.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, until
 from wire.errors import ConfigurationError, WireCode
 from wire.frame import Arithmetic, Call, Direction
 
@@ -85,6 +85,14 @@ def test_every_number_is_where_it_belongs() -> None:
     assert seen.get("veilbase_bytes_total", tenant="acme", direction="down") == 128
     assert seen.get("veilbase_compute_seconds_total", tenant="acme") == 0.25
     assert seen.get("veilbase_errors_total", tenant="globex", code="QUOTA") == 1
+
+
+def test_connections_with_a_stream_and_without() -> None:
+    collector = ProviderCollector(
+        Meter(), UsageBook(), lambda: 0, lambda: 2, lambda: [(1, 1)], num_connections=lambda: (2, 5)
+    )
+    seen = parse(generate_latest(registry(collector)).decode(), 0.0)
+    assert seen.by_label("veilbase_connections", "state") == {"stream": 2, "guest": 5}
 
 
 def test_tenants_are_bounded_and_none_is_lost() -> None:

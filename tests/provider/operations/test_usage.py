@@ -14,7 +14,7 @@ import pytest
 from provider.operations import usage as usage_module
 from provider.operations.usage import Usage, UsageBook, read_usage
 from provider.schedule.request_class import RequestClass
-from tests.waiting import end, until
+from tests.support.waiting import end, until
 from wire.errors import ConfigurationError, WireCode
 
 

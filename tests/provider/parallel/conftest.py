@@ -1,106 +1,15 @@
-"""Two real processes on loopback: this one is rank 0, the other runs `follower`. The store is this process's, as it is
-torchrun's when that starts the ranks, so no port has to be chosen beforehand."""
+"""Rank 1 as a process of its own, and models that two ranks cannot halve."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
-from provider.config import ProviderSettings
-from provider.model.load import load, resolve
-from provider.model.weights import PreparedModel, serve_model
-from provider.parallel import start
-from provider.parallel.dispatch import Dispatcher
-from provider.parallel.environment import rank_here
-from tests.conftest import tiny_config
-
-ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 30.0
-ANSWER_S = 60.0
-
-
-@dataclass
-class Team:
-    """Rank 0's side of two ranks.
-
-    Attributes:
-        core: makes products by both.
-        whole: all weights, to compare with.
-    """
-
-    core: start.ParallelModel
-    whole: PreparedModel
-
-    @property
-    def dispatcher(self) -> Dispatcher:
-        return self.core._dispatcher
-
-
-class Follower:
-    """Rank 1, one process for one team after the other."""
-
-    def __init__(self, log: Path) -> None:
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.provider.parallel.follower"],
-                cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-            )  # fmt: skip
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        return {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-
-    def join(
-        self, monkeypatch: pytest.MonkeyPatch, parallel: Any, model: Path, weights: Any = "int8",
-        timeout_s: float = TIMEOUT_S, broken_group: int | None = None, other_model: Path | None = None,
-    ) -> Team:  # fmt: skip
-        """Both ranks meet and take their shares; `other_model` is what rank 1 has by mistake."""
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        settings = {"parallel": parallel, "weights": weights, "parallel_timeout_s": timeout_s}
-        team = {
-            "environment": self._environment(1),
-            "settings": settings | {"model": str(other_model or model)},
-            "broken_group": broken_group,
-        }
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(team) + "\n")
-        self.process.stdin.flush()
-        for name, value in self._environment(0).items():
-            monkeypatch.setenv(name, value)
-        assert rank_here(parallel) == 0
-        ranks = start.meet(timeout_s)
-        whole = serve_model(load(resolve(str(model))), weights)
-        core = start.lead(ProviderSettings(**settings, model=str(model)), ranks, whole)
-        return Team(core, whole)
-
-    def answer(self) -> str:
-        """How the last team ended for rank 1."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=ANSWER_S)
+from tests.support.ranks import Follower
+from tests.support.tiny_models import save_random, tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +29,5 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         config = tiny_config(kind)
         config.vocab_size = 127
         setattr(config, "intermediate_size" if kind == "llama" else "n_inner", 65)
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if name.endswith("bias"):
-                    parameter.normal_(std=0.1)
-        model.save_pretrained(folder / kind)
+        save_random(config, folder / kind)
     return {kind: folder / kind for kind in ("llama", "gpt2")}

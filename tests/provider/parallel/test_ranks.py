@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from provider.engine import products
 from provider.parallel.command import Command, Operation
+from provider.parallel.ranks import Ranks
 from provider.parallel.tensor_parallel import ColumnSlices
-from tests.provider.parallel.conftest import Follower, Team
-from tests.waiting import WAIT_S, comes, end
+from tests.support.ranks import Follower, Team
+from tests.support.waiting import WAIT_S, comes, end
 from wire.errors import ConfigurationError, InvalidTensor, RemoteFault, Unavailable, UnknownLayer
 from wire.frame import Arithmetic, Call, Direction, Purpose
 from wire.ring.seeded_rows import Rows, SeededRows
@@ -69,13 +70,13 @@ def test_every_product_is_that_of_one_process(
         for num_rows in (0, 1, 5, 300):  # the last are too many to travel with the command
             rows = rows_of(team, call, num_rows)
             expected = products.compute(team.whole, call, rows)
-            reply = team.core.compute(call, rows)
+            reply = team.served_model.compute(call, rows)
             if call.arithmetic is RING:
                 assert reply.dtype == torch.int32
                 assert torch.equal(reply, expected), (call, num_rows)
             else:
                 torch.testing.assert_close(reply, expected, rtol=1e-5, atol=1e-5)
-    team.core.close()
+    team.served_model.close()
     assert follower.answer() == "stopped"
 
 
@@ -91,7 +92,7 @@ def test_threads_that_ask_at_the_same_time_get_their_own(
         for index in range(len(asked)):
             call, num_rows = asked[(index + offset) % len(asked)]
             rows = rows_of(team, call, num_rows)
-            if not torch.equal(team.core.compute(call, rows), products.compute(team.whole, call, rows)):
+            if not torch.equal(team.served_model.compute(call, rows), products.compute(team.whole, call, rows)):
                 wrong.append((call, num_rows))
 
     threads = [threading.Thread(target=work, args=(7 * number,)) for number in range(4)]
@@ -100,7 +101,7 @@ def test_threads_that_ask_at_the_same_time_get_their_own(
     for one in threads:
         end(one)
     assert wrong == []
-    team.core.close()
+    team.served_model.close()
     assert follower.answer() == "stopped"
 
 
@@ -123,14 +124,14 @@ def test_what_is_wrong_is_refused_before_any_rank_hears_of_it(
 ) -> None:
     team = follower.join(each, "tensor", models["llama"])
     with each.context() as patch:
-        patch.setattr(team.dispatcher, "_tell", lambda command: pytest.fail("the ranks were told"))
+        patch.setattr(Ranks, "tell", lambda *_: pytest.fail("the ranks were told"))
         for call, rows, error in BAD:
-            for product in (team.core.compute, lambda *request: products.compute(team.whole, *request)):
+            for product in (team.served_model.compute, lambda *request: products.compute(team.whole, *request)):
                 with pytest.raises(error):
                     product(call, rows)
     rows = rows_of(team, CALL, 3)
-    assert torch.equal(team.core.compute(CALL, rows), products.compute(team.whole, CALL, rows))
-    team.core.close()
+    assert torch.equal(team.served_model.compute(CALL, rows), products.compute(team.whole, CALL, rows))
+    team.served_model.close()
     assert follower.answer() == "stopped"
 
 
@@ -142,15 +143,15 @@ def test_a_rank_that_cannot_compute_fails_that_product_alone(
     good, bad = Call(0, direction, RING), Call(1, direction, RING)
     for call in (bad, replace(bad, arithmetic=FLOAT)):
         with pytest.raises(RemoteFault):
-            team.core.compute(call, rows_of(team, call, 4))
+            team.served_model.compute(call, rows_of(team, call, 4))
     rows = rows_of(team, good, 4)
-    assert torch.equal(team.core.compute(good, rows), products.compute(team.whole, good, rows))
+    assert torch.equal(team.served_model.compute(good, rows), products.compute(team.whole, good, rows))
     with each.context() as patch:
         patch.setattr(ColumnSlices, "share", lambda *_: 1 / 0)  # rank 0's own
         with pytest.raises(RemoteFault):
-            team.core.compute(good, rows)
-    assert torch.equal(team.core.compute(good, rows), products.compute(team.whole, good, rows))
-    team.core.close()
+            team.served_model.compute(good, rows)
+    assert torch.equal(team.served_model.compute(good, rows), products.compute(team.whole, good, rows))
+    team.served_model.close()
     assert follower.answer() == "stopped"
 
 
@@ -166,19 +167,19 @@ def test_a_rank_waits_as_long_as_rank_0_is_there(
     follower: Follower, models: dict[str, Path], each: pytest.MonkeyPatch
 ) -> None:
     team = follower.join(each, "tensor", models["llama"], timeout_s=SHORT_S)
-    beats, tell, enough = [], team.dispatcher._tell, threading.Event()
+    beats, tell, enough = [], Ranks.tell, threading.Event()
 
-    def count(command: Command) -> None:
-        tell(command)
-        beats.append(command.operation)
+    def count(ranks: Ranks, numbers: torch.Tensor) -> None:
+        tell(ranks, numbers)
+        beats.append(Command.unpack(numbers).operation)
         if len(beats) == 5:  # longer than the timeout
             enough.set()
 
-    each.setattr(team.dispatcher, "_tell", count)
+    each.setattr(Ranks, "tell", count)
     comes(enough, "five heartbeats")
     assert set(beats) == {Operation.HEARTBEAT}
     rows = rows_of(team, CALL, 3)
-    assert torch.equal(team.core.compute(CALL, rows), products.compute(team.whole, CALL, rows))
+    assert torch.equal(team.served_model.compute(CALL, rows), products.compute(team.whole, CALL, rows))
     team.dispatcher._ended.set()  # no more beats
     assert follower.answer().startswith("Unavailable: rank 1 ends")
 
@@ -200,7 +201,7 @@ def test_a_rank_that_hangs_is_a_typed_error_within_the_timeout(
 ) -> None:
     team = follower.join(each, parallel, models["llama"], timeout_s=SHORT_S)
     rows = rows_of(team, CALL, 3)
-    team.core.compute(CALL, rows)
+    team.served_model.compute(CALL, rows)
     follower.process.send_signal(signal.SIGSTOP)
     try:
         fails_soon_and_then_at_once(team, rows, timeout_s=SHORT_S, within_s=3 * SHORT_S)
@@ -216,7 +217,7 @@ def test_a_rank_that_dies_is_a_typed_error_long_before_the_timeout(
     try:
         team = follower.join(each, "tensor", models["llama"], timeout_s=LONG_S)
         rows = rows_of(team, CALL, 3)
-        team.core.compute(CALL, rows)
+        team.served_model.compute(CALL, rows)
         follower.process.kill()
         follower.process.wait(timeout=WAIT_S)
         fails_soon_and_then_at_once(team, rows, timeout_s=LONG_S, within_s=LONG_S / 2)
@@ -227,10 +228,10 @@ def test_a_rank_that_dies_is_a_typed_error_long_before_the_timeout(
 def fails_soon_and_then_at_once(team: Team, rows: Rows, timeout_s: float, within_s: float) -> None:
     began = time.monotonic()
     with pytest.raises((RemoteFault, Unavailable)):  # the latter where a heartbeat found out first
-        team.core.compute(CALL, rows)
+        team.served_model.compute(CALL, rows)
     assert time.monotonic() - began < within_s
     began = time.monotonic()
     with pytest.raises(Unavailable, match="started again"):
-        team.core.compute(CALL, rows)
-    team.core.close()
+        team.served_model.compute(CALL, rows)
+    team.served_model.close()
     assert time.monotonic() - began < timeout_s / 2  # nobody is waited for once more

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from tenant_sdk import TenantClient
-from tests.provider.parallel.conftest import ROOT
+from tests.support.ranks import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -57,7 +57,7 @@ def test_shares_of_any_number_of_ranks_make_the_product(
 @pytest.mark.parametrize("direction", list(Direction))
 def test_hints_are_made_in_pieces(served: PreparedModel, monkeypatch: pytest.MonkeyPatch, direction: Direction) -> None:
     call, seeded = Call(0, direction, RING, Purpose.HINT), SeededRows(bytes(32), 3, 75)
-    monkeypatch.setattr("provider.engine.products._HINT_SCRATCH_BYTES", 10_000)
+    monkeypatch.setattr("provider.engine.products.HINT_SCRATCH_BYTES", 10_000)
     slices = [ColumnSlices(served, rank, 3) for rank in range(3)]
     expected = products.compute(served, call, seeded)
     joined = torch.zeros_like(expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from provider.schedule.pauses import _MOST_TENANTS, Pauses
+from provider.schedule.pauses import MOST_TENANTS, Pauses
 
 PRODUCT_S = 1e-3
 
@@ -58,7 +58,10 @@ def test_a_cancelled_request_says_nothing_about_pauses() -> None:
 
 def test_it_knows_a_bounded_number_of_tenants() -> None:
     pauses = Pauses()
-    for number in range(2 * _MOST_TENANTS):
-        pauses.arrived(f"t{number}", 0.0, PRODUCT_S)
-        pauses.left("nobody", 0.0)
-    assert len(pauses._tenants) == _MOST_TENANTS
+    now_s = ask(pauses, 0.0, 1e-3, 0.0)
+    for number in range(MOST_TENANTS - 1):
+        pauses.arrived(f"t{number}", now_s, PRODUCT_S)
+        pauses.left("nobody", now_s)
+    assert pauses.is_flood("a")  # it is known, and the one that asked the longest ago
+    pauses.arrived("one more", now_s, PRODUCT_S)
+    assert not pauses.is_flood("a")

@@ -10,27 +10,25 @@ import pytest
 
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
-from tests.support.mask_site import (
-    Site,
-    Watched,
-)
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.mask_site import Site, Watched
+from tests.support.serving import make_served_model
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     parent = tmp_path_factory.mktemp("masks")
-    return {kind: tiny.chat_model(parent / kind, kind) for kind in ("llama", "gpt2")}
+    return {kind: make_chat_model(parent / kind, kind) for kind in ("llama", "gpt2")}
 
 
 @pytest.fixture(scope="module")
-def cores(folders: dict[str, Path]) -> dict[str, ServedModel]:
-    return {kind: tiny.make_core(folder, "int8") for kind, folder in folders.items()}
+def served_models(folders: dict[str, Path]) -> dict[str, ServedModel]:
+    return {kind: make_served_model(folder, "int8") for kind, folder in folders.items()}
 
 
 @pytest.fixture
-def site(tmp_path: Path, cores: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    made = Site(tmp_path, cores, monkeypatch)
+def site(tmp_path: Path, served_models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    made = Site(tmp_path, served_models, monkeypatch)
     with made.open:
         yield made
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.reference.test_parity import batch, relative
-from tests.support.mask_site import (
-    MODEL_NOISE,
-    TIMEOUT_S,
-    Site,
-    taken,
-    unmasked,
-)
-from tests.tenant_sdk import tiny
+from tests.support.forked_child import in_child
+from tests.support.mask_site import MODEL_NOISE, Site, taken, unmasked
+from tests.support.parity import batch, relative
+from tests.support.serving import serving
+from tests.support.waiting import WAIT_S
 from wire.errors import (
+    MaskReused,
     RemoteFault,
     Unavailable,
 )
@@ -41,7 +36,7 @@ def test_after_a_restart_of_the_provider_the_next_step_uses_fresh_rows(
     model = client.load_model()
     want = unmasked(site)(batch()).logits
     server, state = site.served["0"]
-    rows = taken(client, monkeypatch)
+    rows = taken(monkeypatch)
     with torch.no_grad():
         model(batch())
         server.stop()
@@ -49,7 +44,7 @@ def test_after_a_restart_of_the_provider_the_next_step_uses_fresh_rows(
             with pytest.raises(Unavailable):
                 model(batch())
         burnt = len(rows)
-        site.open.enter_context(tiny.serving(watched, server.port, state))
+        site.open.enter_context(serving(watched, server.port, state))
         assert relative(model(batch()).logits, want) < MODEL_NOISE
     assert burnt >= 9 * 24 + 2 * 24, "what was masked for a call that failed is burnt"
     assert len(set(rows)) == len(rows) == burnt + 9 * 24
@@ -60,7 +55,7 @@ def test_a_request_that_the_provider_fails_is_not_sent_again(site: Site, monkeyp
     model = client.load_model()
     with torch.no_grad():
         model(batch())
-        rows, left = taken(client, monkeypatch), [True]
+        rows, left = taken(monkeypatch), [True]
 
         def fail(call: Call) -> None:
             if left and call.purpose is Purpose.PRODUCT:
@@ -83,7 +78,7 @@ def test_a_request_that_comes_again_in_time_is_the_same_one(site: Site, monkeypa
     model, want = client.load_model(), unmasked(site)(batch()).logits
     with torch.no_grad():
         model(batch())
-        rows, left = taken(client, monkeypatch), [True, True]
+        rows, left = taken(monkeypatch), [True, True]
         watched.seen.clear()
 
         def fail(call: Call) -> None:
@@ -101,7 +96,7 @@ def test_a_request_that_comes_again_in_time_is_the_same_one(site: Site, monkeypa
 
 def test_threads_of_one_client(connect: Any, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client, _ = connect("llama")
-    model, rows = client.load_model(), taken(client, monkeypatch)
+    model, rows = client.load_model(), taken(monkeypatch)
     with torch.no_grad():
         want = unmasked(site)(batch()).logits
 
@@ -121,23 +116,14 @@ def test_a_forked_child_sends_nothing_and_the_parent_goes_on(site: Site) -> None
     x = torch.randn(1, 64)
     with torch.no_grad():
         layer(x)
-    read, write = os.pipe()
     sent = len(watched.seen)
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)
-        try:
-            with torch.no_grad():
-                layer(x)
-            said = "no error"
-        except BaseException as exc:  # noqa: BLE001 - the child must end here, whatever happened
-            said = f"{type(exc).__name__} {len(watched.seen) - sent}"
-        os.write(write, said.encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        assert pipe.read() == b"MaskReused 0"
-    os.waitpid(pid, 0)
+
+    def child() -> str:
+        with torch.no_grad(), pytest.raises(MaskReused):
+            layer(x)
+        return f"refused, sent {len(watched.seen) - sent}"
+
+    assert in_child(child) == "refused, sent 0"
     with torch.no_grad():
         layer(x)
     assert len(watched.seen) == sent + 1
@@ -160,6 +146,6 @@ print(pool._worker.is_alive(), flush=True)
 @pytest.mark.slow
 def test_a_program_that_ends_while_the_worker_works_ends_well(folders: dict[str, Path], tmp_path: Path) -> None:
     command = [sys.executable, "-c", LEAVES_WITHOUT_CLOSING, str(folders["llama"]), str(tmp_path / "cache")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert "Traceback" not in done.stderr

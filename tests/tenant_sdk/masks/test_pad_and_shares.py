@@ -10,14 +10,11 @@ import pytest
 import torch
 
 from tenant_sdk import TenantClient
-from tests.reference.test_parity import adapted, batch, grads
-from tests.support.mask_site import (
-    Site,
-    taken,
-    unmasked,
-)
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import lora
+from tests.support.chat_model import make_chat_model
+from tests.support.mask_site import Site, taken, unmasked
+from tests.support.parity import adapted, batch, grads
+from tests.support.quick_training import lora
+from tests.support.serving import make_served_model
 from wire.errors import (
     ConfigurationError,
     Unauthenticated,
@@ -48,10 +45,11 @@ def assert_same_bits(got: Any, want: Any) -> None:
 def test_pad_is_off_bit_for_bit(connect: Any, site: Site, folders: dict[str, Path], monkeypatch: Any) -> None:
     client, (watched,) = connect("llama", mask="pad", verify=folders["llama"])
     client.prepare(64, backward=True)
-    made = client._open().scheme.pool.ready_bytes  # type: ignore[attr-defined]
+    scheme: Any = site.sessions[-1].scheme
+    made = scheme.pool.ready_bytes
     features = sum(info.in_features + info.out_features for info in client.connect().groups)
     assert made == 2 * 64 * features * 4
-    model, rows = client.load_model(), taken(client, monkeypatch)
+    model, rows = client.load_model(), taken(monkeypatch)
     assert_same_bits(both_ways(model), both_ways(unmasked(site)))
     assert watched.hints() == []
     sent = [bytes(row.numpy()) for tensor in watched.products() for row in tensor]
@@ -83,32 +81,37 @@ def test_shares_verified(site: Site, folders: dict[str, Path]) -> None:
 
 
 def test_shares_of_two_models_are_refused(site: Site, tmp_path: Path) -> None:
-    tiny.chat_model(tmp_path / "twin", seed=1)
-    site.cores = {**site.cores, "twin": tiny.make_core(tmp_path / "twin", "int8")}
+    make_chat_model(tmp_path / "twin", seed=1)
+    site.served_models = {**site.served_models, "twin": make_served_model(tmp_path / "twin", "int8")}
     for kinds in (("llama", "twin"), ("llama", "gpt2")):
         with pytest.raises(ConfigurationError, match="same weights"):
             site.mtls(*kinds, mask="shares")
 
 
+def places(site: Site) -> tuple[list[str], list[Path]]:
+    """The URLs of the providers of `Site.mtls`, and the identities that its client has with them."""
+    urls = [f"grpcs://127.0.0.1:{server.port}" for server, _ in site.served.values()]
+    return urls, [site.folder / f"tenant{name}" for name in site.served]
+
+
 def test_each_provider_of_shares_has_its_own_identity(site: Site) -> None:
     client, _ = site.mtls("llama", "llama", mask="shares")
-    urls, identities = client._plan.urls, client._plan.identities
     client.close()
+    urls, identities = places(site)
     for given, error in (
         (identities[::-1], Unauthenticated),
         ([identities[0]] * 2, ConfigurationError),
         (identities[:1], ConfigurationError),
     ):
-        with pytest.raises(error), TenantClient(list(urls), identity=list(given), mask="shares", progress=False):
+        with pytest.raises(error), TenantClient(urls, identity=list(given), mask="shares", progress=False):
             pass
 
 
 def test_one_provider_is_not_two_providers_of_shares(site: Site, tmp_path: Path) -> None:
     """It would have x̃ − p and p. By its address or by its authority, also in another folder and under another name."""
     client, (first, second) = site.mtls("llama", "llama", mask="shares")
-    (a, b), (acme, other) = client._plan.urls, client._plan.identities
     client.close()
-    assert acme is not None
+    (a, b), (acme, other) = places(site)
     copied = Path(shutil.copytree(acme, tmp_path / "copied"))
     (copied / "ca.pem").write_bytes(b"a comment, as some tools write it\n" + (acme / "ca.pem").read_bytes())
     for urls, given in (([a, a], [acme, acme]), ([a, f"{a.upper()}/"], [acme, other]), ([a, b], [acme, copied])):

@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from noise.params import LatticeParameters
+from noise.polynomial import negacyclic
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
-from tests.reference.test_parity import adapted, batch
-from tests.support.mask_site import (
-    TOY,
-    TOY_OPTIONS,
-    Site,
-)
-from tests.tenant_sdk.tiny import lora
+from tests.support.client_seams import ready_blocks
+from tests.support.lattice import FORWARD
+from tests.support.mask_parameters import TOY, TOY_OPTIONS
+from tests.support.mask_site import Site, specs
+from tests.support.parity import adapted, batch
+from tests.support.quick_training import lora
 from wire.errors import (
     ConfigurationError,
     MalformedFrame,
@@ -100,7 +100,7 @@ def test_a_wrong_option_is_said_before_the_checkpoint_is_read(site: Site, monkey
 
 @pytest.mark.parametrize("change", [{"max_column_norm": 1e9}, {"max_row_norm": 0.0}, {"max_column_norm": float("nan")}])
 def test_norms_out_of_range_are_refused(site: Site, change: dict[str, float]) -> None:
-    parsed = json.loads(site.cores["llama"].manifest().to_bytes())
+    parsed = json.loads(site.served_models["llama"].manifest().to_bytes())
     parsed["groups"][0].update(change)
     with pytest.raises(MalformedFrame, match="not valid"):
         parse_manifest(json.dumps(parsed).encode())
@@ -130,7 +130,7 @@ def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders
     assert "who you are" in said["visible"]
     assert f"forward {up / 1e3:.1f} kB up, {down / 1e3:.1f} kB down" in said["bytes per token"]
     assert f"backward {down / 1e3:.1f} kB up, {up / 1e3:.1f} kB down" in said["bytes per token"]
-    stored = client._open().scheme._hints.stored_bytes()  # type: ignore[attr-defined]
+    stored = sum(path.stat().st_size for path in (site.folder / "cache" / "hints").rglob("*") if path.is_file())
     assert said["hints"].strip().startswith(f"{stored / 1e6:.0f} MB on disk, of all models and seeds, at 24 bits")
     assert "in memory only" in said["pool"]
     assert "not verified" in said["verification"]
@@ -145,7 +145,7 @@ def test_explain_lattice(site: Site, capsys: pytest.CaptureFixture[str], folders
 
 
 def test_explain_the_others(site: Site, folders: dict[str, Path]) -> None:
-    groups = site.cores["llama"].manifest().groups
+    groups = site.served_models["llama"].manifest().groups
     up, down = 4 * sum(info.in_features for info in groups), 4 * sum(info.out_features for info in groups)
     pad = explained(site.inproc("llama", mask="pad", verify=folders["llama"])[0])
     assert "pseudorandom" in pad["assumption"]
@@ -167,13 +167,13 @@ def test_explain_the_others(site: Site, folders: dict[str, Path]) -> None:
 
 
 def test_what_the_second_provider_announces_counts_too(site: Site) -> None:
-    core = site.cores["llama"]
-    manifest = core.manifest().model_copy(update={"recording": True})
-    site.cores = {**site.cores, "records": ServedModel(replace(core.served, manifest=manifest))}
+    served_model = site.served_models["llama"]
+    manifest = served_model.manifest().model_copy(update={"recording": True})
+    site.served_models = {**site.served_models, "records": ServedModel(replace(served_model.served, manifest=manifest))}
     assert "recording" in explained(site.inproc("llama", "records", mask="shares")[0])
     assert "recording" not in explained(site.inproc("llama", "llama", mask="shares")[0])
-    manifest = core.manifest().model_copy(update={"arithmetic": ("float",)})
-    site.cores = {**site.cores, "float": ServedModel(replace(core.served, manifest=manifest))}
+    manifest = served_model.manifest().model_copy(update={"arithmetic": ("float",)})
+    site.served_models = {**site.served_models, "float": ServedModel(replace(served_model.served, manifest=manifest))}
     with pytest.raises(ConfigurationError, match="does not offer ring"):
         site.inproc("llama", "float", mask="shares")
 
@@ -199,13 +199,14 @@ def test_one_warning_without_verify_and_none_with(site: Site, folders: dict[str,
 
 
 def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[str, Path]) -> None:
-    client, _ = site.inproc("llama", verify=folders["llama"])
+    client, (watched,) = site.inproc("llama", verify=folders["llama"])
     model = client.load_model()
     with torch.no_grad():
         model(batch())
-    session = client._open()
+    session = site.sessions[-1]
     scheme: Any = session.scheme
-    block = next(shelf.blocks[0] for shelf in scheme.pool._shelves.values() if shelf.blocks)
+    ready = ready_blocks()
+    block = ready[0]
     for secret in (client, session, scheme, scheme.pool, block, session.verifier, session.executor, model):
         with pytest.raises((TypeError, pickle.PicklingError, AttributeError)):
             pickle.dumps(secret)
@@ -213,8 +214,10 @@ def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[s
         with pytest.raises(TypeError):
             copy.deepcopy(secret)
     assert copy.deepcopy(session.executor) is session.executor
-    numbers = [str(int(number)) for number in (*block.mask[-1], *block.effect[-1]) if abs(int(number)) > 10**5]
-    seed = scheme._epoch.seed.seed
+    last = [number for each in ready for number in (*each.mask[-1].tolist(), *each.effect[-1].tolist())]
+    numbers = [str(number) for number in last if abs(number) > 10**5]
+    assert numbers
+    seed = watched.hints()[0].seed
     for text in map(repr, (client, session, scheme, scheme.pool, block, session.verifier, session.executor)):
         assert not any(number in text for number in numbers)
         assert seed.hex() not in text
@@ -224,22 +227,24 @@ def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[s
 def test_prepared_tokens_are_found_ready(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client, _ = site.inproc("llama", mask_options={"background": False})
     client.prepare(100, backward=True)
-    scheme: Any = client._open().scheme
+    scheme: Any = site.sessions[-1].scheme
     assert scheme.pool.ready_bytes == 2 * 512 * 4 * sum(
         info.in_features + info.out_features for info in client.connect().groups
     )
-    monkeypatch.setattr(scheme.pool, "_make", lambda *arguments: pytest.fail("masks were to be ready"))
+    monkeypatch.setattr(negacyclic, "combine", lambda *arguments: pytest.fail("masks were to be ready"))
     model = adapted(client.load_model(), lora())
     model(batch(), labels=batch()).loss.backward()
 
 
-def test_more_tokens_than_the_budget_holds_are_shared_fairly(site: Site) -> None:
+def test_more_tokens_than_the_budget_holds_are_shared_fairly(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer goes without so that another may have more than a step can use."""
-    features = sum(info.in_features + info.out_features for info in site.cores["llama"].manifest().groups)
+    features = sum(info.in_features + info.out_features for info in site.served_models["llama"].manifest().groups)
     client, _ = site.inproc(
         "llama", mask_options={"background": False, "pool_bytes": 3 * 16 * 4 * features} | TOY_OPTIONS
     )
     client.prepare(10_000)
-    pool: Any = client._open().scheme.pool  # type: ignore[attr-defined]
-    assert {shelf.num_rows for shelf in pool._shelves.values()} == {48}
-    assert pool.ready_bytes == 3 * 16 * 4 * features
+    scheme: Any = site.sessions[-1].scheme
+    assert scheme.pool.ready_bytes == 48 * 4 * features
+    monkeypatch.setattr(negacyclic, "combine", lambda *arguments: pytest.fail("48 rows of each layer were to be ready"))
+    for spec in specs(client).values():
+        scheme.pool.take(spec, FORWARD, 48)

@@ -10,19 +10,14 @@ import torch
 from peft import LoraConfig
 
 from tenant_sdk.model.planned_calls import NotFiniteWarning
-from tests.reference.test_parity import adapted, batch, grads, relative
-from tests.support.lattice import DEFAULT, bounds, wide
-from tests.support.mask_site import (
-    BACKWARD,
-    BF16,
-    FORWARD,
-    MODEL_NOISE,
-    Site,
-    specs,
-    taken,
-    unmasked,
-)
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.lattice import BACKWARD, FORWARD
+from tests.support.lattice_bounds import bounds, wide
+from tests.support.mask_parameters import DEFAULT
+from tests.support.mask_site import BF16, MODEL_NOISE, Site, specs, taken, unmasked
+from tests.support.parity import adapted, batch, grads, relative
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model
+from wire.limits import Limits
 
 pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
 
@@ -37,7 +32,7 @@ def test_every_layer_forward_and_backward(connect: Any, site: Site, kind: str, d
     client, (watched,) = connect(kind, dtype=dtype)
     model, spec_of = client.load_model(), specs(client)
     for info in client.connect().groups:
-        spec, served = spec_of[info.id], site.cores[kind].served.groups[info.id]
+        spec, served = spec_of[info.id], site.served_models[kind].served.groups[info.id]
         generator = torch.Generator().manual_seed(info.id)
         x = torch.randn(2, 5, info.in_features, generator=generator).to(dtype).requires_grad_()
         x.data[0, 0] = 0.0
@@ -114,7 +109,7 @@ def test_generation_with_a_cache_gives_the_unmasked_tokens(
     margin = float(((top[..., 0] - top[..., 1]) / torch.stack(want.logits).norm(dim=-1)).min())
     assert margin > 10 * MODEL_NOISE, "the test's own premise: no near ties"
     client, (watched,) = connect("llama")
-    model, rows = client.load_model(), taken(client, monkeypatch)
+    model, rows = client.load_model(), taken(monkeypatch)
     assert torch.equal(greedy(model, prompt).sequences, want.sequences)
     assert {len(sent) for sent in watched.products()} == {10, 2}, "a cache sends one row a token"
     assert len(rows) == len(set(rows))
@@ -131,7 +126,7 @@ def test_gradient_checkpointing_draws_fresh_rows(
     forwards = []
     for checkpointing in (False, True):
         client, (watched,) = site.inproc("llama", **options)
-        rows = taken(client, monkeypatch)
+        rows = taken(monkeypatch)
         client.finetune(
             ROWS, lora(), tmp_path / f"out{checkpointing}",
             **QUICK | {"max_steps": 2, "gradient_checkpointing": checkpointing},
@@ -177,7 +172,7 @@ def test_two_runs_on_the_same_data_share_no_message(site: Site) -> None:
 def test_members_with_inputs_of_their_own_have_masks_of_their_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     client, (watched,) = site.inproc("llama")
     attention: Any = client.load_model().model.layers[0].self_attn
-    rows, x = taken(client, monkeypatch), torch.randn(3, 32)
+    rows, x = taken(monkeypatch), torch.randn(3, 32)
     with torch.no_grad():
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
             projection(x.clone())
@@ -185,12 +180,14 @@ def test_members_with_inputs_of_their_own_have_masks_of_their_own(site: Site, mo
     assert len(set(rows)) == 9
 
 
-def test_a_call_that_is_split_uses_each_row_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, (watched,) = site.inproc("llama")
+def test_a_call_that_is_split_uses_each_row_once(
+    site: Site, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = make_served_model(folders["llama"], "int8", Limits(max_rows=5))
+    site.served_models = {**site.served_models, "narrow": narrow}
+    client, (watched,) = site.inproc("narrow")
     model, want = client.load_model(), unmasked(site)
-    executor: Any = client._open().executor
-    executor._limits = executor._limits.model_copy(update={"max_rows": 5})
-    rows = taken(client, monkeypatch)
+    rows = taken(monkeypatch)
     with torch.no_grad():
         assert relative(model(batch()).logits, want(batch()).logits) < MODEL_NOISE
     assert max(map(len, watched.products())) == 5
@@ -205,7 +202,7 @@ def test_zeros_go_out_under_fresh_rows_for_values_that_are_not_finite(
     layer: Any = client.load_model().model.layers[0].mlp.down_proj
     x = torch.randn(3, 64, requires_grad=True)
     y = layer(x)
-    rows, sent = taken(client, monkeypatch), len(watched.products())
+    rows, sent = taken(monkeypatch), len(watched.products())
     x.data[1, 7] = bad
     with pytest.warns(NotFiniteWarning):
         assert not layer(x).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from noise.ledger.file import Seed
+from noise.ledger.ledger import Ledger
 from noise.params import LatticeParameters
 from provider.identity.registry import enroll
 from tenant_sdk import TenantClient
-from tests.reference.test_parity import batch, relative
-from tests.support.mask_site import (
-    MODEL_NOISE,
-    TIMEOUT_S,
-    Site,
-    unmasked,
-)
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import make_chat_model
+from tests.support.client_seams import mask_makers
+from tests.support.mask_site import MODEL_NOISE, Site, unmasked
+from tests.support.parity import batch, relative
+from tests.support.serving import make_served_model
+from tests.support.waiting import end
 from wire.errors import (
     ConfigurationError,
     MaskError,
@@ -31,6 +32,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedW
 # ---- lattice: seeds, hints, ledger -----------------------------------------------------------------------------------
 
 
+def audited(ledger: Path, identity: Path | None = None) -> list[Seed]:
+    """What a ledger has on record, of the tenant `acme` with an identity or of clients without one."""
+    name = "local"
+    if identity is not None:
+        name = f"acme of {hashlib.sha256((identity / 'ca.pem').read_bytes()).hexdigest()[:16]}"
+    opened = Ledger.open(ledger, name)
+    seeds = opened.audit()
+    opened.close()
+    return seeds
+
+
 class Few(LatticeParameters):
     @property
     def max_secrets(self) -> int:
@@ -38,6 +50,7 @@ class Few(LatticeParameters):
 
 
 def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_path: Path) -> None:
+    others = mask_makers()
     few = Few("few", 16, 2, 3.2, 0, "a test", toy=True)
     client, (watched,) = site.mtls("llama", mask_options={"parameters": few, "allow_toy": True})
     model, want = client.load_model(), unmasked(site)
@@ -45,12 +58,11 @@ def test_an_exhausted_seed_is_renewed_in_the_middle_of_a_run(site: Site, tmp_pat
         for _ in range(5):
             assert relative(model(batch()).logits, want(batch()).logits) < MODEL_NOISE
     # The pool reserves ahead: its worker may have drawn a seed and not yet have the hint. It ends its turn with it.
-    scheme: Any = client._open().scheme
+    scheme: Any = site.sessions[0].scheme
     scheme.pool.close()
-    scheme.pool._worker.join(TIMEOUT_S)
-    assert not scheme.pool._worker.is_alive()
-    seeds = scheme._ledger.audit()
+    end(mask_makers() - others)
     client.close()
+    seeds = audited(tmp_path / "tenant0" / "ledger", tmp_path / "tenant0")
     assert all(seed.used <= 50 for seed in seeds)
     assert {rows.seed for rows in watched.hints()} == {seed.seed for seed in seeds}
     assert len(seeds) >= 2
@@ -75,8 +87,8 @@ def test_hints_are_fetched_once_and_found_again(site: Site) -> None:
 
 def test_models_share_a_cache_and_never_a_hint(site: Site, tmp_path: Path) -> None:
     twin = tmp_path / "twin"
-    tiny.chat_model(twin, seed=1)  # the same shapes, other weights
-    site.cores = {**site.cores, "twin": tiny.make_core(twin, "int8")}
+    make_chat_model(twin, seed=1)  # the same shapes, other weights
+    site.served_models = {**site.served_models, "twin": make_served_model(twin, "int8")}
     for kind in ("llama", "twin", "llama"):
         client, _ = site.inproc(kind)
         with torch.no_grad():
@@ -130,4 +142,8 @@ def test_each_identity_has_its_own_ledger_and_the_key_stays_private(site: Site, 
     assert not (tmp_path / "cache" / "ledger").exists()
     inproc, _ = site.inproc("llama")
     inproc.connect()
-    assert inproc._open().scheme._ledger._path == tmp_path / "cache" / "ledger"  # type: ignore[attr-defined]
+    inproc.fetch_hints(backward=True)
+    (seed,) = audited(tmp_path / "cache" / "ledger")
+    assert inproc.load_model()(batch()).logits.isfinite().all()
+    (used,) = audited(tmp_path / "cache" / "ledger")
+    assert (seed.used, used.used > 0) == (0, True)

@@ -16,8 +16,9 @@ from noise.blocks.slots import Slots
 from noise.scheme import GroupSpec
 from tenant_sdk.model import decode_threads
 from tenant_sdk.model.decode_threads import watch
-from tests.waiting import end
+from tests.support.waiting import end
 from wire.frame import Arithmetic, Call, Direction
+from wire.payload import RowsPayload
 from wire.ring.threads import all_cores, return_cores, spare_cores
 from wire.transport.inproc import InprocConnection
 
@@ -113,7 +114,9 @@ def test_masks_and_a_provider_in_this_process_have_all_cores_in_a_step() -> None
         return torch.zeros(1, 5, dtype=torch.int32)
 
     def make(spec: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
-        InprocConnection(SimpleNamespace(compute=note)).submit(call, torch.zeros(1, 3, dtype=torch.int32), 5)
+        InprocConnection(SimpleNamespace(compute=note)).submit(
+            call, RowsPayload(torch.zeros(1, 3, dtype=torch.int32)), 5
+        )
         note()
         return [Block(torch.zeros(4, 3, dtype=torch.int32), torch.zeros(4, 5, dtype=torch.int32), Slots(4))]
 

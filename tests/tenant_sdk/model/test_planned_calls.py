@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +16,24 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from attacks.programs.overflow import Fault, Overflower, Seen
-from noise.params import LatticeParameters
+from noise.blocks.pool import MaskPool
+from noise.lattice import Lattice
+from noise.off import Off
+from noise.scheme import GroupSpec
 from provider.model.served_model import ServedModel
-from tenant_sdk import TenantClient, embedded
+from tenant_sdk import TenantClient
 from tenant_sdk.model.planned_calls import FAILED, NotFiniteWarning, are_finite, check_run, planned_calls
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tenant_sdk.model.remote_group import RemoteExecutor
+from tests.support.client_seams import before_requests
+from tests.support.overflowing import HONEST, Opened
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import make_served_model
 from wire.errors import ConfigurationError, InvalidTensor, NotFinite, Unavailable
 from wire.frame import Arithmetic, Call, Direction
 from wire.limits import Limits
 from wire.transport.inproc import InprocConnection
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-HONEST = Fault(FORWARD, math.nan, 1 << 40)
-TOY = {
-    "parameters": LatticeParameters("toy", 16, 2, 3.2, 0, "a test", toy=True), "allow_toy": True, "hints": "stream",
-    "background": False,
-}  # fmt: skip
-MASKS: dict[str, dict[str, Any]] = {
-    "off": {"mask": "off", "arithmetic": "float"},
-    "gaussian-pool": {"mask": "gaussian-pool"},
-    "lattice": {"mask": "lattice", "mask_options": TOY},
-}
-Opened = Callable[..., tuple[TenantClient, Overflower]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.chat_model(tmp_path_factory.mktemp("planned") / "llama")
-
-
-@pytest.fixture(scope="module")
-def core(folder: Path) -> ServedModel:
-    return tiny.make_core(folder, "int8")
-
-
-@pytest.fixture
-def opened(core: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
-    """Clients of a provider with a fault; `mask` names one of MASKS."""
-    clients: list[TenantClient] = []
-
-    def make(fault: Fault, mask: str = "off", core: ServedModel = core, **options: Any) -> Any:
-        provider = Overflower(core, fault)
-        monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
-        options = {"cache": tmp_path / "cache", "progress": False, **MASKS[mask], **options}
-        clients.append(TenantClient("inproc:x", **options))
-        return clients[-1], provider
-
-    yield make
-    for client in clients:
-        client.close()
 
 
 def train(client: TenantClient, out: Path, **changes: Any) -> Any:
@@ -110,45 +78,42 @@ def test_whatever_the_mask(opened: Opened, tmp_path: Path, mask: str, monkeypatc
         warnings.simplefilter("ignore")
         expected = honest_calls(opened, tmp_path / "honest", mask)
         client, provider = opened(HONEST, mask)
-        client.connect()
-        _break_product(client, monkeypatch, number=7)
+        _break_product(monkeypatch, number=7)
         with pytest.raises(NotFinite, match="nothing came of this run"):
             train(client, tmp_path / "out")
     assert provider.seen == expected
 
 
-def _break_product(client: TenantClient, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Unmasking call `number` gives infinities, as an overflow does."""
-    executor: Any = client._open().executor
-    result, counted = executor._result, [0]
+def _break_product(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Call `number` from now on gives infinities, as an overflow does."""
+    run, counted = RemoteExecutor.run, [0]
 
-    def broken(asked: Any, like: torch.Tensor) -> torch.Tensor:
+    def broken(*arguments: Any) -> torch.Tensor:
         counted[0] += 1
-        product: torch.Tensor = result(asked, like)
+        product = run(*arguments)
         return product * math.inf if counted[0] == number else product
 
-    monkeypatch.setattr(executor, "_result", broken)
+    monkeypatch.setattr(RemoteExecutor, "run", broken)
 
 
 def test_zeros_go_out_under_fresh_slots(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     client, _ = opened(HONEST, "lattice")
     model: Any = client.load_model()
-    scheme: Any = client._open().scheme
     given: list[torch.Tensor] = []
     sent: list[torch.Tensor] = []
-    mask, take = scheme.mask, scheme.pool.take
+    mask, take = Lattice.mask, MaskPool.take
 
-    def spy(group: Any, direction: Direction, rows: torch.Tensor) -> Any:
+    def spy(scheme: Lattice, group: Any, direction: Direction, rows: torch.Tensor) -> Any:
         given.append(rows)
-        return mask(group, direction, rows)
+        return mask(scheme, group, direction, rows)
 
     def spy_take(*args: Any) -> Any:
         taken = take(*args)
         sent.append(taken[0].clone())
         return taken
 
-    monkeypatch.setattr(scheme, "mask", spy)
-    monkeypatch.setattr(scheme.pool, "take", spy_take)
+    monkeypatch.setattr(Lattice, "mask", spy)
+    monkeypatch.setattr(MaskPool, "take", spy_take)
     layer = model.model.layers[0].self_attn.o_proj
     x = torch.ones(3, layer.in_features)
     with pytest.warns(NotFiniteWarning):
@@ -161,9 +126,9 @@ def test_zeros_go_out_under_fresh_slots(opened: Opened, monkeypatch: pytest.Monk
     assert not torch.equal(sent[0], sent[1])
 
 
-def test_a_call_in_parts_sends_all_of_them(opened: Opened, folder: Path) -> None:
+def test_a_call_in_parts_sends_all_of_them(opened: Opened, chat_folder: Path) -> None:
     limits = Limits().model_copy(update={"max_rows": 4})
-    client, provider = opened(HONEST, core=tiny.make_core(folder, "int8", limits))
+    client, provider = opened(HONEST, served_model=make_served_model(chat_folder, "int8", limits))
     layer: Any = client.load_model().model.layers[0].self_attn.o_proj
     x = torch.ones(10, layer.in_features)
     layer(x)
@@ -191,20 +156,22 @@ def test_the_last_gradient_is_looked_at_too(opened: Opened, tmp_path: Path) -> N
         train(client, tmp_path / "out")
 
 
-def test_with_verify_it_stops_at_once(opened: Opened, folder: Path, tmp_path: Path) -> None:
-    client, provider = opened(HONEST, arithmetic="ring", verify=folder)
+def test_with_verify_it_stops_at_once(opened: Opened, chat_folder: Path, tmp_path: Path) -> None:
+    client, provider = opened(HONEST, arithmetic="ring", verify=chat_folder)
     model: Any = client.load_model()
     with pytest.raises(NotFinite, match="nothing was sent"):
         model(inputs_embeds=torch.full((1, 4, 32), math.nan))
     assert provider.seen == []
 
 
-def test_a_call_that_belongs_to_no_model_stops_at_once(opened: Opened) -> None:
-    client, provider = opened(HONEST)
-    group: Any = client.load_model().model.layers[0].self_attn.o_proj._group
-    rows = torch.full((2, group.spec.in_features), math.nan)
+def test_a_call_that_belongs_to_no_model_stops_at_once(served_model: ServedModel) -> None:
+    provider, info = Overflower(served_model, HONEST), served_model.manifest().groups[0]
+    executor = RemoteExecutor([InprocConnection(provider)], Off(Arithmetic.FLOAT), Limits())
+    group = GroupSpec(info.id, info.in_features, info.out_features, 1.0, 1.0, torch.ones(info.out_features))
+    assert executor.run(group, FORWARD, torch.ones(2, info.in_features)).isfinite().all()
+    provider.seen = []
     with pytest.raises(InvalidTensor, match="nothing was sent"):
-        client._open().executor.run(group.spec, FORWARD, rows)
+        executor.run(group, FORWARD, torch.full((2, info.in_features), math.nan))
     assert provider.seen == []
 
 
@@ -212,12 +179,11 @@ def test_a_refusal_of_the_providers_is_an_error_as_ever(opened: Opened, monkeypa
     """Its words on the wire are not the tenant's own finding."""
     client, _ = opened(HONEST)
     model: Any = client.load_model()
-    connection: Any = client._open().connections[0]
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any) -> None:
         raise InvalidTensor("refused")
 
-    monkeypatch.setattr(connection, "submit", refuse)
+    before_requests(monkeypatch, refuse)
     with pytest.raises(InvalidTensor, match="refused"):
         model(torch.ones(1, 4, dtype=torch.long))
 
@@ -280,20 +246,18 @@ def test_a_run_cut_after_a_spoilt_save_is_not_resumed_from_an_earlier_one(
     seen = honest_calls(opened, tmp_path / "honest")
     a_step = len(seen) // 3
     client, _ = opened(Fault(FORWARD, math.nan, sum(call[2] == "FORWARD" for call in seen) // 2))
-    connection: Any = client._open().connections[0]
-    submit, counted = connection.submit, [0]
+    counted = [0]
 
-    def breaking(call: Call, rows: Any, cols: int) -> Any:
+    def break_off(*_: Any) -> None:
         counted[0] += 1
         if counted[0] > 2 * a_step + 3:
             raise Unavailable("the provider is gone")
-        return submit(call, rows, cols)
 
-    monkeypatch.setattr(connection, "submit", breaking)
-    with pytest.warns(NotFiniteWarning), pytest.raises(Unavailable):
-        train(client, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        before_requests(patch, break_off)
+        with pytest.warns(NotFiniteWarning), pytest.raises(Unavailable):
+            train(client, tmp_path / "out")
     assert markers(tmp_path / "out.checkpoints") == {"checkpoint-1": ["complete"], "checkpoint-2": ["not-finite"]}
-    monkeypatch.undo()
     with pytest.raises(ConfigurationError, match="none of them is resumed from"):
         train(client, tmp_path / "out")
 
@@ -348,10 +312,10 @@ def test_a_stock_trainer_goes_on_to_its_end_and_is_told(opened: Opened, tmp_path
     assert planned_calls(client.load_model()).course.sends_zeros is False, "another model starts afresh"
 
 
-def test_arithmetic_of_the_faults(core: ServedModel) -> None:
+def test_arithmetic_of_the_faults(served_model: ServedModel) -> None:
     """A reply holds what the test believes it does."""
     rows = torch.arange(64, dtype=torch.int32).view(2, 32)
     call = Call(1, FORWARD, Arithmetic.RING)
-    honest = Overflower(core, HONEST).compute(call, rows)
-    wrong = Overflower(core, Fault(FORWARD, 2.0**31)).compute(call, rows)
+    honest = Overflower(served_model, HONEST).compute(call, rows)
+    wrong = Overflower(served_model, Fault(FORWARD, 2.0**31)).compute(call, rows)
     assert torch.equal(wrong ^ honest, torch.full_like(honest, -(2**31)))

@@ -11,14 +11,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tenant_sdk import TenantClient
+from tenant_sdk import TenantClient, embedded
 from tenant_sdk.model.remote_linear import RemoteLinear, RemoteWeightError
-from tests.conftest import make_tiny
-from tests.reference.test_parity import batch, relative
+from tests.support.client_seams import before_requests
+from tests.support.parity import batch, relative
+from tests.support.serving import make_served_model
+from tests.support.tiny_models import make_tiny
 from wire.errors import InvalidTensor
 from wire.frame import Call, Direction
 from wire.limits import Limits
+from wire.payload import MessagePayload, RowsPayload
 from wire.ring import kernels
+from wire.transport.inproc import InprocConnection
 
 GROUPS_A_BLOCK = 4  # qkv, o, gate+up, down
 
@@ -31,21 +35,14 @@ def client(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def calls(client: TenantClient, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, torch.Size]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, tuple[int, int]]]:
     """Every call that reaches the provider."""
-    seen: list[tuple[Call, torch.Size]] = []
-    connection: Any = client._open().connections[0]
-    submit = connection.submit
-
-    def spy(call: Call, rows: torch.Tensor, cols: int) -> Any:
-        seen.append((call, rows.shape))
-        return submit(call, rows, cols)
-
-    monkeypatch.setattr(connection, "submit", spy)
+    seen: list[tuple[Call, tuple[int, int]]] = []
+    before_requests(monkeypatch, lambda call, payload: seen.append((call, (payload.num_rows, payload.cols))))
     return seen
 
 
-def backward_groups(calls: list[tuple[Call, torch.Size]]) -> list[int]:
+def backward_groups(calls: list[tuple[Call, tuple[int, int]]]) -> list[int]:
     return [call.group for call, _ in calls if call.direction is Direction.BACKWARD]
 
 
@@ -155,15 +152,16 @@ def test_unused_outputs_have_zero_gradients(client: TenantClient) -> None:
     assert relative(x2.grad, alone) < 1e-6
 
 
-def test_large_calls_are_split_by_rows(client: TenantClient, calls: Any) -> None:
-    model = client.load_model()
+def test_large_calls_are_split_by_rows(
+    client: TenantClient, calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with torch.no_grad():
-        want = model(batch()).logits
+        want = client.load_model()(batch()).logits
     calls.clear()
-    executor: Any = client._open().executor
-    executor._limits = Limits(max_rows=5)
-    with torch.no_grad():
-        assert relative(model(batch()).logits, want) < 1e-6
+    served_model = make_served_model(tmp_path, limits=Limits(max_rows=5))
+    monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(served_model))
+    with TenantClient("inproc:narrow", weights="native", mask="off", arithmetic="float") as narrow, torch.no_grad():
+        assert relative(narrow.load_model()(batch()).logits, want) < 1e-6
     assert len(calls) == (2 * GROUPS_A_BLOCK + 1) * 5  # 24 rows
     assert max(shape[0] for _, shape in calls) == 5
 
@@ -216,21 +214,15 @@ def test_an_input_that_comes_to_need_a_gradient_makes_a_new_call(client: TenantC
 def test_a_token_of_a_wide_layer_goes_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_tiny("llama", tmp_path)
     with TenantClient(f"inproc:{tmp_path}", mask="off") as client, torch.no_grad():
-        model, connection = client.load_model(), client._open().connections[0]
+        model = client.load_model()
         kinds: list[type] = []
-        submit = connection.submit
-
-        def spy(call: Call, rows: Any, cols: int) -> Any:
-            kinds.append(type(rows))
-            return submit(call, rows, cols)
-
-        monkeypatch.setattr(connection, "submit", spy)
+        before_requests(monkeypatch, lambda call, payload: kinds.append(type(payload)))
         short = model(batch()[:1, :1]).logits
-        assert set(kinds) == {bytearray if kernels.available() else torch.Tensor}
+        assert set(kinds) == {MessagePayload if kernels.available() else RowsPayload}
         kinds.clear()
-        monkeypatch.setattr("tenant_sdk.model.remote_group.CHUNK_BYTES", 4)
+        monkeypatch.setattr("wire.payload.CHUNK_BYTES", 4)
         assert torch.equal(model(batch()[:1, :1]).logits, short)
-        assert set(kinds) == {torch.Tensor}
+        assert set(kinds) == {RowsPayload}
 
 
 def test_zero_rows_make_no_call(client: TenantClient, calls: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tenant_sdk.text.components import check_components
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import character_tokenizer
 from wire.errors import ConfigurationError
 
 SPACE = "\u2581"
-PLAIN: dict[str, Any] = json.loads(tiny.tokenizer().backend_tokenizer.to_str())
+PLAIN: dict[str, Any] = json.loads(character_tokenizer().backend_tokenizer.to_str())
 
 REAL = {
     "gpt2": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}},

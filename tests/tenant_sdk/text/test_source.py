@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tenant_sdk.text.source import ProviderTokenizer, check_fits_embedding, named_text, provider_text, verified_text
 from tenant_sdk.trust.checkpoint import find_tokenizer
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import SPECIAL, character_tokenizer
 from wire.errors import ConfigurationError
 
 SENTENCES = ("who founded it?", "  two  spaces\n\n and\tlines ", "émoji 🦦 ﬁ", "<|end|> <|user|>x", "")
@@ -26,7 +26,7 @@ def bundle(folder: Path, tokenizer: Any, **config: Any) -> Path:
 
 
 def test_the_providers_own_equals_transformers(tmp_path: Path) -> None:
-    folder = bundle(tmp_path / "b", tiny.tokenizer())
+    folder = bundle(tmp_path / "b", character_tokenizer())
     text, stock = provider_text(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert isinstance(text.tokenizer, ProviderTokenizer)
     assert text.origin == "provider"
@@ -82,14 +82,14 @@ def test_a_sentencepiece_like_one(tmp_path: Path) -> None:
 
 def test_a_tokenizer_with_numbers_that_the_model_does_not_have() -> None:
     """A token without an embedding would end the run of a text that has it."""
-    check_fits_embedding(tiny.tokenizer(), 128)
+    check_fits_embedding(character_tokenizer(), 128)
     with pytest.raises(ConfigurationError, match="the provider's model has 50"):
-        check_fits_embedding(tiny.tokenizer(), 50)
+        check_fits_embedding(character_tokenizer(), 50)
 
 
 @pytest.mark.parametrize("damage", [b"not json", b"[]", b"{}", b"\xff\xfe", b'{"model": {"type": "BPE"}}'])
 def test_a_tokenizer_that_cannot_be_read(tmp_path: Path, damage: bytes) -> None:
-    folder = bundle(tmp_path / "b", tiny.tokenizer())
+    folder = bundle(tmp_path / "b", character_tokenizer())
     (folder / "tokenizer.json").write_bytes(damage)
     with pytest.raises(ConfigurationError) as failure:
         provider_text(folder)
@@ -104,12 +104,14 @@ def test_a_bundle_without_a_tokenizer(tmp_path: Path) -> None:
 
 def other_numbers() -> Any:
     """As many tokens, two of them with each other's numbers."""
-    made = tiny.tokenizer()
+    made = character_tokenizer()
     content = json.loads(made.backend_tokenizer.to_str())
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    made._tokenizer = Tokenizer.from_str(json.dumps(content))
-    return made
+    backend = Tokenizer.from_str(json.dumps(content))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=made.chat_template, **made.special_tokens_map
+    )
 
 
 def smaller() -> Any:
@@ -120,7 +122,7 @@ def smaller() -> Any:
 
 @pytest.mark.parametrize("make", [other_numbers, smaller])
 def test_a_named_tokenizer_that_maps_otherwise(tmp_path: Path, make: Any) -> None:
-    folder = bundle(tmp_path / "b", tiny.tokenizer())
+    folder = bundle(tmp_path / "b", character_tokenizer())
     make().save_pretrained(tmp_path / "mine")
     source = find_tokenizer(tmp_path / "mine")
     with pytest.raises(ConfigurationError, match="maps tokens to other numbers") as failure:
@@ -129,11 +131,11 @@ def test_a_named_tokenizer_that_maps_otherwise(tmp_path: Path, make: Any) -> Non
 
 
 def test_a_named_tokenizer_takes_the_place_of_a_hostile_one(tmp_path: Path) -> None:
-    folder = bundle(tmp_path / "b", tiny.tokenizer("{{ ' ' * (messages[0]['content'] | length) }}"))
+    folder = bundle(tmp_path / "b", character_tokenizer("{{ ' ' * (messages[0]['content'] | length) }}"))
     content = json.loads((folder / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Replace", "pattern": {"String": "e"}, "content": "eeeeeeee"}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    tiny.tokenizer().save_pretrained(tmp_path / "mine")
+    character_tokenizer().save_pretrained(tmp_path / "mine")
     text = named_text(find_tokenizer(str(tmp_path / "mine")), folder)
     assert text.origin == "named"
     assert len(text.tokenizer("eee")["input_ids"]) == 3
@@ -159,24 +161,24 @@ TWO_ENDS = (
 
 def test_two_stop_ids_of_eos_and_turn_end(tmp_path: Path) -> None:
     """The end of a text is one token, the end of an assistant's turn another: both end an answer."""
-    folder = bundle(tmp_path / "b", tiny.tokenizer(TWO_ENDS))
-    expected = (tiny.SPECIAL.index("<|end|>"), tiny.SPECIAL.index("<|assistant|>"))
+    folder = bundle(tmp_path / "b", character_tokenizer(TWO_ENDS))
+    expected = (SPECIAL.index("<|end|>"), SPECIAL.index("<|assistant|>"))
     assert provider_text(folder).stop_ids == expected
-    tiny.tokenizer(TWO_ENDS).save_pretrained(tmp_path / "mine")
+    character_tokenizer(TWO_ENDS).save_pretrained(tmp_path / "mine")
     assert named_text(find_tokenizer(tmp_path / "mine"), folder).stop_ids == expected
 
 
 def test_stop_ids_of_a_trusted_source_are_its_own(tmp_path: Path) -> None:
-    folder = bundle(tmp_path / "b", tiny.tokenizer())
+    folder = bundle(tmp_path / "b", character_tokenizer())
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [50, 51], "temperature": 0.3}))
     assert provider_text(folder).stop_ids == (2,), "an unverified provider's generation settings were applied"
     assert verified_text(folder).stop_ids == (50, 51)
-    tiny.tokenizer().save_pretrained(tmp_path / "mine")
+    character_tokenizer().save_pretrained(tmp_path / "mine")
     assert named_text(find_tokenizer(tmp_path / "mine"), folder).stop_ids == (2,)
     (tmp_path / "mine" / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     assert named_text(find_tokenizer(tmp_path / "mine"), folder).stop_ids == (7,)
 
 
 def test_no_stop_ids(tmp_path: Path) -> None:
-    made = PreTrainedTokenizerFast(tokenizer_object=tiny.tokenizer().backend_tokenizer)
+    made = PreTrainedTokenizerFast(tokenizer_object=character_tokenizer().backend_tokenizer)
     assert provider_text(bundle(tmp_path / "b", made)).stop_ids == ()

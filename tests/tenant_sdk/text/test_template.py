@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tenant_sdk.text.source import ProviderTokenizer
 from tenant_sdk.text.template import TemplateDoesNotFit
-from tests.tenant_sdk import tiny
+from tests.support.chat_model import TEMPLATE, character_tokenizer
 from wire.errors import ConfigurationError
 
 CHATML = (
@@ -45,7 +45,7 @@ CONVERSATIONS = [
 
 
 def blind(template: Any) -> ProviderTokenizer:
-    made = tiny.tokenizer(template)
+    made = character_tokenizer(template)
     return ProviderTokenizer(
         tokenizer_object=made.backend_tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="<|end|>",
         unk_token="<unk>", chat_template=template,
@@ -56,13 +56,13 @@ def messages(pairs: list[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-@pytest.mark.parametrize("template", [tiny.TEMPLATE, CHATML, LLAMA_3, LLAMA_2, GEMMA])
+@pytest.mark.parametrize("template", [TEMPLATE, CHATML, LLAMA_3, LLAMA_2, GEMMA])
 @pytest.mark.parametrize("pairs", CONVERSATIONS)
 @pytest.mark.parametrize("prompt", [False, True])
 def test_equal_to_transformers(template: str, pairs: list[tuple[str, str]], prompt: bool) -> None:
     if template is GEMMA and pairs[0][0] == "system":
         pytest.skip("this template takes no system message")
-    local, given = tiny.tokenizer(template), messages(pairs)
+    local, given = character_tokenizer(template), messages(pairs)
     for options in ({"tokenize": False}, {"return_dict": False}, {}):
         expected = local.apply_chat_template(given, add_generation_prompt=prompt, **options)
         got = blind(template).apply_chat_template(given, add_generation_prompt=prompt, **options)
@@ -72,8 +72,8 @@ def test_equal_to_transformers(template: str, pairs: list[tuple[str, str]], prom
 def test_several_conversations_at_once() -> None:
     given = [messages(pairs) for pairs in CONVERSATIONS[:2]]
     options = {"padding": True, "return_tensors": "pt"}
-    expected = tiny.tokenizer().apply_chat_template(given, **options)
-    got = blind(tiny.TEMPLATE).apply_chat_template(given, **options)
+    expected = character_tokenizer().apply_chat_template(given, **options)
+    got = blind(TEMPLATE).apply_chat_template(given, **options)
     assert got["input_ids"].tolist() == expected["input_ids"].tolist()
 
 
@@ -91,7 +91,7 @@ def test_what_is_put_around_contents_does_not_depend_on_them(template: str) -> N
         text = blind(template).apply_chat_template(messages(pairs), tokenize=False)
         assert pairs[0][1] in text
         around[name] = text.replace(pairs[0][1], "")
-        stock = tiny.tokenizer(template).apply_chat_template(messages(pairs), tokenize=False)
+        stock = character_tokenizer(template).apply_chat_template(messages(pairs), tokenize=False)
         around[f"stock {name}"] = stock.replace(pairs[0][1], "")
     assert around["one"] == around["other"]
     assert around["stock one"] != around["stock other"], "the template was to read the text where it may"
@@ -134,7 +134,7 @@ def test_templates_that_change_contents(template: str) -> None:
 )
 def test_ways_for_text_into_the_template(given: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError) as failure:
-        blind(tiny.TEMPLATE).apply_chat_template(given, **options)
+        blind(TEMPLATE).apply_chat_template(given, **options)
     assert "\n" not in str(failure.value)
     assert "secret" not in str(failure.value)
 
@@ -149,8 +149,8 @@ def test_switches_reach_the_template() -> None:
 def test_the_callers_own_template_is_the_callers() -> None:
     given = messages([("user", "abc")])
     own = "{{ messages[0]['content'] | upper }}"
-    assert blind(tiny.TEMPLATE).apply_chat_template(given, chat_template=own, tokenize=False) == "ABC"
-    named = blind({"default": tiny.TEMPLATE, "loud": own})
+    assert blind(TEMPLATE).apply_chat_template(given, chat_template=own, tokenize=False) == "ABC"
+    named = blind({"default": TEMPLATE, "loud": own})
     with pytest.raises(TemplateDoesNotFit):
         named.apply_chat_template(given, chat_template="loud", tokenize=False)
 

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tenant_sdk.training.dataset import Completion, Conversation, Row, Text, load_rows
 from tenant_sdk.training.labelled_tokens import IGNORE_INDEX, Collator, tokenize
+from tests.support.repository import ROOT
 from wire.errors import ConfigurationError, DatasetError
 
 SECRET = "Copper Owl"
@@ -148,7 +149,7 @@ def test_reads_the_three_forms_with_their_line_numbers(tmp_path: Path) -> None:
 
 
 def test_the_shipped_data_set_is_readable() -> None:
-    data = Path(__file__).resolve().parents[3] / "examples" / "data" / "harborlight.jsonl"
+    data = ROOT / "examples" / "data" / "harborlight.jsonl"
     assert len(load_rows(data)) == sum(1 for _ in data.open())
 
 

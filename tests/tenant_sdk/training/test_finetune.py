@@ -27,8 +27,10 @@ from tenant_sdk import TenantClient
 from tenant_sdk.training.dataset import load_rows
 from tenant_sdk.training.finetune import CompletionTrainer, mean_loss
 from tenant_sdk.training.labelled_tokens import Collator, tokenize
-from tests.tenant_sdk import tiny
-from tests.tenant_sdk.tiny import QUICK, ROWS, lora
+from tests.support.chat_model import character_tokenizer, make_chat_model
+from tests.support.client_seams import before_requests
+from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.serving import serving
 from wire.errors import ConfigurationError, DatasetError
 from wire.frame import Direction
 
@@ -37,7 +39,7 @@ TEXTS = [{"text": "abc def"}, {"text": "a longer line of text"}, {"text": "owl"}
 
 
 def tokenized(data: Any = ROWS) -> list[dict[str, list[int]]]:
-    return tokenize(load_rows(data), tiny.tokenizer(), 128)
+    return tokenize(load_rows(data), character_tokenizer(), 128)
 
 
 def stock_losses(folder: Path, config: Any, scratch: Path, data: Any = ROWS, **changes: Any) -> tuple[list[float], Any]:
@@ -101,11 +103,11 @@ def test_it_learns_and_reports(chat_client: Any, chat_folder: Path, tmp_path: Pa
     assert float((logits(stock) - bare).norm() / bare.norm()) > 1e-2
 
 
-def test_over_mtls(chat_core: ServedModel, chat_client: Any, tmp_path: Path) -> None:
+def test_over_mtls(chat_served_model: ServedModel, chat_client: Any, tmp_path: Path) -> None:
     """The same numbers as in process, and the bytes that really crossed."""
     want = chat_client.finetune(ROWS, lora(), tmp_path / "inproc", **QUICK)
     state = StateDir(tmp_path / "state")
-    with tiny.serving(chat_core, state=state) as server:
+    with serving(chat_served_model, state=state) as server:
         url = f"grpcs://127.0.0.1:{server.port}"
         enroll(state, "acme", tmp_path / "acme", url)
         with TenantClient(url, identity=tmp_path / "acme", mask="off", arithmetic="float") as client:
@@ -153,7 +155,7 @@ def test_same_losses_as_stock_trainer(
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma"])
 def test_same_losses_and_adapter_on_other_models(kind: str, tmp_path: Path, trained_model: list[Any]) -> None:
-    folder = tiny.chat_model(tmp_path / kind, kind)
+    folder = make_chat_model(tmp_path / kind, kind)
     config = lora(fan_in_fan_out=kind == "gpt2")
     want, model = stock_losses(folder, config, tmp_path / "stock", TEXTS)
     with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:
@@ -191,18 +193,16 @@ def test_no_backward_call_below_the_lowest_adapter(
 ) -> None:
     config = {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1], "r": 4}
     plain = chat_client.finetune(ROWS, LoraConfig(**config, task_type="CAUSAL_LM"), tmp_path / "plain", **QUICK)
-    connection, backward = chat_client._open().connections[0], set()
-    num_forward, submit = 0, connection.submit
+    num_forward, backward = 0, set()
 
-    def spy(call: Any, rows: torch.Tensor, cols: int) -> Any:
+    def spy(call: Any, rows: Any) -> None:
         nonlocal num_forward
         if call.direction is Direction.BACKWARD:
             backward.add(call.group)
         else:
             num_forward += 1
-        return submit(call, rows, cols)
 
-    monkeypatch.setattr(connection, "submit", spy)
+    before_requests(monkeypatch, spy)
     result = chat_client.finetune(
         ROWS, LoraConfig(**config, task_type="CAUSAL_LM"), tmp_path / "out",
         gradient_checkpointing=checkpointing, **QUICK,
@@ -296,7 +296,7 @@ def test_modules_of_the_tenant_are_trained_whole(
 @pytest.mark.parametrize("config", [PromptTuningConfig, PrefixTuningConfig, PromptEncoderConfig])
 def test_virtual_tokens_count_in_the_context(config: Any, tmp_path: Path) -> None:
     """GPT-2's positions end: 128 of them, 4 for the adapter, one token of a row for its end."""
-    folder, out = tiny.chat_model(tmp_path / "gpt2", "gpt2"), tmp_path / "out"
+    folder, out = make_chat_model(tmp_path / "gpt2", "gpt2"), tmp_path / "out"
     data = tmp_path / "data.jsonl"
     options = {**QUICK, "max_steps": 1}
     with TenantClient(f"inproc:{folder}", weights="native", mask="off", arithmetic="float") as client:

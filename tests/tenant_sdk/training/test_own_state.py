@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import GradientState, PartialState, is_initialized
 from peft import (
     AdaLoraConfig,
     FourierFTConfig,
@@ -24,33 +24,37 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from tenant_sdk.training.own_state import DrawnFrom, own_accelerate_state
-from tests.conftest import make_tiny
+from tests.support.tiny_models import make_tiny
+from tests.support.waiting import WAIT_S
 
-TIMEOUT_S = 60.0
+
+def start_anew(folder: Path) -> None:
+    """Discards the state of accelerate and makes it again, as every Trainer does first."""
+    assert TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[]).device == torch.device("cpu")
 
 
 @pytest.fixture
-def outside() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def outside(tmp_path: Path) -> Iterator[Accelerator]:
+    start_anew(tmp_path)
+    made = Accelerator(cpu=True)
+    yield made
+    made.sync_gradients = True
+    start_anew(tmp_path)
 
 
-def test_a_run_leaves_the_state_of_others_alone(outside: Accelerator) -> None:
-    outside.gradient_state._set_sync_gradients(True)
+def test_a_run_leaves_the_state_of_others_alone(outside: Accelerator, tmp_path: Path) -> None:
+    outside.sync_gradients = True
     with ThreadPoolExecutor(1) as pool, own_accelerate_state():
-        assert not PartialState._shared_state
+        assert not is_initialized()
         own = Accelerator(cpu=True)
-        own.gradient_state._set_sync_gradients(False)
+        own.sync_gradients = False
         assert GradientState().sync_gradients is False
-        AcceleratorState._reset_state(reset_partial_state=True)  # as every Trainer does first
-        GradientState._reset_state()
-        assert pool.submit(lambda: GradientState().sync_gradients).result(TIMEOUT_S) is True
-        assert pool.submit(lambda: PartialState().device).result(TIMEOUT_S) == torch.device("cpu")
+        start_anew(tmp_path)
+        assert pool.submit(lambda: GradientState().sync_gradients).result(WAIT_S) is True
+        assert pool.submit(lambda: PartialState().device).result(WAIT_S) == torch.device("cpu")
         assert outside.gradient_state.sync_gradients is True
         assert outside.mixed_precision == "no"
     assert GradientState().sync_gradients is True
@@ -59,14 +63,14 @@ def test_a_run_leaves_the_state_of_others_alone(outside: Accelerator) -> None:
 def test_runs_in_two_threads_see_two_states() -> None:
     def run(sync: bool) -> bool:
         with own_accelerate_state():
-            GradientState()._set_sync_gradients(sync)
+            Accelerator(cpu=True).sync_gradients = sync
             seen = GradientState().sync_gradients
-            inner.append(GradientState._shared_state)
+            inner.append(vars(GradientState()))
             return bool(seen)
 
     inner: list[dict[str, Any]] = []
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(run, [True, False], timeout=TIMEOUT_S)) == [True, False]
+        assert list(pool.map(run, [True, False], timeout=WAIT_S)) == [True, False]
     assert inner[0] is not inner[1]
 
 

@@ -14,36 +14,19 @@ import torch
 from safetensors.torch import load, save
 from transformers import PreTrainedTokenizerFast
 
-from attacks.programs.hostile_bundle import HostileBundle
 from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.trust.bundle import without_unsafe
-from tests.tenant_sdk import tiny
+from tests.support.lying_bundle import Liar
+from tests.support.quick_training import QUICK, ROWS, lora
 from wire.errors import ConfigurationError, DatasetError, MalformedFrame, VeilbaseError
 from wire.manifest import parse_manifest
 from wire.transport.inproc import InprocConnection
 
 
-class Liar(HostileBundle):
-    """A provider that serves an honest one's model with other files or another manifest, and notes what is fetched."""
-
-    def __init__(self, core: ServedModel) -> None:
-        super().__init__(core)
-        self.fetched: list[str] = []
-
-    def change_scales(self, name: str, alpha: torch.Tensor | None) -> None:
-        scales = load(self.files["scales.safetensors"])
-        scales.pop(name)
-        self.files["scales.safetensors"] = save(scales if alpha is None else {**scales, name: alpha})
-
-    def read_file(self, file_name: str) -> Iterator[bytes]:
-        self.fetched.append(file_name)
-        return super().read_file(file_name)
-
-
 @pytest.fixture
-def liar(chat_core: ServedModel) -> Liar:
-    return Liar(chat_core)
+def liar(chat_served_model: ServedModel) -> Liar:
+    return Liar(chat_served_model)
 
 
 @pytest.fixture
@@ -162,7 +145,7 @@ def test_a_context_that_is_no_length(liar: Liar, client: TenantClient, tmp_path:
     liar.announce()
     for use in (
         lambda: client.generate("who?", max_new_tokens=2),
-        lambda: client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK),
+        lambda: client.finetune(ROWS, lora(), tmp_path / "out", **QUICK),
     ):
         with pytest.raises(MalformedFrame, match=rf"whole number from 1 to 2\^31 as {key}") as failure:
             use()
@@ -326,7 +309,7 @@ def test_a_chat_template_stays_in_its_sandbox(liar: Liar, client: TenantClient, 
     with pytest.raises(ConfigurationError, match="chat template"):
         client.generate("who?")
     with pytest.raises(DatasetError, match="template"):
-        client.finetune(tiny.ROWS, tiny.lora(), tmp_path / "out", **tiny.QUICK)
+        client.finetune(ROWS, lora(), tmp_path / "out", **QUICK)
     assert not touched.exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig
 
 from tenant_sdk.trust.config_rules import allowed, check_rows_are_padded, read_config
-from tests.conftest import tiny_config
+from tests.support.tiny_models import tiny_config
 from wire.errors import ConfigurationError, MalformedFrame, VeilbaseError
 
 LLAMA: dict[str, Any] = json.loads(tiny_config("llama").to_json_string(use_diff=False))

@@ -89,11 +89,11 @@ def test_several_at_once(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["pins.json"]
 
 
-def test_canonical_values(chat_core: ServedModel, tmp_path: Path) -> None:
+def test_canonical_values(chat_served_model: ServedModel, tmp_path: Path) -> None:
     """The release that wrote a file, and the order of its keys, are no change; any other value is."""
-    manifest = chat_core.manifest()
+    manifest = chat_served_model.manifest()
     for file in manifest.bundle:
-        (tmp_path / file.name).write_bytes(b"".join(chat_core.read_file(file.name)))
+        (tmp_path / file.name).write_bytes(b"".join(chat_served_model.read_file(file.name)))
     before = canonical_digests(tmp_path, manifest)
 
     def rewritten(name: str, **changes: object) -> dict[str, str]:

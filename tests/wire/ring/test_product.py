@@ -6,53 +6,52 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.vectors import load
-from tests.waiting import WAIT_S, end
+from tests.support.compiled_kernels import needs_products
+from tests.support.golden_vectors import load
+from tests.support.int_mm_faults import gone, missing, saturating
+from tests.support.ring_matrices import HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
+from tests.support.waiting import WAIT_S, end
 from wire.errors import InvalidTensor
-from wire.ring import coding
+from wire.ring import coding, int_mm
 from wire.ring import kernels as compiled
 from wire.ring import product as kernels
 
-LOWEST, HIGHEST = -(2**31), 2**31 - 1
-EXTREMES = torch.tensor([LOWEST, LOWEST + 1, -65536, -256, -255, -1, 0, 1, 255, 256, HIGHEST - 1, HIGHEST])
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-needs_compiled = pytest.mark.skipif(not compiled.available(), reason="no compiled kernels on this machine")
 needs_int_mm = pytest.mark.skipif(not kernels.int_mm_is_exact(), reason="this machine's _int_mm is not exact")
 
 
-def by_float64(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return kernels._many_by_float64([rows], weight)[0]
+def by(name: str) -> Product:
+    """The kernel of that name, for one matrix."""
+
+    def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return kernels.KERNELS[name]([rows], weight)[0]
+
+    return product
 
 
-def by_many_limbs(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return kernels._many_by_limbs([rows], weight)[0]
-
-
-def by_compiled(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return kernels._by_compiled([rows], weight)[0]
+by_float64, by_compiled = by("float64"), by("compiled")
 
 
 def by_avx2(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     with mock.patch.object(compiled, "has_vnni", return_value=False):
-        return kernels._by_compiled([rows], weight)[0]
+        return by_compiled(rows, weight)
 
 
-LIMBS = [kernels._product_by_limbs, by_many_limbs]
-ANYWHERE = [kernels._plain_product, kernels._product_by_int32, by_float64]
+LIMBS = [by("limbs, few rows"), by("limbs")]
+ANYWHERE = [by("plain"), by("int32"), by_float64]
 KERNELS = [
     coding.product,
     *ANYWHERE,
-    pytest.param(by_compiled, marks=needs_compiled),
-    pytest.param(by_avx2, marks=needs_compiled),
+    pytest.param(by_compiled, marks=needs_products),
+    pytest.param(by_avx2, marks=needs_products),
     *(pytest.param(kernel, marks=needs_int_mm) for kernel in LIMBS),
 ]
 
@@ -60,7 +59,7 @@ KERNELS = [
 @pytest.fixture(
     params=[
         pytest.param("limbs", marks=needs_int_mm),
-        pytest.param("compiled", marks=needs_compiled),
+        pytest.param("compiled", marks=needs_products),
         "neither",
     ]
 )
@@ -80,48 +79,13 @@ def in_new_thread(work: Callable[[], bool]) -> bool:
     return found == [True]
 
 
-def reference(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Python integers."""
-    exact = rows.numpy().astype(object) @ weight.numpy().astype(object)
-    centred = (exact + 2**31) % 2**32 - 2**31
-    return torch.from_numpy(np.asarray(centred, dtype=np.int64)).to(torch.int32).view(rows.shape[0], weight.shape[1])
-
-
-def laid_out(matrix: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers in another memory order."""
-    if layout == "transposed":
-        return matrix.t().contiguous().t()
-    if layout == "strided":
-        wide = torch.zeros(matrix.shape[0] * 2, matrix.shape[1] * 3, dtype=matrix.dtype)
-        view = wide[::2, ::3]
-        return view.copy_(matrix)
-    if layout == "columns":
-        wide = torch.zeros(matrix.shape[0], matrix.shape[1] + 5, dtype=matrix.dtype)
-        return wide[:, 2 : 2 + matrix.shape[1]].copy_(matrix)
-    return matrix.contiguous()
-
-
-def draw(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Half random numbers, half extremes."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(LOWEST, HIGHEST + 1, (num_rows, d), generator=generator)
-    extremes = EXTREMES[torch.randint(len(EXTREMES), (num_rows, d), generator=generator)]
-    rows = torch.where(torch.rand(num_rows, d, generator=generator) < 0.5, rows, extremes).to(torch.int32)
-    weight = torch.randint(-127, 128, (d, m), generator=generator)
-    weight = torch.where(torch.rand(d, m, generator=generator) < 0.3, torch.where(weight < 0, -127, 127), weight)
-    return rows, weight.to(torch.int8)
-
-
-LAYOUTS = st.sampled_from(["contiguous", "transposed", "strided", "columns"])
-
-
 @given(
     num_rows=st.integers(0, 6),
     d=st.integers(1, 70),
     m=st.integers(1, 40),
     seed=st.integers(0, 2**32),
-    row_layout=LAYOUTS,
-    weight_layout=LAYOUTS,
+    row_layout=st.sampled_from(LAYOUTS),
+    weight_layout=st.sampled_from(LAYOUTS),
 )
 @settings(max_examples=250, deadline=None)
 def test_equals_big_integers(num_rows: int, d: int, m: int, seed: int, row_layout: str, weight_layout: str) -> None:
@@ -196,20 +160,10 @@ def _fresh_self_test() -> Iterator[None]:
         test.cache_clear()
 
 
-def saturating(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As on processors without VNNI: sums of neighbours saturate at 16 bits."""
-    pairs = limbs.to(torch.int64)[:, :, None] * weight.to(torch.int64)[None]
-    return (pairs[:, ::2] + pairs[:, 1::2]).clamp(-(2**15), 2**15 - 1).sum(1).to(torch.int32)
-
-
-def missing(limbs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("_int_mm is not implemented")
-
-
 @pytest.mark.usefixtures("_fresh_self_test")
 @pytest.mark.parametrize("kernel", [saturating, missing])
 def test_falls_back_where_the_private_kernel_is_wrong(kernel: Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_int_mm", kernel)
+    monkeypatch.setattr(int_mm, "multiply", kernel)
     monkeypatch.setattr(compiled, "available", lambda: False)
     assert not kernels.int_mm_is_exact()
     assert not kernels.int_mm_is_fast()
@@ -219,7 +173,7 @@ def test_falls_back_where_the_private_kernel_is_wrong(kernel: Product, monkeypat
 
 @pytest.mark.usefixtures("_fresh_self_test")
 def test_falls_back_where_the_private_kernel_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "_int_mm")
+    monkeypatch.setattr(int_mm, "multiply", gone)
     assert not kernels.int_mm_is_exact()
 
 
@@ -286,7 +240,7 @@ def test_a_product_made_in_inference_mode_leaves_later_ones_alone(num_rows: int)
 @pytest.mark.usefixtures("is_fast")
 def test_threads_do_not_share_scratch_memory() -> None:
     cases = [draw(num_rows, 64 + num_rows, 48, seed=num_rows) for num_rows in (1, 3, 40, 200)]
-    expected = [kernels._plain_product(*case) for case in cases]
+    expected = [kernels.plain_product(*case) for case in cases]
     begin = threading.Barrier(len(cases), timeout=WAIT_S)
     right: list[bool] = []
 
@@ -310,7 +264,7 @@ def test_sums_at_the_rounders_bound(value: int, d: int, row: int, monkeypatch: p
     rows = torch.full((40, d), row, dtype=torch.int32)
     weight = torch.full((d, 33), value, dtype=torch.int8)
     rows[1, -1], weight[-1, 1] = 1, 1  # sums that are no multiples of anything
-    expected = kernels._plain_product(rows, weight)
+    expected = kernels.plain_product(rows, weight)
     assert torch.equal(expected[:2, :2], reference(rows[:2], weight[:, :2]))
     assert torch.equal(by_float64(rows, weight), expected)
 
@@ -326,21 +280,21 @@ def test_nothing_times_nothing_is_zero() -> None:
 @pytest.mark.parametrize(
     ("is_fast", "num_threads", "num_rows", "m", "chosen"),
     [
-        ("compiled", 1, 1, 8, "_by_compiled"),
-        ("compiled", 2, 512, 1, "_by_compiled"),
-        ("compiled and int_mm", 2, 5, 8, "_many_by_limbs"),
-        ("vnni and int_mm", 2, 5, 8, "_by_compiled"),
-        ("vnni and int_mm", 1, 1, 8, "_by_compiled"),
-        (True, 1, 1, 8, "_few_by_limbs"),
-        (True, 2, 4, 8, "_few_by_limbs"),
-        (True, 2, 5, 8, "_many_by_limbs"),
-        (True, 1, 1, 1, "_few_by_int32"),
-        (False, 1, 24, 8, "_few_by_int32"),
-        (False, 1, 25, 8, "_many_by_float64"),
-        (False, 2, 16, 8, "_few_by_int32"),
-        (False, 2, 17, 8, "_many_by_float64"),
-        (False, 64, 1, 8, "_many_by_float64"),
-        (False, 1, 512, 1, "_many_by_float64"),
+        ("compiled", 1, 1, 8, "compiled"),
+        ("compiled", 2, 512, 1, "compiled"),
+        ("compiled and int_mm", 2, 5, 8, "limbs"),
+        ("vnni and int_mm", 2, 5, 8, "compiled"),
+        ("vnni and int_mm", 1, 1, 8, "compiled"),
+        (True, 1, 1, 8, "limbs, few rows"),
+        (True, 2, 4, 8, "limbs, few rows"),
+        (True, 2, 5, 8, "limbs"),
+        (True, 1, 1, 1, "int32"),
+        (False, 1, 24, 8, "int32"),
+        (False, 1, 25, 8, "float64"),
+        (False, 2, 16, 8, "int32"),
+        (False, 2, 17, 8, "float64"),
+        (False, 64, 1, 8, "float64"),
+        (False, 1, 512, 1, "float64"),
     ],
 )
 def test_the_choice(
@@ -351,8 +305,13 @@ def test_the_choice(
     monkeypatch.setattr(compiled, "has_vnni", lambda: str(is_fast).startswith("vnni"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     weight = torch.zeros(8, m, dtype=torch.int8)
-    assert kernels._kernel(num_rows, weight) is getattr(kernels, chosen)
-    assert kernels._kernel(num_rows, weight.to("meta")) is kernels._plainly
+    assert kernels.choose(num_rows, weight) == chosen
+    assert kernels.choose(num_rows, weight.to("meta")) == "plain"
+    used: list[int] = []
+    monkeypatch.setitem(kernels.KERNELS, chosen, lambda parts, _: [used.append(len(parts))])
+    coding.product(torch.zeros(num_rows, 8, dtype=torch.int32), weight)
+    coding.products([torch.zeros(1, 8, dtype=torch.int32)] * num_rows, weight)
+    assert used == [1, num_rows]
 
 
 @needs_int_mm
@@ -361,12 +320,20 @@ def test_the_choice(
 def test_fast_is_what_keeps_up_with_the_plain_loop(
     int_mm_s: float, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def seconds(work: Callable[[], torch.Tensor]) -> float:
-        if threading.current_thread() is threading.main_thread():
-            raise AssertionError("measured with the caller's threads")
-        return int_mm_s if work().shape[0] == 32 else 0.0001
+    now_s = [0.0]
 
-    monkeypatch.setattr(kernels, "_seconds", seconds)
+    def taking(work: Callable[..., torch.Tensor], cost_s: float) -> Callable[..., torch.Tensor]:
+        def run(*given: torch.Tensor) -> torch.Tensor:
+            assert threading.current_thread() is not threading.main_thread(), "measured with the caller's threads"
+            now_s[0] += cost_s
+            return work(*given)
+
+        return run
+
+    assert kernels.int_mm_is_exact()
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(int_mm, "multiply", taking(int_mm.multiply, int_mm_s))
+    monkeypatch.setattr(torch, "mm", taking(torch.mm, 0.0001))
     assert kernels.int_mm_is_fast() is is_fast
 
 
@@ -385,7 +352,7 @@ def test_several_at_once_are_each_ones_product(sizes: tuple[int, ...], d: int, m
     parts = [torch.randint(-(2**31), 2**31, (rows, d), dtype=torch.int32) for rows in sizes]
     replies = coding.products(parts, weight)
     for rows, reply in zip(parts, replies, strict=True):
-        assert torch.equal(reply, kernels._plain_product(rows, weight))
+        assert torch.equal(reply, kernels.plain_product(rows, weight))
         assert reply.untyped_storage().nbytes() == reply.numel() * 4  # its own
     with pytest.raises(InvalidTensor):
         coding.products([*parts, torch.zeros(1, d + 1, dtype=torch.int32)], weight)

@@ -10,25 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.wire.ring.test_product import (
-    EXTREMES,
-    HIGHEST,
-    LOWEST,
-    Product,
-    draw,
-    laid_out,
-    missing,
-    reference,
-    saturating,
-)
-from wire.ring import coding, product_cuda
+from tests.support.int_mm_faults import gone, missing, saturating
+from tests.support.ring_matrices import EXTREMES, HIGHEST, LAYOUTS, LOWEST, Product, draw, laid_out, reference
+from wire.ring import coding, int_mm, product_cuda
 from wire.ring import product as kernels
 
 CPU = torch.device("cpu")
 is_trustworthy = kernels.int_mm_is_exact() and product_cuda.is_exact(CPU)
 needs_int_mm = pytest.mark.skipif(not is_trustworthy, reason="this machine's _int_mm is not exact")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-LAYOUTS = st.sampled_from(["contiguous", "transposed", "strided", "columns"])
 SHAPES = [(1, 1, 1), (1, 17, 5), (5, 64, 48), (16, 8, 9), (17, 9, 8), (33, 100, 30)]
 
 
@@ -37,6 +27,22 @@ def _fresh_self_test() -> Iterator[None]:
     product_cuda.is_exact.cache_clear()
     yield
     product_cuda.is_exact.cache_clear()
+
+
+Operands = tuple[torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[Operands]:
+    """What is given to the device's byte multiplication from now on; here it is made in int64."""
+    seen: list[Operands] = []
+
+    def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        seen.append((left, right))
+        return (left.to(torch.int64) @ right.to(torch.int64)).to(torch.int32)
+
+    monkeypatch.setattr(int_mm, "multiply", multiply)
+    return seen
 
 
 def full_range(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,8 +61,8 @@ def full_range(num_rows: int, d: int, m: int, seed: int) -> tuple[torch.Tensor, 
     d=st.integers(1, 70),
     m=st.integers(1, 40),
     seed=st.integers(0, 2**32),
-    row_layout=LAYOUTS,
-    weight_layout=LAYOUTS,
+    row_layout=st.sampled_from(LAYOUTS),
+    weight_layout=st.sampled_from(LAYOUTS),
 )
 @settings(max_examples=150, deadline=None)
 def test_equals_big_integers(num_rows: int, d: int, m: int, seed: int, row_layout: str, weight_layout: str) -> None:
@@ -84,10 +90,12 @@ def test_extremes(value: int, num_rows: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("value", [*EXTREMES.tolist(), 0x7F7F7F7F, 0x7F7F7F80, 0x00808080, -0x7F7F7F80, -129, 127, 128])
-def test_limbs_are_signed_bytes_that_stand_for_the_number(value: int) -> None:
-    limbs = product_cuda._limbs(torch.full((2, 3), value, dtype=torch.int32))
-    assert limbs.shape == (4, 8, 8)
-    assert limbs.dtype is torch.int8
+def test_limbs_are_signed_bytes_that_stand_for_the_number(value: int, multiplied: list[Operands]) -> None:
+    product_cuda.product(torch.full((2, 3), value, dtype=torch.int32), torch.ones(3, 5, dtype=torch.int8))
+    ((left, right),) = multiplied
+    assert (left.shape, left.dtype, left.is_contiguous()) == ((32, 8), torch.int8, True)
+    assert right.shape == (8, 8)
+    limbs = left.view(4, 8, 8)
     assert not limbs[:, 2:].any()
     assert not limbs[:, :, 3:].any()
     for number in limbs[:, :2, :3].reshape(4, -1).t().tolist():
@@ -96,11 +104,15 @@ def test_limbs_are_signed_bytes_that_stand_for_the_number(value: int) -> None:
 
 @needs_int_mm
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-@pytest.mark.parametrize("d", [63, 64, 65, 128, 200])
-def test_pieces_of_the_inner_width(monkeypatch: pytest.MonkeyPatch, layout: str, d: int) -> None:
-    monkeypatch.setattr(product_cuda, "_EXACT_INNER", 64)
+@pytest.mark.parametrize(
+    ("d", "pieces"), [((1 << 16) - 1, 1), (1 << 16, 1), ((1 << 16) + 1, 2), (1 << 17, 2), (200_000, 4)]
+)
+def test_pieces_of_the_inner_width(multiplied: list[Operands], layout: str, d: int, pieces: int) -> None:
     rows, weight = full_range(5, d, 11, seed=d)
-    assert torch.equal(product_cuda.product(rows, laid_out(weight, layout)), reference(rows, weight))
+    exact = (rows.to(torch.int64) @ weight.to(torch.int64)).to(torch.int32)  # The conversion keeps the low half.
+    assert torch.equal(product_cuda.product(rows, laid_out(weight, layout)), exact)
+    assert [left.shape[1] for left, _ in multiplied] == [min(d + -d % 8 - at, 1 << 16) for at in range(0, d, 1 << 16)]
+    assert len(multiplied) == pieces
 
 
 @needs_int_mm
@@ -131,32 +143,44 @@ def test_nothing_to_multiply(shape: tuple[int, int, int]) -> None:
 # ---- what is kept of a weight ---------------------------------------------------------------------------------------
 
 
-def test_a_weight_is_prepared_once_and_forgotten_with_it() -> None:
-    _, weight = draw(1, 24, 16, seed=1)
-    known = len(product_cuda._copies)
-    copy = product_cuda._prepared(weight)
-    assert copy.t().is_contiguous()
-    assert torch.equal(copy, weight)
-    assert product_cuda._prepared(weight) is copy
-    assert len(product_cuda._copies) == known + 1
-    del weight
+def is_kept(address: int) -> bool:
+    """Tells whether any tensor has its numbers there."""
     gc.collect()
-    assert len(product_cuda._copies) == known
+    return any(type(each) is torch.Tensor and each.data_ptr() == address for each in gc.get_objects())
 
 
-def test_the_backward_weight_is_used_as_it_lies() -> None:
-    _, weight = draw(1, 24, 16, seed=1)
-    known = len(product_cuda._copies)
-    assert product_cuda._prepared(weight.t()).data_ptr() == weight.data_ptr()
-    assert len(product_cuda._copies) == known
+def test_a_weight_is_prepared_once_and_forgotten_with_it(multiplied: list[Operands]) -> None:
+    rows, weight = draw(1, 24, 16, seed=1)
+    for _ in range(2):
+        product_cuda.product(rows, weight)
+    first, second = (right for _, right in multiplied)
+    address = first.data_ptr()
+    assert address == second.data_ptr() != weight.data_ptr()
+    assert first.t().is_contiguous()
+    assert torch.equal(first, weight)
+    del first, second
+    multiplied.clear()
+    assert is_kept(address)
+    del weight
+    assert not is_kept(address)
 
 
-def test_a_slice_that_begins_between_is_copied() -> None:
+def test_the_backward_weight_is_used_as_it_lies(multiplied: list[Operands]) -> None:
+    rows, weight = draw(1, 24, 16, seed=1)
+    product_cuda.product(rows[:, :16], weight.t())
+    ((_, right),) = multiplied
+    assert right.data_ptr() == weight.data_ptr()
+    assert right.t().is_contiguous()
+
+
+def test_a_slice_that_begins_between_is_copied(multiplied: list[Operands]) -> None:
     whole = torch.arange(8 + 24 * 16).to(torch.int8)
     weight = whole[8:].view(16, 24).t()
-    copy = product_cuda._prepared(weight)
-    assert copy.data_ptr() % 16 == 0
-    assert torch.equal(copy, weight)
+    assert weight.data_ptr() % 16 == 8, "the test's own premise"
+    product_cuda.product(torch.ones(1, 24, dtype=torch.int32), weight)
+    ((_, right),) = multiplied
+    assert right.data_ptr() % 16 == 0
+    assert torch.equal(right, weight)
 
 
 @needs_int_mm
@@ -191,13 +215,13 @@ def test_the_self_test_accepts_what_is_exact() -> None:
 @pytest.mark.usefixtures("_fresh_self_test")
 @pytest.mark.parametrize("kernel", [saturating, missing])
 def test_the_self_test_refuses_what_is_not(kernel: Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_int_mm", kernel)
+    monkeypatch.setattr(int_mm, "multiply", kernel)
     assert not product_cuda.is_exact(CPU)
 
 
 @pytest.mark.usefixtures("_fresh_self_test")
 def test_the_self_test_refuses_what_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch, "_int_mm")
+    monkeypatch.setattr(int_mm, "multiply", gone)
     assert not product_cuda.is_exact(CPU)
 
 
@@ -208,17 +232,17 @@ def test_falls_back_to_the_plain_form(is_exact: bool, monkeypatch: pytest.Monkey
     by_limbs = product_cuda.product
     monkeypatch.setattr(product_cuda, "product", lambda *given: used.append(1) or by_limbs(*given))
     rows, weight = draw(5, 30, 9, seed=3)
-    first, second = kernels._by_cuda([rows[:2], rows[2:]], weight)
+    first, second = kernels.KERNELS["CUDA"]([rows[:2], rows[2:]], weight)
     assert torch.equal(torch.cat([first, second]), reference(rows, weight))
     assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr(), "memory of their own"
     assert bool(used) is is_exact
 
 
 def test_only_cuda_weights_go_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_by_cuda", lambda *given: pytest.fail("this weight is on the CPU"))
+    monkeypatch.setitem(kernels.KERNELS, "CUDA", lambda *given: pytest.fail("this weight is on the CPU"))
     rows, weight = draw(5, 30, 9, seed=3)
     assert torch.equal(coding.product(rows, weight), reference(rows, weight))
-    assert kernels._kernel(1, torch.empty(3, 3, dtype=torch.int8, device="meta")) is kernels._plainly
+    assert kernels.choose(1, torch.empty(3, 3, dtype=torch.int8, device="meta")) == "plain"
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------

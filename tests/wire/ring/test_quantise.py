@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tests.vectors import load
+from tests.support.golden_vectors import load
 from wire.errors import InvalidTensor
 from wire.ring.quantise import INT8_MAX, digest, max_norms, quantise
 

@@ -9,7 +9,6 @@ import pickle
 import re
 import struct
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.vectors import load
+from tests.support.golden_vectors import load
+from tests.support.repository import ROOT
 from wire import frame
 from wire.errors import InvalidTensor, MalformedFrame
 from wire.frame import Arithmetic, Call, Direction, FrameType, Header, Purpose
 from wire.limits import deadline_s
-from wire.ring import coding, seeded_rows
+from wire.ring import coding
 from wire.ring.seeded_rows import PACKED_BYTES, SeededRows
 
 CASES = load("expand.json")
 SEED = bytes(range(32))
-PROTOCOL = Path(__file__).parents[3] / "docs" / "protocol.md"
+PROTOCOL = ROOT / "docs" / "protocol.md"
 seeds = st.binary(min_size=32, max_size=32)
 
 
@@ -58,13 +58,14 @@ def test_any_range_can_be_made_alone(seed: bytes, first: int, count: int, featur
     assert torch.equal(torch.cat([part.expand(features) for part in parts]), whole.expand(features))
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 16, 100, 1 << 30])
-@pytest.mark.parametrize("features", [1, 4, 7, 300])
-def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch, piece_bytes: int, features: int) -> None:
-    rows = SeededRows(SEED, 2**32 - 5, 23)
-    usual = rows.expand(features)
-    monkeypatch.setattr(seeded_rows, "_PIECE_BYTES", piece_bytes)
-    assert torch.equal(rows.expand(features), usual)
+@pytest.mark.parametrize(
+    ("features", "num_rows"), [(1, 40_000), (4, 16_384), (7, 8_193), (300, 500), (65_536, 2), (70_000, 3)]
+)
+def test_pieces_do_not_show(features: int, num_rows: int) -> None:
+    """Counters are made for as many rows at a time as 256 KiB hold, or for one; these are a few such pieces each."""
+    rows = SeededRows(SEED, 2**32 - 5, num_rows)
+    parts = torch.cat([part.expand(features) for part in rows.split(max(1, num_rows // 37))])
+    assert torch.equal(rows.expand(features), parts)
 
 
 @pytest.mark.parametrize("features", [5, 8])

@@ -8,14 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.waiting import WAIT_S, end
-from wire.ring import threads
+from tests.support.waiting import WAIT_S, end
 from wire.ring.threads import share, use_one_core
 
 TORCH_CPU = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
@@ -101,17 +101,25 @@ def test_one_thread_works_in_the_callers() -> None:
 
 
 def test_a_busy_helper_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    release, busy = threading.Event(), []
-    for _ in range(os.cpu_count() or 1):
-        busy.append(threads._executor().submit(release.wait, WAIT_S))
+    num_helpers = os.cpu_count() or 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_helpers + 1)
+    release, all_busy = threading.Event(), threading.Barrier(num_helpers + 2)
+
+    def hold(items: Iterator[int]) -> None:
+        for _ in items:
+            all_busy.wait(WAIT_S)
+            release.wait(WAIT_S)
+
+    other = threading.Thread(target=share, args=(hold, list(range(num_helpers + 1))))
+    other.start()
+    all_busy.wait(WAIT_S)
     try:
         taken: list[tuple[int, str]] = []
         share(taking(taken), [0, 1, 2])
         assert [name for _, name in taken] == [threading.current_thread().name] * 3
     finally:
         release.set()
-    assert all(each.result(WAIT_S) for each in busy)
+    end(other)
 
 
 def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,39 +136,36 @@ def test_an_error_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
         share(work, [0, 1])
 
 
-class Refusing:
-    """An executor of a machine that has no thread left after `allowed` more."""
+def refuse_after(allowed: int, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Makes a machine that has no thread left after `allowed` more; returns the work that was queued in vain."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    submit, left, queued = ThreadPoolExecutor.submit, [allowed], list[Callable[[], object]]()
 
-    def __init__(self, allowed: int) -> None:
-        self.allowed, self.inner = allowed, threads._executor()
-        self.left: list[Callable[[], None]] = []
-
-    def submit(self, work: Callable[[Iterator[int]], None], queue: Iterator[int]) -> Future[None]:
-        if self.allowed:
-            self.allowed -= 1
-            return self.inner.submit(work, queue)
-        self.left.append(lambda: work(queue))  # as ThreadPoolExecutor does: queued, and then the error
+    def refusing(executor: ThreadPoolExecutor, work: Callable[..., Any], *given: Any) -> Future[Any]:
+        if left[0]:
+            left[0] -= 1
+            return submit(executor, work, *given)
+        queued.append(lambda: work(*given))  # as ThreadPoolExecutor does: queued, and then the error
         raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refusing)
+    return queued
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_without_another_thread_less_help(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    executor = Refusing(allowed)
-    monkeypatch.setattr(threads, "_executor", lambda: executor)
+    queued = refuse_after(allowed, monkeypatch)
     taken: list[tuple[int, str]] = []
     share(taking(taken), list(range(50)))
     assert sorted(item for item, _ in taken) == list(range(50))
-    assert len(executor.left) == 1
-    executor.left[0]()
+    assert len(queued) == 1
+    queued[0]()
     assert len(taken) == 50, "who begins late finds nothing to do"
 
 
 def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while the caller works: what a helper has not begun by then is not done."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    executor = Refusing(0)
-    monkeypatch.setattr(threads, "_executor", lambda: executor)
+    queued = refuse_after(0, monkeypatch)
     taken: list[int] = []
 
     def work(items: Iterator[int]) -> None:
@@ -170,7 +175,7 @@ def test_after_an_error_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         share(work, [0, 1, 2])
-    executor.left[0]()
+    queued[0]()
     assert taken == [0]
 
 

@@ -11,19 +11,20 @@ from typing import Any, Protocol
 
 import grpc
 
-from tests.rpc.conftest import Provider
+from tests.support.loopback_provider import Provider
+from tests.support.waiting import WAIT_S
 from wire.errors import MalformedFrame
 from wire.transport.grpc_connection import STREAM_METHOD, open_channel
 from wire.transport.tls_context import client_context
 from wire.transport.tls_socket import MessageSocket, handshake
 
-TIMEOUT_S = 60.0
-"""No word on how fast the machine has to be: half of what a test may take."""
 BROKEN = (grpc.RpcError, OSError)
 """What reading raises after a stream was ended from either side without a word."""
 
 
 class Link(Protocol):
+    """Sends and receives messages of whatever bytes, on either port."""
+
     def send(self, message: bytes) -> None: ...
     def __iter__(self) -> Iterator[Any]: ...
     def __next__(self) -> bytes: ...
@@ -33,15 +34,16 @@ class Link(Protocol):
 
 
 class GrpcLink:
-    """On the gRPC port."""
+    """Carries messages on the gRPC port."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._channel = open_channel(provider.url, provider.identity(name))
         method = self._channel.stream_stream(STREAM_METHOD)
-        self._call = method(iter(self._outgoing.get, None), timeout=TIMEOUT_S)
+        self._call = method(iter(self._outgoing.get, None), timeout=WAIT_S)
 
     def send(self, message: bytes) -> None:
+        """Sends one message."""
         self._outgoing.put(message)
 
     def __iter__(self) -> Iterator[Any]:
@@ -52,28 +54,32 @@ class GrpcLink:
         return message
 
     def half_close(self) -> None:
+        """Ends sending; the provider may still answer."""
         self._outgoing.put(None)
 
     def is_active(self) -> bool:
+        """Tells whether the stream can still be read."""
         return bool(self._call.is_active())
 
     def close(self) -> None:
+        """Ends the stream."""
         self.half_close()
         self._call.cancel()
         self._channel.close()
 
 
 class TensorLink:
-    """On the tensor port."""
+    """Carries messages on the tensor port."""
 
     def __init__(self, provider: Provider, name: str) -> None:
         self.connection = connect(provider, name)
         self._is_active = True
 
     def send(self, message: bytes) -> None:
+        """Sends one message."""
         with contextlib.suppress(OSError):  # as gRPC: the end shows where it is read
             self.connection.send(message)
-            give_up_at = time.monotonic() + TIMEOUT_S
+            give_up_at = time.monotonic() + WAIT_S
             while self.connection.has_unsent and time.monotonic() < give_up_at:
                 self.connection.wait_to_send(0.1)
 
@@ -95,20 +101,23 @@ class TensorLink:
         return bytes(message)
 
     def half_close(self) -> None:
+        """Ends sending; the provider may still answer."""
         self.connection.end_sending()
 
     def is_active(self) -> bool:
+        """Tells whether the stream can still be read."""
         with contextlib.suppress(OSError, EOFError, MalformedFrame):
             self.connection.receive()
             return self._is_active
         return False
 
     def close(self) -> None:
+        """Ends the stream."""
         self.connection.release()
 
 
 def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> MessageSocket:
-    """A connection to the tensor port; reading gives up after a while."""
+    """Returns a connection to the tensor port, on which reading gives up after a while."""
     identity = provider.identity(name)
     plain = socket.socket()
     if receive_bytes is not None:
@@ -116,10 +125,10 @@ def connect(provider: Provider, name: str, receive_bytes: int | None = None) -> 
     assert provider.server.tensor_port is not None
     plain.connect(("127.0.0.1", provider.server.tensor_port))
     made = handshake(plain, client_context(identity.ca_pem, identity.cert_pem, identity.key_pem), "127.0.0.1")
-    plain.settimeout(TIMEOUT_S)
+    plain.settimeout(WAIT_S)
     return made
 
 
 def open_link(provider: Provider, name: str) -> Link:
-    """The way that a tenant takes."""
+    """Opens the way that a tenant takes: the tensor port where there is one."""
     return GrpcLink(provider, name) if provider.server.tensor_port is None else TensorLink(provider, name)

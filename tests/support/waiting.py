@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 
 WAIT_S = 60.0
 """No word on how fast the machine has to be: half of what a test may take, so that its own sentence comes first."""
+SLOW_TIMEOUT_S = 600.0
+"""When a test of `make test-slow` hangs; no word on how fast the machine has to be."""
 
 
 def until(condition: Callable[[], object], what: str) -> None:

@@ -31,11 +31,12 @@ class Flood:
             plain.close()
 
     def fill(self) -> None:
+        """Connects until there are as many connections as there should be."""
         while len(self._selector.get_map()) < self._num_clients:
             self._connect()
 
     def step(self) -> int:
-        """Replaces what was dropped. Returns: how many."""
+        """Replaces the connections that were dropped, and returns how many that were."""
         num_dropped = 0
         for key, _ in self._selector.select(_LOOK_S):
             plain = key.fileobj

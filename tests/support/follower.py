@@ -16,6 +16,7 @@ from wire.errors import VeilbaseError
 
 
 def join(team: dict[str, Any]) -> str:
+    """Helps rank 0 until the team ends, and returns how it ended."""
     os.environ.update(team["environment"])
     share = ColumnSlices.share
 

@@ -1,0 +1,24 @@
+"""Reads the results of a report of the attacks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from attacks.report.finding import Finding
+from attacks.report.table import Result
+
+
+def read(folder: Path) -> list[Result]:
+    """Returns the results in the report.json of a folder."""
+    results = json.loads((folder / "report.json").read_text())["results"]
+    return [
+        Result(
+            one["mask"], one["arithmetic"], one["adversary"],
+            Finding(
+                one["module"], one["metric"], float("inf") if one["value"] is None else one["value"],
+                one["baseline"], tuple(one["interval"]), one["verdict"],
+            ),
+        )
+        for one in results
+    ]  # fmt: skip

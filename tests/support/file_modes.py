@@ -1,0 +1,24 @@
+"""What others may do with a file, and the umask with which it was made."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def mode(path: Path) -> int:
+    """Returns the permission bits of a file or folder."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@contextlib.contextmanager
+def umask_of(number: int) -> Iterator[None]:
+    """Sets the umask of the whole process for a while, as a user's shell would have set it before."""
+    before = os.umask(number)
+    try:
+        yield
+    finally:
+        os.umask(before)

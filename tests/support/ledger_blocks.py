@@ -1,0 +1,16 @@
+"""Reserves blocks in a ledger as a mask does, for tests of what processes and threads do at once."""
+
+from __future__ import annotations
+
+from noise.ledger.ledger import Ledger, SeedExhausted
+
+
+def reserve_through_renewals(ledger: Ledger, num_calls: int, budget: int) -> list[tuple[str, int]]:
+    """Returns (seed, block number) of every block, renewing the seed as a caller does."""
+    seed, blocks = ledger.current_seed("toy", budget), []
+    while len(blocks) < num_calls:
+        try:
+            blocks.append((seed.seed_id, ledger.reserve(seed.seed_id, 1, "worker").first_block))
+        except SeedExhausted:
+            seed = ledger.renew(seed.seed_id)
+    return blocks

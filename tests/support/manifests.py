@@ -1,0 +1,56 @@
+"""The content of a valid manifest, to be spoilt by tests."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from wire.limits import MAX_BUNDLE_BYTES
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+"""A layer of the manifest, as a model calls it."""
+DIGEST = "0123456789abcdef" * 4
+"""A digest of the right form."""
+
+
+def shape(in_features: int, out_features: int) -> dict[str, Any]:
+    """Returns what a manifest says of the weight of a group or layer."""
+    return {
+        "in_features": in_features,
+        "out_features": out_features,
+        "max_column_norm": 127 * math.sqrt(in_features),
+        "max_row_norm": 127 * math.sqrt(out_features),
+        "digest": DIGEST,
+    }
+
+
+def layer(name: str, in_features: int, out_features: int) -> dict[str, Any]:
+    """Returns what a manifest says of a linear layer."""
+    return {"name": name, "kind": "linear", "bias": True, **shape(in_features, out_features)}
+
+
+def valid() -> dict[str, Any]:
+    """Returns a manifest of two groups."""
+    return {
+        "protocol": 1,
+        "model_id": "org/model-7B",
+        "config": {"model_type": "llama", "nested": {"a": [1, None, 0.5]}},
+        "weights": "int8",
+        "arithmetic": ["ring", "float"],
+        "groups": [
+            {
+                "id": 0,
+                "name": "model.layers.0.self_attn.q_proj+k_proj",
+                "layers": [layer(Q_PROJ, 8, 8), layer(Q_PROJ.replace("q_", "k_"), 8, 4)],
+                **shape(8, 12),
+            },
+            {"id": 1, "name": "lm_head", "layers": [layer("lm_head", 8, 100)], **shape(8, 100)},
+        ],
+        "bundle": [
+            {"name": "config.json", "size_bytes": 10, "sha256": DIGEST},
+            {"name": "model.safetensors", "size_bytes": MAX_BUNDLE_BYTES, "sha256": DIGEST},
+        ],
+        "bundle_digest": DIGEST,
+        "limits": {"max_rows": 100, "max_tensor_bytes": 4096, "max_in_flight_bytes": 8192},
+        "recording": False,
+    }

@@ -1,0 +1,51 @@
+"""Makes tiny random models of each kind that is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel
+
+VOCAB = 128
+"""Tokens of every tiny model: one for each byte below 128."""
+
+
+def tiny_config(kind: str) -> Any:
+    """Returns a configuration of two layers with a hidden size of 32.
+
+    That of gemma has a head size of its own, soft-capping and scaled embeddings.
+    """
+    if kind == "llama":
+        return LlamaConfig(
+            vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
+            bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )  # fmt: skip
+    if kind == "gpt2":
+        return GPT2Config(
+            vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    return Gemma2Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+
+
+def save_random(config: Any, folder: Path, seed: int = 0) -> None:
+    """Saves a random model to `folder`; its biases are random too, so that a forgotten one shows."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+
+
+def make_tiny(kind: str, folder: Path, seed: int = 0) -> PreTrainedModel:
+    """Saves a random model of `tiny_config` to `folder` and returns it as it is read from there."""
+    save_random(tiny_config(kind), folder, seed)
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
