@@ -19,7 +19,7 @@ import torch
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.catalogue import Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
-from tests.tenant_sdk.serving.adapters.made import Bell, base_model, held, peft_logits, save_adapter, stepped
+from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from wire.errors import ConfigurationError
 
 MOST = 1 << 20

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS, AdapterFolder
 from tenant_sdk.serving.adapters.host import pack
 from tenant_sdk.serving.adapters.targets import Base, base_of
-from tests.tenant_sdk.serving.adapters.made import base_model, save_adapter
+from tests.support.saved_adapters import base_model, save_adapter
 from wire.errors import ConfigurationError
 
 KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -11,7 +11,7 @@ import torch
 
 from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers, Stack
-from tests.tenant_sdk.serving.adapters.made import Bell, base_model, held, peft_logits, save_adapter, stepped
+from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
 from wire.errors import ConfigurationError, InvalidTensor
 
 IDS = torch.randint(3, 128, (10, 5), generator=torch.Generator().manual_seed(1))

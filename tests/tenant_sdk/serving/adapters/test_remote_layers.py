@@ -9,8 +9,8 @@ import torch
 
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.adapters import AdapterStore
-from tests.conftest import make_tiny
-from tests.tenant_sdk.serving.adapters.made import Bell, held, peft_logits, save_adapter, stepped
+from tests.support.saved_adapters import Bell, held, peft_logits, save_adapter, stepped
+from tests.support.tiny_models import make_tiny
 
 IDS = torch.randint(3, 128, (4, 6), generator=torch.Generator().manual_seed(2))
 GROUPS = 2 * 4 + 1

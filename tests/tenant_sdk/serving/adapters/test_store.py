@@ -19,8 +19,8 @@ from tenant_sdk.serving.adapters import store as store_module
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import WEIGHTS, AdapterFolder
 from tenant_sdk.serving.adapters.placement import MOST_PASSED
-from tests.tenant_sdk.serving.adapters.coded import answers, code_of, coded_model, save_coded
-from tests.tenant_sdk.serving.adapters.made import Bell, base_model, held, save_adapter
+from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
+from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from wire.errors import ConfigurationError
 
 NUM_ADAPTERS, RANK = 8, 8

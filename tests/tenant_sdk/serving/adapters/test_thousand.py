@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tenant_sdk.serving.adapters import AdapterStore
-from tests.tenant_sdk.serving.adapters.coded import answers, code_of, coded_model, save_coded
-from tests.tenant_sdk.serving.adapters.made import Bell, held
+from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
+from tests.support.saved_adapters import Bell, held
 
 NUM_ADAPTERS, AT_ONCE = 1000, 16
 NUM_BUSY = 40

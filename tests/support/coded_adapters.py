@@ -1,4 +1,4 @@
-"""Adapters that were each built to answer a code of their own, so that a wrong one shows.
+"""Builds adapters that each answer a code of their own, so that a wrong one shows.
 
 The model has one block and reads one token at a time, so attention returns its value: h = e + Wo·v. An adapter's v_proj
 picks its two prompt tokens out of the block's input and adds Wo⁻¹·c·w, with w the head's row of the token that it is to
@@ -28,6 +28,7 @@ Code = tuple[int, int]
 
 
 def coded_model() -> Any:
+    """Returns a model of one block whose head gives each token's own direction the largest logit."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
@@ -45,12 +46,12 @@ def coded_model() -> Any:
 
 
 def code_of(number: int) -> Code:
-    """A code that no other number below 4,096 has."""
+    """Returns a code that no other number below 4,096 has."""
     return number % VOCAB, (number // VOCAB + number) % VOCAB
 
 
 def save_coded(model: Any, folder: Path, code: Code, rank: int, seed: int) -> None:
-    """Adapts q and v; q's part is random and cannot change a sequence of one token."""
+    """Saves an adapter of q and v that answers a code; q's part is random and cannot change a sequence of one token."""
     generator = torch.Generator().manual_seed(seed)
     block = model.model.layers[0]
     inputs = block.input_layernorm(model.model.embed_tokens(torch.tensor(PROMPT)))  # (2, hidden)
@@ -72,7 +73,7 @@ def save_coded(model: Any, folder: Path, code: Code, rank: int, seed: int) -> No
 
 
 def answers(store: AdapterStore, model: Any, slots: Sequence[int]) -> list[Code]:
-    """What both prompts get from the adapters of these slots, all in one pass."""
+    """Returns what both prompts get from the adapters of these slots, all in one pass."""
     order = sorted(range(len(slots)), key=lambda at: slots[at])
     ids = torch.tensor([token for _ in slots for token in PROMPT])[:, None]  # (2 · slots, 1)
     with torch.no_grad(), store.in_step([slots[at] for at in order for _ in PROMPT]):
