@@ -3,6 +3,7 @@
 The adapters are those of the bar: rank 16 on all linear layers of SmolLM2-135M, packed in bf16. Weights are random, and
 the model has its shapes without its weights, so nothing is downloaded. A switch begins when a request names an adapter
 that has no slot, and ends when its ticket is ready; files are in the page cache. The peer is PEFT's `load_adapter`.
+Beside the seconds stands the processor's time, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -55,45 +56,49 @@ def save(model: Any, folder: Path, seed: int, dtype: torch.dtype) -> None:
     (folder / CONFIG).write_text(json.dumps(config))
 
 
-def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: int) -> list[float]:
-    """Returns the seconds of `count` switches, round and round through adapters that never all have slots."""
+Times = tuple[float, float]
+"""Seconds by the clock, and of the processor."""
+
+
+def switches(model: Any, root: Path, names: list[str], count: int, host_bytes: int) -> list[Times]:
+    """Returns the times of `count` switches, round and round through adapters that never all have slots."""
     ready = threading.Event()
     store = AdapterStore(model, root, host_bytes=host_bytes, device_slots=2, on_ready=ready.set, preload=names)
-    seconds = []
+    times = []
     for at in range(count + len(names)):
         ready.clear()
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         ticket = store.reserve(names[at % len(names)])
         if not ticket.is_ready():
             ready.wait()
-        seconds.append(time.perf_counter() - begin)
+        times.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
         if ticket.failure is not None or not ticket.is_ready():
             raise SystemExit(f"a switch failed: {ticket.failure}")
         ticket.release()
     store.close()
-    return seconds[len(names) :]  # the first round writes to slots that were never used
+    return times[len(names) :]  # the first round writes to slots that were never used
 
 
-def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[float]:
-    """Returns the seconds of PEFT's `load_adapter`, and of making the adapter the active one."""
+def peft_switches(model: Any, root: Path, names: list[str], count: int) -> list[Times]:
+    """Returns the times of PEFT's `load_adapter`, and of making the adapter the active one."""
     from peft import PeftModel
 
     from wire.loading import quiet_transformers
 
     with quiet_transformers():
-        adapted, seconds = PeftModel.from_pretrained(model, str(root / names[0]), adapter_name="first"), []
+        adapted, times = PeftModel.from_pretrained(model, str(root / names[0]), adapter_name="first"), []
         for at in range(count):
-            begin = time.perf_counter()
+            begin = time.perf_counter(), time.process_time()
             adapted.load_adapter(str(root / names[at % len(names)]), adapter_name="other")
             adapted.set_adapter("other")
-            seconds.append(time.perf_counter() - begin)
+            times.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
             adapted.set_adapter("first")
             adapted.delete_adapter("other")
-    return seconds
+    return times
 
 
-def run(count: int = 50) -> dict[str, float]:
-    """Returns medians in milliseconds, by where the adapters come from."""
+def run(count: int = 50) -> dict[str, Times]:
+    """Returns medians, by where the adapters come from."""
     torch.set_num_threads(1)
     model, names = smollm2_shapes(), [f"a{at}" for at in range(5)]
     medians = {}
@@ -110,11 +115,16 @@ def run(count: int = 50) -> dict[str, float]:
             ("disk", torch.float32, one),
             ("disk, saved in bf16", torch.bfloat16, one),
         ):
-            medians[name] = 1e3 * statistics.median(switches(model, roots[dtype], names, count, host_bytes))
-        medians["PEFT's load_adapter"] = 1e3 * statistics.median(
+            medians[name] = _medians(switches(model, roots[dtype], names, count, host_bytes))
+        medians["PEFT's load_adapter"] = _medians(
             peft_switches(model, roots[torch.float32], names, max(3, count // 10))
         )
     return medians
+
+
+def _medians(times: list[Times]) -> Times:
+    by_clock, of_processor = zip(*times, strict=True)
+    return statistics.median(by_clock), statistics.median(of_processor)
 
 
 def main() -> None:
@@ -122,12 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--switches", type=int, default=50)
     medians = run(parser.parse_args().switches)
-    print("| switch to an adapter from | median, ms | bar |\n|---|---|---|")
-    for name, value in medians.items():
-        bar = BARS_MS.get(name)
-        print(
-            f"| {name} | {value:.1f} | {'' if bar is None else f'{bar:g}: ' + ('met' if value <= bar else 'missed')} |"
-        )
+    print("| switch to an adapter from | median, ms | processor, ms | bar |\n|---|---|---|---|")
+    for name, (by_clock, of_processor) in medians.items():
+        bar, found = BARS_MS.get(name), f"{1e3 * by_clock:.1f} | {1e3 * of_processor:.1f}"
+        verdict = "" if bar is None else f"{bar:g}: {'met' if 1e3 * by_clock <= bar else 'missed'}"
+        print(f"| {name} | {found} | {verdict} |")
 
 
 if __name__ == "__main__":
