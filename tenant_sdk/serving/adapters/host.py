@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tenant_sdk.serving.adapters.folder import Contents
-from tenant_sdk.serving.adapters.weights_file import LoraLayer, StoredTensor
+from tenant_sdk.serving.adapters.reading import Reading
+from tenant_sdk.serving.adapters.weights_file import LoraLayer
 from wire.errors import ConfigurationError
 
 
@@ -72,28 +72,32 @@ class PackedAdapter:
         return self.values.numel() * self.values.itemsize
 
 
-def pack(contents: Contents, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
-    """Puts an adapter's factors side by side.
+def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
+    """Reads an adapter's weights and puts them side by side.
 
     Args:
-        contents: the adapter as it was read.
+        reading: the adapter's open files.
         dtype: torch.bfloat16 or torch.float32.
         pinned: whether a CUDA device will copy from it.
 
     Raises:
-        ConfigurationError: a number is NaN or infinite, or has no value in `dtype`.
+        ConfigurationError: a number is NaN or infinite, or has no value in `dtype`; or the files change meanwhile.
     """
-    layers = [_packed_layer(each, dtype) for each in contents.found.layers]
+    stored = reading.found.layers
+    layers = tuple(_packed_layer(each, dtype) for each in stored)
     values = torch.empty(sum(layer.num_weights for layer in layers), dtype=dtype, pin_memory=pinned)
-    pieces = values.split([layer.num_weights for layer in layers])
-    for layer, piece, stored in zip(layers, pieces, contents.found.layers, strict=True):
+    places: dict[int, tuple[torch.Tensor, float]] = {}
+    for layer, piece, each in zip(layers, values.split([layer.num_weights for layer in layers]), stored, strict=True):
         lora_a, lora_b = layer.factors(piece)
-        lora_a.copy_(_values(contents.file, stored.lora_a))
-        lora_b.copy_(_values(contents.file, stored.lora_b).t())
-        if layer.scaling != stored.scaling:
-            lora_b.mul_(stored.scaling)
-    _check_finite(contents.found.name, values)
-    return PackedAdapter(contents.digest, tuple(layers), values)
+        places[each.lora_a.begin] = (lora_a, 1.0)
+        places[each.lora_b.begin] = (lora_b.t(), each.scaling / layer.scaling)
+    for tensor, numbers in reading.tensors():
+        place, factor = places[tensor.begin]
+        place.copy_(numbers)
+        if factor != 1.0:
+            place.mul_(factor)
+    _check_finite(reading.found.name, values)
+    return PackedAdapter(reading.digest(), layers, values)
 
 
 def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
@@ -101,14 +105,6 @@ def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
     exact = dtype is torch.float32 or math.frexp(stored.scaling)[0] == 0.5  # a power of two
     in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
     return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)
-
-
-def _values(file: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
-    rows, cols = stored.shape
-    piece = file[stored.begin : stored.begin + rows * cols * stored.dtype.itemsize]
-    if stored.begin % stored.dtype.itemsize:  # the header's length decides where tensors begin
-        piece = piece.clone()
-    return piece.view(stored.dtype).view(rows, cols)
 
 
 def _check_finite(name: str, values: torch.Tensor) -> None:

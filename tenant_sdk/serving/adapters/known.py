@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from tenant_sdk.serving.adapters.folder import Found, Stamp
+from tenant_sdk.serving.adapters.reading import Found, Stamp
 from wire.errors import ConfigurationError, VeilbaseError
 
 MOST_NAMES = 4096

@@ -20,11 +20,12 @@ import torch
 
 from tenant_sdk.serving.adapters.catalogue import Catalogue, Entry, fetch, prepare_cache, read_catalogue
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.folder import AdapterFolder, Found
+from tenant_sdk.serving.adapters.folder import AdapterFolder
 from tenant_sdk.serving.adapters.host import HostTier, PackedAdapter, pack
 from tenant_sdk.serving.adapters.known import Known
 from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers
 from tenant_sdk.serving.adapters.placement import Placement
+from tenant_sdk.serving.adapters.reading import Found
 from tenant_sdk.serving.adapters.targets import base_of, linear_layers
 from tenant_sdk.serving.adapters.ticket import AdapterTicket, Job, Origin
 from tenant_sdk.trust.bundle import default_cache
@@ -304,19 +305,17 @@ class AdapterStore:
     def _read(self, origin: Origin) -> PackedAdapter:
         stamp = origin.folder.stamp(origin.name, origin.subfolder)
         try:
-            contents = origin.folder.read(origin.name, origin.subfolder)
-            if origin.entry is not None and contents.digest != origin.entry.sha256:
+            with origin.folder.reading(origin.name, origin.subfolder) as reading:
+                self._check_size(reading.found)
+                self._host.make_room(reading.found.num_weights * self._dtype.itemsize)
+                packed = pack(reading, self._dtype, pinned=self._device.device.type == "cuda")
+            if origin.entry is not None and packed.digest != origin.entry.sha256:
                 raise ConfigurationError(f"the adapter {origin.name} was changed after it was fetched: delete its copy")
-            self._check_size(contents.found)
-            packed = self._host.get(contents.digest)
-            if packed is None:
-                self._host.make_room(contents.found.num_weights * self._dtype.itemsize)
-                packed = pack(contents, self._dtype, pinned=self._device.device.type == "cuda")
-                self._host.put(packed)
         except VeilbaseError as exc:
             self._known.is_bad(origin.name, stamp, exc)
             raise
-        self._known.is_good(contents.found, contents.digest)
+        self._known.is_good(reading.found, packed.digest)
+        self._host.put(packed)
         return packed
 
     def _release(self, ticket: AdapterTicket) -> None:

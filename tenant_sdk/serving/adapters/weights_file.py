@@ -44,6 +44,11 @@ class StoredTensor:
     shape: tuple[int, int]
     begin: int
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it takes in the file."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class LoraLayer:

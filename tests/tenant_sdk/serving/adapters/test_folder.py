@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS, AdapterFolder
-from tenant_sdk.serving.adapters.host import pack
+from tenant_sdk.serving.adapters.host import PackedAdapter, pack
 from tenant_sdk.serving.adapters.targets import Base, base_of
 from tests.support.saved_adapters import base_model, save_adapter
 from wire.errors import ConfigurationError
@@ -50,20 +50,25 @@ def folder(root: Path, base: Base) -> AdapterFolder:
     return AdapterFolder(root, base, MOST)
 
 
+def packed_from(folder: AdapterFolder, name: str = "good", dtype: torch.dtype = torch.float32) -> PackedAdapter:
+    """Reads an adapter whole."""
+    with folder.reading(name) as reading:
+        return pack(reading, dtype)
+
+
 def refuse(folder: AdapterFolder, name: str, match: str) -> None:
     """Both ways to open an adapter say the same, in one line."""
-    for opened in (folder.find, folder.read):
+    for opened in (folder.find, lambda name: packed_from(folder, name)):
         with pytest.raises(ConfigurationError, match=match) as caught:
             opened(name)
         assert "\n" not in str(caught.value)
 
 
 def test_a_good_one_is_read_whole(folder: AdapterFolder, root: Path) -> None:
-    contents = folder.read("good")
-    assert [layer.module for layer in contents.found.layers] == [
+    packed = packed_from(folder)
+    assert [layer.module for layer in packed.layers] == [
         f"model.layers.{at}.self_attn.{name}_proj" for at in (0, 1) for name in ("q", "v")
     ]
-    packed = pack(contents, torch.float32)
     saved = load_file(root / "good" / WEIGHTS)
     for layer, values in zip(
         packed.layers, packed.values.split([each.num_weights for each in packed.layers]), strict=True
@@ -71,15 +76,15 @@ def test_a_good_one_is_read_whole(folder: AdapterFolder, root: Path) -> None:
         lora_a, lora_b = layer.factors(values)
         assert torch.equal(lora_a, saved[f"base_model.model.{layer.module}.lora_A.weight"])
         assert torch.equal(lora_b.t(), 2 * saved[f"base_model.model.{layer.module}.lora_B.weight"])  # alpha / rank
-    assert packed.values.numel() == contents.found.num_weights == sum(each.numel() for each in saved.values())
+    assert packed.values.numel() == folder.find("good").num_weights == sum(each.numel() for each in saved.values())
 
 
 def test_the_digest_is_what_sha256sum_says(folder: AdapterFolder, root: Path) -> None:
     both = b"".join((root / "good" / file).read_bytes() for file in (CONFIG, WEIGHTS))
-    assert folder.read("good").digest == hashlib.sha256(both).hexdigest()
+    assert packed_from(folder).digest == hashlib.sha256(both).hexdigest()
     command = f"cat {CONFIG} {WEIGHTS} | sha256sum"
     said = subprocess.run(command, shell=True, cwd=root / "good", capture_output=True, text=True, check=True)  # noqa: S602
-    assert said.stdout.split()[0] == folder.read("good").digest
+    assert said.stdout.split()[0] == packed_from(folder).digest
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_no_folder(tmp_path: Path, base: Base) -> None:
 def test_too_large_a_file_is_not_read(folder: AdapterFolder, root: Path) -> None:
     with (root / "good" / WEIGHTS).open("r+b") as file:
         file.truncate(MOST + 1)
-    refuse(folder, "good", "at most 1048576 fit")
+    refuse(folder, "good", "1048577 bytes of weights: at most 1048576 fit")
 
 
 def test_too_many_settings_are_not_read(folder: AdapterFolder, root: Path) -> None:
@@ -148,7 +153,7 @@ def test_a_file_that_is_written_meanwhile(folder: AdapterFolder, root: Path, mon
 
     monkeypatch.setattr(os, "preadv", written)
     with pytest.raises(ConfigurationError, match="is being written"):
-        folder.read("good")
+        packed_from(folder)
 
 
 def test_a_file_that_shrinks_meanwhile(folder: AdapterFolder, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +165,7 @@ def test_a_file_that_shrinks_meanwhile(folder: AdapterFolder, root: Path, monkey
 
     monkeypatch.setattr(os, "preadv", shortened)
     with pytest.raises(ConfigurationError, match="became shorter"):
-        folder.read("good")
+        packed_from(folder)
 
 
 def test_a_change_shows_in_the_stamp(folder: AdapterFolder, root: Path) -> None:
@@ -272,40 +277,38 @@ def test_numbers_that_are_none_are_refused(value: float, dtype: torch.dtype, fol
     saved = {key: each.to(dtype) for key, each in load_file(root / "good" / WEIGHTS).items()}
     saved[KEY][3, 5] = value
     save_file(saved, root / "good" / WEIGHTS)
-    contents = folder.read("good")
     for packed in (torch.float32, torch.bfloat16):
         with pytest.raises(ConfigurationError, match="NaN or infinite"):
-            pack(contents, packed)
+            packed_from(folder, dtype=packed)
 
 
 def test_a_number_that_bfloat16_has_not_is_refused(folder: AdapterFolder, root: Path) -> None:
     saved = load_file(root / "good" / WEIGHTS)
     saved[KEY][0, 0] = 3.4e38  # rounds to infinity
     save_file(saved, root / "good" / WEIGHTS)
-    contents = folder.read("good")
     with pytest.raises(ConfigurationError, match="NaN or infinite"):
-        pack(contents, torch.bfloat16)
-    assert pack(contents, torch.float32).values.max() == torch.tensor(3.4e38)
+        packed_from(folder, dtype=torch.bfloat16)
+    assert packed_from(folder).values.max() == torch.tensor(3.4e38)
 
 
 def test_large_numbers_whose_sum_is_infinite_are_numbers(folder: AdapterFolder, root: Path) -> None:
     saved = load_file(root / "good" / WEIGHTS)
     saved[KEY].fill_(3e38)
     save_file(saved, root / "good" / WEIGHTS)
-    assert bool(torch.isfinite(pack(folder.read("good"), torch.bfloat16).values).all())
+    assert bool(torch.isfinite(packed_from(folder, dtype=torch.bfloat16).values).all())
 
 
 def test_half_precision_files_give_the_same_numbers(folder: AdapterFolder, root: Path) -> None:
-    wide = pack(folder.read("good"), torch.bfloat16)
+    wide = packed_from(folder, dtype=torch.bfloat16)
     saved = {key: each.bfloat16() for key, each in load_file(root / "good" / WEIGHTS).items()}
     save_file(saved, root / "good" / WEIGHTS)
-    narrow = pack(folder.read("good"), torch.bfloat16)
+    narrow = packed_from(folder, dtype=torch.bfloat16)
     assert torch.equal(wide.values, narrow.values)
     assert wide.digest != narrow.digest
 
 
 def test_a_header_of_odd_length_is_read(folder: AdapterFolder, root: Path) -> None:
-    wide = pack(folder.read("good"), torch.float32)
+    wide = packed_from(folder)
     path = root / "good" / WEIGHTS
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
@@ -313,4 +316,4 @@ def test_a_header_of_odd_length_is_read(folder: AdapterFolder, root: Path) -> No
         path.write_bytes(
             struct.pack("<Q", length + extra) + content[8 : 8 + length] + b" " * extra + content[8 + length :]
         )
-        assert torch.equal(pack(folder.read("good"), torch.float32).values, wide.values)
+        assert torch.equal(packed_from(folder).values, wide.values)

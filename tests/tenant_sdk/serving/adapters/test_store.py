@@ -17,8 +17,9 @@ from tenant_sdk.serving.adapters import AdapterStore
 from tenant_sdk.serving.adapters import device as device_module
 from tenant_sdk.serving.adapters import store as store_module
 from tenant_sdk.serving.adapters.device import DeviceTier
-from tenant_sdk.serving.adapters.folder import WEIGHTS, AdapterFolder
+from tenant_sdk.serving.adapters.folder import WEIGHTS
 from tenant_sdk.serving.adapters.placement import MOST_PASSED
+from tenant_sdk.serving.adapters.reading import Reading
 from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
 from wire.errors import ConfigurationError
@@ -70,19 +71,19 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        read = AdapterFolder.read
+        tensors = Reading.tensors
 
-        def counted(folder: AdapterFolder, name: str, subfolder: str | None = None) -> Any:
-            self.names.append(name)
-            return read(folder, name, subfolder)
+        def counted(reading: Reading) -> Any:
+            self.names.append(reading.found.name)
+            return tensors(reading)
 
-        monkeypatch.setattr(AdapterFolder, "read", counted)
+        monkeypatch.setattr(Reading, "tensors", counted)
 
 
 @pytest.fixture
 def no_racy_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a test are new; it does not change them within a tick."""
-    monkeypatch.setattr("tenant_sdk.serving.adapters.folder.RACY_NS", -1)
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)
 
 
 def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:
