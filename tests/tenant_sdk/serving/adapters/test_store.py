@@ -18,7 +18,7 @@ from tenant_sdk.serving.adapters import device as device_module
 from tenant_sdk.serving.adapters import store as store_module
 from tenant_sdk.serving.adapters.device import DeviceTier
 from tenant_sdk.serving.adapters.folder import WEIGHTS
-from tenant_sdk.serving.adapters.placement import MOST_PASSED
+from tenant_sdk.serving.adapters.placement import MOST_PASSED, Placement
 from tenant_sdk.serving.adapters.reading import Reading
 from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
 from tests.support.saved_adapters import Bell, base_model, held, save_adapter
@@ -147,14 +147,14 @@ def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
         assert answers(store, model, [ticket.slot]) == [code_of(int(name[1:]))]
         ticket.release()
 
-    for name in ("a1", "a2", "a1", "a2"):
+    for name in ("a1", "a2", "a1"):
         use(name)
     assert reads.names == ["a1", "a2"]
-    use("a3")  # drops a1, which was used longest ago
-    use("a2")
-    assert reads.names == ["a1", "a2", "a3"]
+    use("a3")  # drops a2, which was used longest ago
     use("a1")
-    assert reads.names == ["a1", "a2", "a3", "a1"]
+    assert reads.names == ["a1", "a2", "a3"]
+    use("a2")
+    assert reads.names == ["a1", "a2", "a3", "a2"]
     assert store.status().host_bytes == 2 * PACKED_BYTES
     store.close()
 
@@ -206,6 +206,46 @@ def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, n
     other.release()
     bell.wait_for(following)
     assert answers(store, model, [following.slot]) == [code_of(1)]
+    store.close()
+
+
+def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, root: Path, no_racy_files: None) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    (holder,) = held(store, bell, "a1")
+    waiting = [store.reserve("a2"), store.reserve("a3")]
+    loaded_so_far(store, bell)
+    with held_up(Placement, "place") as (begun, go_on):
+        holder.release()
+        begun.wait()  # a2 is about to have the slot
+        holder = store.reserve("a1")  # its adapter is still there
+        assert holder.is_ready()
+        go_on.set()
+        loaded_so_far(store, bell)
+    assert not waiting[0].is_ready()
+    holder.release()
+    bell.wait_for(waiting[0])
+    assert not waiting[1].is_ready()
+    assert answers(store, model, [waiting[0].slot]) == [code_of(2)]
+    store.close()
+
+
+def test_who_comes_later_does_not_take_the_slot_of_one_that_waits(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    (holder,) = held(store, bell, "a1")
+    waiting = store.reserve("a2")
+    loaded_so_far(store, bell)
+    with held_up(Placement, "place") as (begun, go_on):
+        later = store.reserve("a3")
+        begun.wait()  # a3 is about to look for a slot
+        holder.release()
+        go_on.set()
+        bell.wait_for(waiting)
+    assert not later.is_ready()
+    waiting.release()
+    bell.wait_for(later)
+    assert answers(store, model, [later.slot]) == [code_of(3)]
     store.close()
 
 
