@@ -67,6 +67,8 @@ class Entry(BaseModel):
             return source
         if "@" in parts.netloc:
             raise ValueError("a password does not belong into an address")
+        if parts.query or parts.fragment:
+            raise ValueError("expected the address of a folder, without ? and #")
         if parts.scheme in ("https", "s3", "file") or (parts.scheme == "http" and parts.hostname in _LOOPBACK):
             return source
         raise ValueError("expected hf://owner/name@revision, https://, s3:// or file://")

@@ -231,6 +231,7 @@ ENTRY = f'{{source: "https://h/SECRET", digest: "{ZEROS}"}}'
         (f'adapters:\n  one: {{source: "http://h/SECRET", digest: "{ZEROS}"}}', "expected hf://"),
         (f'adapters:\n  one: {{source: "ftp://h/SECRET", digest: "{ZEROS}"}}', "expected hf://"),
         (f'adapters:\n  one: {{source: "hf://SECRET", digest: "{ZEROS}"}}', "expected hf://"),
+        (f'adapters:\n  one: {{source: "https://h/x?key=SECRET", digest: "{ZEROS}"}}', "address of a folder, without"),
         (f'adapters:\n  one: {{source: "https://u:SECRET@h/x", digest: "{ZEROS}"}}', "a password does not belong"),
         (f'adapters:\n  one: {{source: "https://h/SECRET", digest: "{ZEROS}", more: 1}}', "adapters.one.more"),
         ("adapters: [SECRET", "neither YAML nor JSON"),
