@@ -38,14 +38,19 @@ def model() -> Any:
 def root(model: Any, tmp_path: Path) -> Path:
     for number in range(NUM_ADAPTERS):
         save_coded(model, tmp_path / f"a{number}", code_of(number), RANK, seed=number)
-    save_coded(model, tmp_path / "wide", code_of(77), 30, seed=77)
+    for name in ("wide", "wider"):
+        save_coded(model, tmp_path / name, code_of(77), 30, seed=len(name))
     return tmp_path
 
 
 def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
-    """Waits until all that was reserved is loaded, by an adapter of another rank: it comes after them."""
-    for ticket in held(store, bell, "wide"):
-        ticket.release()
+    """Waits until all that was reserved is loaded, in a store with one slot of each rank.
+
+    One of two adapters of another rank has to be loaded, and that comes after them.
+    """
+    for name in ("wide", "wider"):
+        for ticket in held(store, bell, name):
+            ticket.release()
 
 
 @contextlib.contextmanager
@@ -401,7 +406,7 @@ def test_the_line_for_the_start(model: Any, root: Path) -> None:
     store = AdapterStore(model, root, host_bytes=100 * PACKED_BYTES)
     modules = [f"model.layers.0.self_attn.{name}_proj" for name in ("q", "v")]
     assert store.describe(8, modules) == (
-        "adapters of rank 8 on 2 layers: device 16 (0.0 MB each), host 100 (0.0 MB each), disk 9 found, "
+        "adapters of rank 8 on 2 layers: device 16 (0.0 MB each), host 100 (0.0 MB each), disk 10 found, "
         "network 0 in the catalogue"
     )
     with pytest.raises(ConfigurationError, match="a rank from 1 to 256"):
