@@ -293,9 +293,6 @@ class AdapterStore:
         else:
             if job.ticket.is_ready():
                 self._settle(job.ticket)
-            return
-        for rank in self._device.numbers.ranks:  # the slot that it was to have may be free again
-            self._serve_later(rank)
 
     def _packed(self, job: Job) -> PackedAdapter:
         """Returns an adapter from host memory, or from disk."""
@@ -322,12 +319,7 @@ class AdapterStore:
         rank = self._placement.release(ticket)
         with self._lock:
             self._pending.discard(ticket)
-        if rank is not None:
-            self._serve_later(rank)
-
-    def _serve_later(self, rank: int) -> None:
-        with self._lock:
-            if not self._closed:
+            if rank is not None and not self._closed:
                 self._loader.submit(self._serve_waiting, rank)
 
     def _serve_waiting(self, rank: int) -> None:

@@ -173,6 +173,14 @@ def test_a_pass_that_makes_few_logits_does_not_meet_adapters_of_the_head(tmp_pat
     with store.in_step([head.slot] * 5), torch.no_grad(), pytest.raises(InvalidTensor, match="1 rows in a step of 5"):
         model(IDS[:1], logits_to_keep=1)
     store.close()
+    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True, device_slots=1)
+    for name in ("head", "other"):
+        (ticket,) = held(store, bell, name)
+        ticket.release()
+    (ticket,) = held(store, bell, "other")  # in the slot in which the adapter of the head was
+    with store.in_step([ticket.slot] * 5), torch.no_grad():
+        assert torch.allclose(model(IDS[:1], logits_to_keep=1).logits[0, 0], last, atol=1e-6)
+    store.close()
 
 
 def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
@@ -191,6 +199,23 @@ def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="no ticket holds"):
             store.in_step([wrong])
     store.close()
+
+
+def test_outputs_that_others_own_are_not_changed() -> None:
+    numbers, current = SlotNumbers((8,), 8), CurrentStep()
+    layer = AdaptedLayer("layer", torch.nn.Linear(16, 24), current)
+    stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
+    layer.stacks[8] = stack
+    stack.lora_a.normal_()
+    stack.lora_b.normal_()
+    x, slots = torch.randn(6, 16), [numbers.slot(8, 1)] * 6
+    step = numbers.step(slots, torch.device("cpu"))
+    added = x @ stack.lora_a[1].t() @ stack.lora_b[1]
+    for y in (torch.randn(6, 24, requires_grad=True), torch.randn(24, 6).t()):
+        before = y.detach().clone()
+        made = layer.add(x, y, step.segments, step.num_rows)
+        assert torch.allclose(made, before + added, atol=1e-4)
+        assert torch.equal(y, before)
 
 
 @pytest.mark.parametrize("num_adapters", [1, 5])
