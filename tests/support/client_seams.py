@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 import tenant_sdk.client
-from noise.blocks.pool import Block
 from tenant_sdk.session import Session
 from tests.support.spies import results_of
 from wire.frame import Call
@@ -36,12 +34,6 @@ def before_requests(monkeypatch: pytest.MonkeyPatch, act: Callable[[Call, Payloa
         return submit(connection, call, payload, *others)
 
     monkeypatch.setattr(InprocConnection, "submit", watched)
-
-
-def ready_blocks() -> list[Block]:
-    """Returns all blocks of masks in this process that have rows left, whichever client has them."""
-    gc.collect()
-    return [each for each in gc.get_objects() if type(each) is Block and each.slots.remaining]
 
 
 def mask_makers() -> set[threading.Thread]:

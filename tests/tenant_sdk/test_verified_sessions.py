@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
+from noise.blocks.pool import Block
 from noise.verify import FAILED
 from provider.identity.authority import StateDir
 from provider.identity.registry import enroll
@@ -22,11 +22,12 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient, embedded
 from tenant_sdk.session import Session
 from tests.support.chat_model import make_chat_model
-from tests.support.client_seams import mask_makers, opened_sessions, ready_blocks
+from tests.support.client_seams import mask_makers, opened_sessions
 from tests.support.lying_bundle import Liar
 from tests.support.mask_parameters import TOY_OPTIONS
 from tests.support.parity import adapted, batch, grads, relative
 from tests.support.quick_training import QUICK, ROWS, lora
+from tests.support.reachable import reachable
 from tests.support.serving import make_served_model, serving
 from tests.support.waiting import WAIT_S, end
 from tests.support.wrapped_model import WrappedModel
@@ -91,7 +92,6 @@ class Site:
 
     def __post_init__(self) -> None:
         self.sessions = opened_sessions(self.monkeypatch)
-        self.older_blocks = weakref.WeakSet(ready_blocks())
 
     def inproc(self, *handlers: Any, **options: Any) -> TenantClient:
         waiting = list(handlers)
@@ -133,12 +133,11 @@ def assert_over(site: Site, model: Any, forger: Forger) -> None:
     """Secrets and connections are gone, and nothing that is asked for reaches the provider any more."""
     session: Any = site.sessions[-1]
     assert session.verifier.failed
-    assert session.verifier.secret_bytes == 0
-    assert session.verifier._fold is None
+    assert reachable(session.verifier, torch.Tensor) == []
     pool = getattr(session.scheme, "pool", None)
     if pool is not None:
         assert pool.ready_bytes == 0
-        assert not set(ready_blocks()) - set(site.older_blocks)
+        assert reachable(pool, Block) == []
     forger.forge = lambda call, reply: None  # honest again: too late
     asked, num_sessions = len(forger.asked), len(site.sessions)
     for _ in range(2):
@@ -284,13 +283,12 @@ def test_a_replayed_reply_ends_the_session(site: Site, forger: Forger) -> None:
             layer(x)
 
 
-def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger, core: ServedModel) -> None:
+def test_a_reply_of_another_layer_of_the_same_shape(site: Site, forger: Forger, served_model: ServedModel) -> None:
     client = site.inproc(forger)
     model: Any = client.load_model()
     other = next(info.id for info in client.connect().groups if info.name.endswith("layers.1.mlp.down_proj"))
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj(torch.randn(3, 64))
-        served_model = forger.served_model
 
         def compute(call: Call, rows: Rows, *_: Any) -> torch.Tensor:
             return served_model.compute(replace(call, group=other), rows)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from noise.blocks.pool import Block
 from noise.params import LatticeParameters
 from noise.polynomial import negacyclic
 from provider.identity.authority import StateDir
@@ -21,12 +22,12 @@ from provider.model.served_model import ServedModel
 from tenant_sdk import TenantClient
 from tenant_sdk.session import NotVerifiedWarning
 from tenant_sdk.trust.checkpoint import TrustedCheckpoint
-from tests.support.client_seams import ready_blocks
 from tests.support.lattice import FORWARD
 from tests.support.mask_parameters import TOY, TOY_OPTIONS
 from tests.support.mask_site import Site, specs
 from tests.support.parity import adapted, batch
 from tests.support.quick_training import lora
+from tests.support.reachable import reachable
 from wire.errors import (
     ConfigurationError,
     MalformedFrame,
@@ -205,7 +206,7 @@ def test_nothing_secret_is_pickled_copied_or_printed(site: Site, folders: dict[s
         model(batch())
     session = site.sessions[-1]
     scheme: Any = session.scheme
-    ready = ready_blocks()
+    ready = reachable(scheme.pool, Block)
     block = ready[0]
     for secret in (client, session, scheme, scheme.pool, block, session.verifier, session.executor, model):
         with pytest.raises((TypeError, pickle.PicklingError, AttributeError)):
