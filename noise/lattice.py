@@ -140,8 +140,7 @@ class Lattice:
         encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
-        # This adds in place, since fresh pages cost time. No other code will read these rows of the pool, which are used
-        # up.
+        # This adds in place, since fresh pages cost time. The rows of the pool are used up, so nothing else reads them.
         masked = mask.add_(encoded.to("cpu"))
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
