@@ -1,11 +1,11 @@
 """This module is the default mask. It adds a fresh Module-LWE sample to every row, and takes off the sample's effect
 with a hint that the provider computed once.
 
-Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32, where A is public and x̃ is the encoded row. The secret s
-and the error e are drawn from the operating system's CSPRNG for this group, direction and block alone. Every mask row
-is used once. Scales leave room for the error and for the hint's rounding, so that no unmasked result wraps. The rows
-are confidential under decision Module-LWE with the stated parameters. This module does not guarantee that replies are
-right (verification does), and it does not hide row counts and timing.
+Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32. The matrix A is public, and x̃ is the encoded row. The
+secret s and the error e are drawn from the operating system's CSPRNG for this group, direction and block alone. Every
+mask row is used once. Scales leave room for the error and for the hint's rounding, so that no unmasked result wraps.
+The rows are confidential under decision Module-LWE with the stated parameters. This module does not guarantee that
+replies are right (verification does), and it does not hide row counts and timing.
 
 Source: docs/decisions/0006-lattice.md. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot,
 Park and Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a

@@ -40,19 +40,19 @@ _PIECE = bytes(1 << 18)
 KiB)."""
 
 _ETA = 21
-"""η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
+"""The η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
 
 _BATCH = 1 << 17
 """Samples drawn at a time, so that their bytes stay in the cache."""
 
 
 def gaussian(rows: int, features: int) -> torch.Tensor:
-    """Draws standard normal numbers by the Box-Muller transform of os.urandom.
+    """Draws standard normal numbers from os.urandom, by the Box-Muller transform.
 
     Returns:
         float32, shape (rows, features), CPU.
 
-    Source: Box and Muller, 1958. Uniforms have 53 bits; u is in (0, 1], so the logarithm is finite.
+    Source: Box and Muller, 1958. The uniform numbers have 53 bits and are in (0, 1], so the logarithm is finite.
     """
     count = rows * features
     half = (count + 1) // 2

@@ -204,8 +204,8 @@ class RowEncoder:
 def encode_rows(
     group: GroupSpec, direction: Direction, rows: torch.Tensor, error_norm: float = 0.0, slack: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales real rows into ring rows for one direction: x̃ = round(x/β), or for gradients g̃ = round((g ⊙ α)/β′),
-    where β and β′ are the rows' scales (wire/SPEC.md, section 5).
+    """Scales real rows into ring rows for one direction: x̃ = round(x/β), or for gradients g̃ = round((g ⊙ α)/β′). The
+    numbers β and β′ are the rows' scales (wire/SPEC.md, section 5).
 
     Returns:
         int32 rows and their float32 scales, shape (num_rows, 1), which stay with the tenant.

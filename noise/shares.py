@@ -40,7 +40,7 @@ class Shares:
         """Does nothing, since the second provider's reply is the effect."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
-        """Splits the rows; see `MaskScheme.mask`."""
+        """Splits the rows into two shares, one for each provider; see `MaskScheme.mask`."""
         if self._closed:
             raise MaskError("this mask was closed")
         encoded, scales = encode_rows(group, direction, rows)  # This raises before a seed is spent.

@@ -86,7 +86,7 @@ class Verifier:
     nothing. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
-        """Args: kappa: a forged reply passes with probability at most 2^-kappa; 40 to 64.
+        """Args: kappa: κ, 40 to 64; a forged reply passes with probability at most 2^-κ.
 
         Raises:
             ConfigurationError: kappa is any other number.
@@ -167,7 +167,7 @@ class Verifier:
         raise VerificationFailed(FAILED)
 
     def _drop(self) -> None:
-        # The secrets are dropped, not overwritten: a check in another thread would find zeros on both sides and accept.
+        # If the secrets were overwritten, a check in another thread would find zeros on both sides and accept a forgery.
         with self._lock:
             self._projections = {}
             self._fold = None

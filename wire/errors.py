@@ -127,7 +127,7 @@ class ProviderChanged(ProtocolError):
 
 
 class RemoteFault(ProtocolError):
-    """The provider failed inside and says no more than that."""
+    """The provider had an internal failure and says no more than that."""
 
 
 class MaskError(VeilbaseError):
@@ -135,7 +135,7 @@ class MaskError(VeilbaseError):
 
 
 class MaskReused(MaskError):
-    """A slot was about to be used twice."""
+    """A slot (one row of a mask) was about to be used twice."""
 
 
 class MaskOverflow(MaskError):

@@ -2,7 +2,7 @@
 and decoded chunk by chunk.
 
 Layout: 4096 bytes of header, then `crc32` (U32, one for each tile), then `tiles` (U8). Tile i holds columns 64·i to
-64·i + 63, row after row. Each number has 32 - t bits, little-endian, where t is the number of low bits that were
+64·i + 63, row after row. Each number has 32 - t bits, little-endian; t is the number of low bits that were
 rounded away. A chunk of columns is thus one contiguous read. If numbers share bytes (t = 10, 12), they form groups
 within one row, and the last tile is padded to whole groups. noise/hints/store.py states guarantees and limits.
 """
@@ -66,7 +66,7 @@ class Layout:
         return -(-self.features // TILE_FEATURES)
 
     def columns(self, tile: int) -> range:
-        """Returns the features in a tile."""
+        """Returns the range of features that a tile holds."""
         return range(tile * TILE_FEATURES, min((tile + 1) * TILE_FEATURES, self.features))
 
     def stored_width(self, tile: int) -> int:

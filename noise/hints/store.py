@@ -74,7 +74,7 @@ class HintKey:
         return hashlib.sha256(self.seed).hexdigest()
 
     def metadata(self) -> dict[str, str]:
-        """Returns the key as a hint file's header states it."""
+        """Returns the fields that state this key in a hint file's header."""
         return {
             "weights": self.weights,
             "seed_sha256": self.seed_digest,

@@ -180,5 +180,5 @@ def read_from(fd: int, offset: int) -> bytes:
 
 
 def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
-    """Returns the lock of the ledger at `path`, which is a file next to it."""
+    """Returns the lock of the ledger at `path`. The lock is a file next to the ledger."""
     return locked(path.with_name(path.name + ".lock"))

@@ -62,7 +62,7 @@ class Reservation:
     _blocks: Slots = field(repr=False)
 
     def open_block(self, num_rows: int) -> Slots:
-        """Returns the slots of the next block, `num_rows` of them.
+        """Opens the next block of the reservation and returns its slots, one for each of its `num_rows` rows.
 
         Raises:
             SlotsExhausted: every block of this reservation has been opened.

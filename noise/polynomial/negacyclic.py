@@ -10,7 +10,7 @@ Why the result is exact: a true coefficient is an integer below k·N·2^31 ≤ 2
 integer is right if the transforms err by less than 1/2. With u = 2^-53, a transform of length n errs by at most
 6.7·u·log2(n) of its 2-norm (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 24.2). A
 coefficient of the product of a polynomial a and a secret s therefore errs by at most about 6.7·u·log2(N/2)·‖a‖₂·(2·‖s‖₂
-+ max_f ‖ŝ_f‖₂), where ŝ_f is the secret's transform at frequency f. At 3×512 (k×N) that is 0.08, with the largest ‖a‖₂
++ max_f ‖ŝ_f‖₂), with the secret's transform ŝ_f at frequency f. At 3×512 (k×N) that is 0.08, with the largest ‖a‖₂
 = √1536·2^31, ‖s‖₂ ≤ √1536 and the ‖ŝ_f‖₂ ≈ 80 of a uniform secret. On random input 8e-5 was measured at 3×512 and 2e-4
 at 6×2048. With every coefficient −2^31 and every secret number 1 it was 2e-3 and 1.2e-2, a few units in the last place
 of a float64 of that size.
@@ -121,7 +121,7 @@ class Transforms:
     features: int
 
     def first(self, features: int) -> Transforms:
-        """Returns the transforms of the first columns, as a view."""
+        """Returns the transforms of the first `features` columns, as a view."""
         if self.values.is_complex():
             return Transforms(self.values[:, :features], features)
         return Transforms(self.values[: -(-features // kernels.LANES)], features)
@@ -320,7 +320,7 @@ def _check_rounding(turned: torch.Tensor, half: int) -> None:
 
 
 def _transform_chunk(matrix: torch.Tensor, parameters: LatticeParameters) -> torch.Tensor:
-    """Transforms one chunk: (k·N, c) int32 → (k, c, N/2) complex128."""
+    """Returns the transforms of a chunk of c columns: int32 of shape (k·N, c) gives complex128 of shape (k, c, N/2)."""
     rank, half, chunk = parameters.rank, parameters.ring_degree // 2, matrix.shape[-1]
     if matrix.dtype != torch.int32 or matrix.shape[0] != parameters.dimension:
         raise ConfigurationError(

@@ -112,7 +112,7 @@ class SeededRows:
         return rows[:, :features].contiguous()  # This copies only if `features` ends inside a block.
 
     def _fill(self, out: memoryview, row_blocks: int) -> None:
-        """Writes the key streams, `row_blocks` blocks a row, to the beginning of `out`."""
+        """Writes the key streams to the beginning of `out`, with `row_blocks` AES blocks for each row."""
         encryptor = _encryptor(self.seed)
         row_bytes = row_blocks * _BLOCK_BYTES
         counters = np.empty((max(1, min(self.num_rows, _PIECE_BYTES // row_bytes)), row_blocks, 2), dtype=">u8")

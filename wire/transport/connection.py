@@ -35,7 +35,7 @@ class Traffic:
             self.calls += calls
 
     def snapshot(self) -> Traffic:
-        """Returns a copy that does not change."""
+        """Returns a copy of the counts, which later traffic does not change."""
         with self._lock:
             return Traffic(self.bytes_up, self.bytes_down, self.calls)
 
@@ -44,10 +44,10 @@ class Pending(Protocol):
     """Stands for a request whose reply has not been read yet."""
 
     def result(self) -> torch.Tensor:
-        """Waits for the reply.
+        """Waits for the reply and returns it.
 
         Returns:
-            The reply, shape (rows, reply_cols) as given to `submit`, in the dtype of the call's arithmetic; read-only.
+            The reply, shape (rows of the request, reply_cols), in the dtype of the call's arithmetic; read-only.
 
         Raises:
             VeilbaseError: one error of wire/errors.py, whatever went wrong.
@@ -64,7 +64,7 @@ class Connection(Protocol):
         ...
 
     def manifest(self) -> Manifest:
-        """Returns the provider's manifest, which is fetched once."""
+        """Returns the provider's manifest. Only the first call fetches it."""
         ...
 
     def fetch(self, file_name: str) -> Iterator[bytes]:

@@ -181,7 +181,8 @@ class GrpcConnection:
     that."""
 
     def __init__(self, url: str, identity: TlsIdentity | None = None) -> None:
-        """Args: url: grpcs://host:port; identity: read from a folder that `provider enroll` made."""
+        """Args: url: grpcs://host:port; identity: the identity in a folder that `provider enroll` made, or None without
+        TLS."""
         self.url = url
         self.traffic = Traffic()
         self._identity = identity
@@ -224,7 +225,7 @@ class GrpcConnection:
         return self._channel
 
     def manifest(self) -> Manifest:
-        """Returns the provider's manifest, which is fetched once."""
+        """Returns the provider's manifest. Only the first call fetches it."""
         with self._lock:
             if self._manifest is None:
                 self._manifest = self._fetch_manifest()

@@ -52,7 +52,7 @@ class GrpcStream:
     """Implements `MessageStream` on grpc's public interface."""
 
     def __init__(self, channel: grpc.Channel, method: str) -> None:
-        """Starts the RPC."""
+        """Starts the RPC `method` on the channel."""
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         rpc = channel.stream_stream(method, request_serializer=None, response_deserializer=None)
         self._call = rpc(iter(self._outgoing.get, None), wait_for_ready=False)
@@ -67,7 +67,7 @@ class GrpcStream:
         return False
 
     def wait_to_send(self, seconds: float) -> None:
-        """Returns at once; see `has_unsent`."""
+        """Returns at once, since grpc sends in a thread of its own."""
 
     def step(self) -> bytes | None:
         """Waits for a message; see `MessageStream.step`."""

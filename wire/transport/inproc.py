@@ -22,11 +22,11 @@ class Handler(Protocol):
     """Defines what an embedded provider offers to this transport."""
 
     def manifest(self) -> Manifest:
-        """Returns the same manifest as over the wire."""
+        """Returns the manifest that the provider would send over the wire."""
         ...
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Yields the same chunks as over the wire."""
+        """Yields the chunks of one bundle file, as they would cross the wire."""
         ...
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -47,7 +47,7 @@ class InprocConnection:
     """Calls a `Handler` directly, in the caller's thread."""
 
     def __init__(self, handler: Handler) -> None:
-        """Args: handler: the embedded provider; the connection does not own it."""
+        """Args: handler: the embedded provider, which `close` leaves open."""
         self._handler = handler
         self.traffic = Traffic()
 

@@ -250,7 +250,7 @@ class MessageSocket:
     # ---- receiving --------------------------------------------------------------------------------------------------
 
     def next_message(self) -> bytes | memoryview | None:
-        """Returns a message that has been received, or None. Only the thread that receives calls this."""
+        """Returns a message that has been received, or None. Only the thread that receives may call this."""
         if not self._messages:
             return None
         message = self._messages.popleft()
