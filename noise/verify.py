@@ -167,7 +167,7 @@ class Verifier:
         raise VerificationFailed(FAILED)
 
     def _drop(self) -> None:
-        # If the secrets were overwritten, a check in another thread would find zeros on both sides and accept a forgery.
+        # The secrets are not overwritten: a check in another thread would find zeros on both sides and accept a forgery.
         with self._lock:
             self._projections = {}
             self._fold = None
