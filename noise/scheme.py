@@ -171,8 +171,8 @@ class RowEncoder:
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
     def encode(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> EncodedRow | None:
-        """Returns one row encoded, or None if the rows must be encoded by `encode_rows`: they are not one contiguous
-        row on the CPU that fits in a frame, or there are no compiled kernels.
+        """Encodes one contiguous row on the CPU that fits in a frame. Returns None for any other rows, or if there are
+        no compiled kernels; callers must then use `encode_rows`.
 
         Args:
             rows: float32, shape (num_rows, request columns), on any device.

@@ -9,10 +9,12 @@ Let R be a secret binary matrix of shape (reply features × κ+1) and V = W̃·R
 rows z must satisfy r·R ≡ z·V mod 2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all
 differences in a wrong row. The product of these differences and a binary column of R is 0 mod 2^32 at most half the
 time, even for v = 31. A column that is uniform mod 2^32 would be no better there, since it would also miss the error
-half the time. If there are many rows and the machine multiplies bytes fast, the rows are first folded with a second
-secret binary matrix S, of shape (κ+1 × rows), which misses an error with probability at most 2^-(κ+1) by the same
-argument; together 2^-κ. An honest provider is never refused, so R and S can serve a whole session: a forger only ever
-learns of the failure that ends it.
+half the time.
+
+If there are many rows and the machine multiplies bytes fast, the rows are first folded with a second secret binary
+matrix S, of shape (κ+1 × rows). Folding misses an error with probability at most 2^-(κ+1) by the same argument, so an
+error passes both steps with probability at most 2^-κ. An honest provider is never refused, so R and S can serve a whole
+session: the only thing that a forger ever learns is the failure that ends the session.
 
 Source: Freivalds, 1977; Tramèr and Boneh, "Slalom", ICLR 2019, section 3.2. docs/decisions/0005-verification.md has the
 reasons, and says why rows are folded.
@@ -167,7 +169,7 @@ class Verifier:
         raise VerificationFailed(FAILED)
 
     def _drop(self) -> None:
-        # The secrets are not overwritten: a check in another thread would find zeros on both sides and accept a forgery.
+        # The secrets are not overwritten: a check in another thread would find zeros on both sides, and accept.
         with self._lock:
             self._projections = {}
             self._fold = None
@@ -257,7 +259,8 @@ def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
 
 
 def _join(wide: torch.Tensor, columns: int) -> torch.Tensor:
-    """Joins products with limbs, side by side, into products with the numbers, mod 2^32; shape (num_rows, columns)."""
+    """Adds the products with a number's limbs, which lie side by side, up to the product with the number, mod 2^32;
+    shape (num_rows, columns)."""
     total = wide[:, :columns].contiguous()
     for index in range(1, wide.shape[1] // columns):
         total.add_(wide[:, index * columns : (index + 1) * columns], alpha=1 << (8 * index))

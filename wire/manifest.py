@@ -104,7 +104,7 @@ class GroupInfo(_Shape):
 
 
 class BundleFile(_Strict):
-    """Describes one file of the client bundle."""
+    """Describes one file of the bundle, which holds everything of the model except the base layers' weights."""
 
     name: str
     size_bytes: int = Field(ge=0, le=MAX_BUNDLE_BYTES)

@@ -2,7 +2,7 @@
 holder dies.
 
 Guarantees: there is one holder at a time among threads and processes, even if the file is deleted meanwhile. A child
-that is forked while the lock is held does not hold it. Nothing is guaranteed on network file systems.
+that is forked while the lock is held does not hold the lock. Nothing is guaranteed on network file systems.
 """
 
 from __future__ import annotations

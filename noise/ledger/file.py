@@ -45,7 +45,7 @@ class Seed:
         seed_id: the name of the seed in reservations: a digest, or the kind of one-time seed.
         parameters: the parameter set, or the kind of one-time seed.
         budget: the most secrets that the seed may serve; None for one-time seeds.
-        used: the secrets that all processes have reserved so far, whether or not they were used.
+        used: the secrets that all processes have reserved so far, whether or not anything was sent under them.
         num_reservations: the number of records that `used` adds up.
         drawn_at: Unix time, seconds.
     """

@@ -3,10 +3,11 @@
  * x86-64 with AVX2 and FMA. noise/polynomial/kernels.py is the only caller and checks every shape and pointer;
  * noise/polynomial/negacyclic.py says why the result is exact.
  *
- * A polynomial a is folded into N/2 complex numbers a_j + i*a_{j+N/2}, that is, into C[X]/(X^{N/2} - i). It is then reduced
- * step by step modulo the factors of X^{N/2} - i, four at a time, down to its values at the N/2 roots. Products are
- * computed there, and the inverse transform undoes the steps. No number ever changes its position. (Right-angle convolution: Crandall and
- * Fagin, 1994; transforms as reductions: Bernstein, "Multidigit multiplication for mathematicians", 2001, section 4.)
+ * A polynomial a is folded into N/2 complex numbers a_j + i*a_{j+N/2}, that is, into C[X]/(X^{N/2} - i). It is then
+ * reduced step by step modulo the factors of X^{N/2} - i, four at a time, down to its values at the N/2 roots.
+ * Products are computed there, and the inverse transform undoes the steps. No number ever changes its position.
+ * (Right-angle convolution: Crandall and Fagin, 1994; transforms as reductions: Bernstein, "Multidigit multiplication
+ * for mathematicians", 2001, section 4.)
  *
  * Four features (columns of A or of a hint) are transformed at once, one in each lane of a register, so no step needs
  * a shuffle. LANES numbers of real parts are followed by LANES of imaginary ones.

@@ -77,8 +77,8 @@ apart and share cache sets, and the transposing copy takes four times as long.""
 
 
 class Columns(Protocol):
-    """Gives an int32 matrix of k·N rows a few columns at a time, such as a memory-mapped or packed hint. A column is a
-    feature."""
+    """Gives access to an int32 matrix of k·N rows, a few columns (features) at a time. A memory-mapped or packed hint
+    is such a matrix."""
 
     @property
     def features(self) -> int:
