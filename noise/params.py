@@ -48,7 +48,7 @@ class LatticeParameters:
         sigma: the standard deviation of the error; 3.2 stands for the centred binomial with η = 21 (σ = 3.24).
         bits: the estimated cost of the best known attack, as a power of two.
         source: where `bits` comes from.
-        toy: whether the set can be broken on purpose, for attacks and tests.
+        toy: whether the set is weak on purpose, for attacks and tests.
     """
 
     name: str

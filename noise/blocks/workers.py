@@ -2,8 +2,8 @@
 of pieces of work.
 
 torch's own threads do not suit. An operation on a chunk of mask takes 100 µs, and after every operation OpenMP makes
-its threads wait for each other, spinning. If anything else computes on the same cores (the model, a provider on the
-same machine), this took 20 to 100 times as long. Pieces that never wait for each other lose only the time that the
+its threads wait for each other, spinning. When other code computed on the same cores (the model, a provider on the same
+machine), an operation took 20 to 100 times as long. Pieces that never wait for each other lose only the time that the
 other work takes.
 """
 

@@ -170,7 +170,7 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
 
 
 class Hint(ABC):
-    """Gives access to the hint H of one group and direction, on the CPU, as `Columns` of
+    """Gives access to the hint H of one group and direction, on the CPU. It implements `Columns` of
     noise/polynomial/negacyclic.py. A hint is public.
 
     A reference to a hint keeps its memory alive, whatever the store's budget. A hint is safe under threads.

@@ -74,7 +74,7 @@ class BusyPoll:
 
         Args:
             most_s: for how many seconds to poll; 0 never polls.
-            may_look: tells whether the core is free for polling; it is called all the time.
+            may_look: tells whether the core is free for polling; it is called in every round of a poll.
         """
         self._most_s = most_s if is_worthwhile() else 0.0
         self._may_look = may_look
