@@ -313,7 +313,7 @@ class TenantClient:
     def generate_many(
         self,
         prompts: Sequence[str | Iterable[Mapping[str, str]]],
-        adapters: str | Sequence[str | None] | None = None,
+        adapters: str | Path | Sequence[str | Path | None] | None = None,
         max_new_tokens: int | None = None,
         progress: bool = True,
         **options: Any,
@@ -322,8 +322,8 @@ class TenantClient:
 
         Args:
             prompts: each as of `generate`.
-            adapters: None for the base model, one name for all prompts, or a list of one for each; None in the list is
-                the base model.
+            adapters: an adapter folder for all prompts, or a list of one for each prompt; None stands for the base
+                model. The adapter folders of one call lie side by side in one folder.
             max_new_tokens: length limit of each answer; None for 128, or fewer where the context leaves fewer.
             progress: a progress bar on stderr.
             options: those of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, for every

@@ -14,6 +14,7 @@ import torch
 from tenant_sdk import TenantClient
 from tenant_sdk.serving.answer import Answer
 from tenant_sdk.serving.engine import Engine
+from tests.support.saved_adapters import save_adapter
 from tests.support.served_kinds import PROMPTS, make_model, open_client
 from tests.support.step_gate import TIMEOUT_S, Gate
 from wire.errors import ConfigurationError, DeadlineExceeded, QuotaExceeded, VeilbaseError
@@ -23,6 +24,10 @@ from wire.errors import ConfigurationError, DeadlineExceeded, QuotaExceeded, Vei
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
     with open_client(make_model("llama", tmp_path_factory.mktemp("engine") / "llama")) as opened:
         yield opened
+
+
+RANKS = {"small": 4, "large": 24, "wide": 64}
+"""Adapters by name, each with its rank."""
 
 
 @pytest.fixture(scope="module")
@@ -309,5 +314,16 @@ def test_generate_many_refuses_in_one_line(client: TenantClient) -> None:
         client.generate_many("who?")
     with pytest.raises(ConfigurationError, match="one adapter for each of 2 prompts, got 1"):
         client.generate_many(["a", "b"], ["x"])
-    with pytest.raises(ConfigurationError, match="there is no adapter 'x'"):
+    with pytest.raises(ConfigurationError, match="there is no adapter x here"):
         client.generate_many(["a", "b"], "x", progress=False)
+    with pytest.raises(ConfigurationError, match="lie in one folder, got 2 folders"):
+        client.generate_many(["a", "b"], ["there/x", "here/y"], progress=False)
+
+
+def test_generate_many_with_an_adapter_for_each_prompt(client: TenantClient, tmp_path: Path) -> None:
+    model = client.load_model()
+    folders = [save_adapter(model, tmp_path / name, seed, r=rank) for seed, (name, rank) in enumerate(RANKS.items())]
+    asked = [None, *folders, folders[0], str(folders[1])]
+    want = [client.generate(prompt, each, max_new_tokens=6) for prompt, each in zip(PROMPTS, asked, strict=False)]
+    assert len({*want}) == len(want)
+    assert client.generate_many(PROMPTS[: len(want)], asked[: len(want)], 6, False) == want
