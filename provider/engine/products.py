@@ -100,7 +100,7 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
         return _float_backward(group, rows)
     reply = _float_forward(group, rows)
     if call.purpose is Purpose.PRODUCT and group.bias is not None:
-        reply += group.bias  # So PRODUCT differs from the bias-free purpose by exactly the bias.
+        reply += group.bias  # EFFECT leaves the bias out, and is otherwise computed alike.
     return reply
 
 
