@@ -40,7 +40,7 @@ class Snapshot:
         return self.by_label(name, "tenant")
 
     def by_label(self, name: str, label: str, **others: str) -> dict[str, float]:
-        """Returns the sum of a metric for each value of `label`, over the samples that also have the labels `others`."""
+        """Returns the sum of a metric for each value of `label`, over the samples that also have the other labels."""
         sums: dict[str, float] = {}
         for (sample, labels), value in self.values.items():
             one = dict(labels).get(label)
