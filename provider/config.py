@@ -167,12 +167,12 @@ class ProviderSettings(_Settings):
 
     @property
     def certificate_names(self) -> list[str]:
-        """Returns the names in `names` as a list."""
+        """Returns the names in the setting `names`, as a list."""
         return [one for one in self.names.split(",") if one]
 
     @property
     def shards_elsewhere(self) -> frozenset[int]:
-        """Returns the shard numbers in `remote_shards` as a set."""
+        """Returns the shard numbers in the setting `remote_shards`, as a set."""
         return frozenset(int(one) for one in self.remote_shards.split(",") if one)
 
     def check_shards(self) -> None:

@@ -258,7 +258,7 @@ def _make_scheduler(
 
 
 def _num_connections(server: Server) -> tuple[int, int]:
-    """Returns two counts of the tensor port: connections with a stream, and connections without one yet."""
+    """Returns two counts of the tensor port: connections with a stream, and connections without a stream."""
     if server.tensors is None:
         return 0, 0
     status = server.tensors.status()

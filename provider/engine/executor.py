@@ -2,8 +2,8 @@
 
 Guarantees: every reply owns its memory, so a tenant that does not read its reply keeps no other tenant's reply in
 memory. `provider.engine.replies` says when each request gets its reply. In ring arithmetic a reply does not depend on
-the other requests in its batch. In float it may differ by rounding, since a product of more rows may add in another
-order. If a replica is lost, another replica computes its unfinished batches.
+the other requests in its batch. In float it may differ by rounding, since a matrix product with another number of rows
+may add its terms in another order. If a replica is lost, another replica computes its unfinished batches.
 """
 
 from __future__ import annotations

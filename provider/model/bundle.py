@@ -92,7 +92,7 @@ def build_bundle(
     Args:
         model: a PreTrainedModel whose base layers have `weight` None.
         tokenizer: the model's tokenizer, or None.
-        scales: by layer name α, the quantiser's scale of each output feature; shape (out_features,), float32.
+        scales: α, the quantiser's scale of each output feature, by layer name; shape (out_features,), float32.
         parent: the folder in which a temporary folder is made; None for the system's folder of temporary files.
 
     Returns:

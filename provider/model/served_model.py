@@ -63,8 +63,8 @@ class ServedModel:
             raise _fault_as_error(call, exc) from None  # the cause's text may hold values of a tenant's rows
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Computes the products of several matrices by one product; the call must have been checked. Each reply owns
-        its memory."""
+        """Computes the products of several matrices by one matrix product of all rows; the call must have been checked.
+        Each reply owns its memory."""
         try:
             return products.products(self.served.groups[call.group], call, parts)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel

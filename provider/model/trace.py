@@ -5,11 +5,12 @@ one group. Layers that are not served go into the bundle.
 
 Guarantees: a layer is not served if its weight is shared with another layer, or is read or changed outside the layer's
 own call. A layer with its own forward method is served only if it computed x·W + b for rows of several magnitudes. If
-operations of torch change the model's tensors during the pass, the tensors are restored; changes through numpy, or
-attributes that are set to another tensor, are not.
+operations of torch change the model's tensors during the pass, the tensors are restored.
 
-Not guaranteed: another input, a cache or training may give the layers of a group different inputs, or read a weight
-elsewhere. So the tenant compares the inputs again in every call, and the tenant's stand-in weight cannot be read.
+Not guaranteed: changes through numpy are not restored, nor are attributes that the pass sets to another tensor. With
+another input, with a cache or in training, the layers of a group may get different inputs, or a weight may be read
+outside its layer's call. So the tenant compares the inputs again in every call, and the tenant's stand-in for a weight
+raises an error if it is read.
 """
 
 from __future__ import annotations
@@ -180,8 +181,8 @@ class _Trace(TorchDispatchMode):
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes the model's tensors in the arguments of an operation, and then runs it. Torch calls this for every
-        operation; to read a shape or a dtype is none."""
+        """Notes the model's tensors in the arguments of an operation, and then runs the operation. Torch calls this for
+        every operation on tensors; reading a shape or a dtype is not an operation."""
         for tensor in tree_leaves((args, kwargs)):
             place = self._place(tensor) if isinstance(tensor, torch.Tensor) else None
             if place is not None:

@@ -48,7 +48,7 @@ class Outbox:
     # ---- putting ----------------------------------------------------------------------------------------------------
 
     def append(self, message: bytes | memoryview) -> None:
-        """Adds a frame without calling `notify`, which the caller must do."""
+        """Adds a frame without calling `notify`; callers must call `notify` themselves."""
         self._waiting.append(message)
 
     def put(self, message: bytes | memoryview) -> None:

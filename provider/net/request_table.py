@@ -126,7 +126,7 @@ class RequestTable:
         self._held_bytes += request.held_bytes
 
     def keep_row(self, request: Request) -> bool:
-        """Puts a row that was admitted outside the table into it, because the row could not be computed at once.
+        """Puts a row into the table that was admitted outside it and could not be computed at once.
 
         Returns:
             False if the stream has ended meanwhile.
@@ -138,7 +138,8 @@ class RequestTable:
             return True
 
     def row_ended(self, request_class: RequestClass, held_bytes: int, is_kept: bool) -> None:
-        """Notes that a row that was admitted outside the table is finished or lost, or, if `is_kept`, is now in it."""
+        """Notes that a row that was admitted outside the table is finished or lost; if `is_kept`, the row was put into
+        the table instead, and stays in flight."""
         self._is_answering = False
         if not is_kept:
             self._admission.release(request_class, 1, held_bytes)

@@ -125,8 +125,8 @@ class TensorPort:
                 time.sleep(_PAUSE_S)
 
     def _find_place(self) -> bool:
-        """Returns whether there is room for one more connection. If there is none, first closes the oldest connection
-        without a stream, since otherwise any peer could keep the port full."""
+        """Reserves room for one more connection, and returns whether there was any. If there is none, this first closes
+        the oldest connection without a stream, since otherwise any peer could keep the port full."""
         if self._places.acquire(blocking=False):
             return True
         with self._lock:

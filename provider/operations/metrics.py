@@ -108,8 +108,8 @@ def bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, 
 
     Args:
         totals: the usage of each tenant, by name.
-        named: names of tenants that were returned before. They are kept, since the sum of the others would fall if one
-            of these tenants got a name of its own, and Prometheus takes a falling counter for a restart.
+        named: names of tenants that were returned before, which are returned again. Otherwise a tenant could move out
+            of `OTHER`. The sum would then fall, and Prometheus takes a falling counter for a restart.
     """
     ranked = sorted(totals, key=lambda name: (name not in named, -sum(totals[name].rows.values()), name))
     shown = {name: totals[name] for name in ranked[:MAX_TENANTS]}

@@ -1,7 +1,7 @@
 """Connects the ranks, the processes that compute together, over torch.distributed.
 
-Guarantees: only tensors are sent, and no pickles. Every wait ends; if another rank is gone or too late, it ends with
-`RankLost`. Traffic between ranks is neither encrypted nor authenticated, since gloo offers neither.
+Guarantees: only tensors are sent, and no pickles. No wait is endless: a wait for a rank that is gone or too late ends
+with `RankLost`. Traffic between ranks is neither encrypted nor authenticated, since gloo offers neither.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Arrivals:
         """Returns the time at which the next request is expected, the time to call this again if no request has come,
         and the number of tenants from which one is expected.
 
-        A request that is late, or of a tenant whose gap is not known yet, is expected at once, until the tenant counts
-        as gone.
+        If a tenant's request is late, or the tenant's gap is not known yet, its request is expected at once, until the
+        tenant counts as gone.
         """
         first_s = again_s = float("inf")
         for tenant, (call, replied_s) in list(self._replied.items()):

@@ -35,7 +35,7 @@ class ShardListener:
     """Admits shards on other hosts, each in a thread of its own."""
 
     def __init__(self, model: ServedModel, plan: Sequence[Sequence[int]], executors: Sequence[Executor]) -> None:
-        """Keeps the model, for its fingerprints, and by shard the ids of its groups and its executor."""
+        """Keeps the model, for the fingerprints of its weights, and the group ids and the executor of each shard."""
         self._model, self._plan, self._executors = model, plan, executors
         self._visits: set[_Visit] = set()
         self._lock = threading.Lock()

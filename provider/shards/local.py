@@ -23,9 +23,9 @@ class LocalShards:
         """Starts nothing yet."""
         self._ending = ExitStack()
         self.plan: tuple[tuple[int, ...], ...] = ()
-        """By shard, the ids of its groups."""
+        """The ids of each shard's groups, in the order of shards."""
         self.replicas: tuple[tuple[ShardProcess, ...], ...] = ()
-        """By shard, its processes on this machine."""
+        """Each shard's processes on this machine, in the order of shards."""
 
     @classmethod
     def start(

@@ -19,7 +19,7 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
         num_shards: the number of shards, at least 1.
 
     Returns:
-        By shard, the ids of its groups; every shard has at least one group.
+        The ids of each shard's groups, in the order of shards; every shard has at least one group.
 
     Raises:
         ConfigurationError: there are more shards than groups.

@@ -1,6 +1,6 @@
 """Runs a shard's process on this machine: starts the process, sends rows to it, notices its end and starts it again.
 
-The provider's process, which does this, is called the front.
+The provider's process, which runs this code, is called the front.
 """
 
 from __future__ import annotations
@@ -294,7 +294,8 @@ def _short_folder() -> str | None:
 
 
 def _kill(process: subprocess.Popen[bytes], patience_s: float = 0.0) -> None:
-    """Closes the process's input, which makes it end, and kills it if it has not ended after `patience_s` seconds."""
+    """Closes the process's input, at which the process should end; kills the process if it still runs after
+    `patience_s` seconds."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
