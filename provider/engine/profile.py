@@ -43,7 +43,7 @@ def make_scheduler(
 def latency_model(
     served: PreparedModel, profiled: bool = True, product: Product | None = None, ids: Collection[int] | None = None
 ) -> LatencyModel:
-    """Returns a model that predicts the time of products, with a measurement of ring products of each shape.
+    """Returns a model that predicts the time of products, after measuring ring products of each shape.
 
     Products in float arithmetic and hints start with the mean rate of the measured ring products.
 

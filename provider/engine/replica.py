@@ -1,7 +1,7 @@
 """Defines the replica, which computes an executor's products: in this process, in a shard's process or on another host.
 
-A product is a pure function of the request. If it is lost, any replica with the same weights may compute it again. This
-is safe for the tenant's masks: the rows are the same bytes as before, so no mask is used for a second value.
+A product is a pure function of the request. If a product is lost, any replica with the same weights may compute it
+again. This is safe for the tenant's masks: the rows are the same bytes as before, so no mask hides a second value.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class Outbox:
             yield message
 
     def _answered(self, request: Request) -> Header:
-        """Returns the header of a reply, counts the reply as sent, and removes it from the request; the caller must
-        hold the tensor."""
+        """Returns the header of a reply and counts the reply as sent; callers must hold the reply's tensor, since this
+        removes the tensor from the request."""
         asked, size = request.header, request.reply_bytes
         self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
         request.reply = None

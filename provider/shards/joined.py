@@ -32,7 +32,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class JoinedShard:
-    """Computes products on another host, as a `provider.engine.replica.Replica`. Once lost, it does not come back: its
+    """Computes products on another host, as a `provider.engine.replica.Replica`. A lost shard does not come back; its
     host joins as a new replica."""
 
     can_share = can_return = False
