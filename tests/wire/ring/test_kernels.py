@@ -156,6 +156,14 @@ def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None
             assert bool((seen == 1).all()), (num_threads, num_rows, m)
 
 
+def test_threads_share_later_with_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    widest = (16, 576, 3072)
+    assert len(pieces.product_pieces(*widest)) == 4
+    assert pieces.product_pieces(*widest, with_vnni=True) == [(0, 16, 0, 3072)]
+    assert len(pieces.product_pieces(64, 576, 3072, with_vnni=True)) == 4
+
+
 @needs_products
 @pytest.mark.usefixtures("_each_form")
 @pytest.mark.parametrize("num_rows", [1, 5, 50, 100])
