@@ -34,9 +34,9 @@ static inline void write_sums(int32_t *reply, const uint32_t *sums, int64_t widt
 
 #define STRIP 64            /* columns of a block: the bytes of a cache line */
 #define FIRST_INNER 64      /* inner numbers of the first block, for whose weights a call has to wait */
-#define PREFETCH_INNER 64   /* inner numbers that a product in registers takes from one prefetch to the next */
+#define PREFETCH_INNER 16   /* inner numbers that a product in registers takes from one prefetch to the next */
 #define LINE 64             /* bytes of a cache line */
-#define LONGEST_INNER 192   /* most inner numbers of a block, of both forms */
+#define LONGEST_INNER 128   /* most inner numbers of a block, of both forms */
 #define PANEL_BYTES (16 << 10)
 #define MOST_FEW_ROWS 96    /* measured: at 96 rows 0.82 to 0.96 of the time of many rows, from some 200 on more */
 

@@ -16,7 +16,7 @@
 #define LANES 16
 #define COLUMNS (2 * LANES)
 #define QUAD 4              /* inner numbers that one lane takes at a time */
-#define BLOCK_K 192         /* inner numbers of a block: a multiple of 64; 96 to 256 take as long */
+#define BLOCK_K 128         /* inner numbers of a block: a multiple of 64; 192 and 256 take a twentieth longer */
 #define PLANES (4 * BLOCK_K)  /* bytes of a row's numbers in a block: the lowest of each, then the next ones */
 _Static_assert(BLOCK_K <= LONGEST_INNER && STRIP * BLOCK_K <= PANEL_BYTES, "scratch memory is too small");
 
