@@ -47,7 +47,13 @@ class BuildKernels(build_ext):
 
 
 LIBRARIES = {
-    "wire.ring._kernels": ["wire/ring/kernels.c", "wire/ring/kernels_vnni.c", "wire/ring/kernels_rows.c"],
+    "wire.ring._kernels": [
+        "wire/ring/kernels.c",
+        "wire/ring/kernels_few.c",
+        "wire/ring/kernels_few_vnni.c",
+        "wire/ring/kernels_vnni.c",
+        "wire/ring/kernels_rows.c",
+    ],
     "noise.polynomial._kernels": ["noise/polynomial/kernels.c"],  # the provider has no use for it
 }
 HAS_KERNELS = sys.platform == "linux" and platform.machine() == "x86_64"

@@ -8,6 +8,7 @@ from benchmarks import (
     accelerator,
     decode,
     encrypted_matmul,
+    few_rows,
     finetune_step,
     masks,
     memory,
@@ -23,8 +24,8 @@ NOT_POSSIBLE = 2
 """Exit code of a benchmark that lacks a permission (network), a peer (encrypted_matmul) or a GPU; it has said which."""
 
 MODULES = (
-    finetune_step, decode, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network, encrypted_matmul,
-    accelerator,
+    finetune_step, decode, few_rows, transport, scheduling, memory, masks, tenant_cost, quality, seeds, network,
+    encrypted_matmul, accelerator,
 )  # fmt: skip
 
 for module in MODULES:

@@ -22,7 +22,6 @@
 #define AVX2 __attribute__((target("avx2")))
 #define ROWS 3              /* rows of a product that is held in registers */
 #define COLUMNS 16
-#define FEW_ROWS 2          /* most rows that do without packing: measured, from three on, it costs less than reading the weight again */
 
 /* Returns the low halves of two neighbouring numbers, as `pmaddwd` takes them; high_pair returns the high ones. */
 static inline uint32_t low_pair(uint32_t first, uint32_t second) {
@@ -41,7 +40,7 @@ AVX2 static inline void store_widened(int16_t *out, __m128i bytes) {
 /* ---- packing ---------------------------------------------------------------------------------------------------- */
 
 /* Packs weights as panels of COLUMNS columns. A panel has, for each two inner numbers, the two weights of every column. */
-AVX2 static void pack_rows_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns) {
+AVX2 void pack_rows_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns) {
     for (int64_t j = 0; j < columns; j += COLUMNS) {
         size_t width = columns - j < COLUMNS ? columns - j : COLUMNS;
         for (int64_t k = 0; k < inner; k += 2, out += 2 * COLUMNS) {
@@ -79,7 +78,7 @@ AVX2 static void pack_eight_columns(int16_t *out, const int8_t *w, int64_t strid
 }
 
 /* Packs the same panels from weights whose columns are contiguous. */
-AVX2 static void pack_columns_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns) {
+AVX2 void pack_columns_of_weight(int16_t *out, const int8_t *w, int64_t stride, int64_t inner, int64_t columns) {
     int64_t panel = (inner + 1) / 2 * 2 * COLUMNS;
     for (int64_t j = 0; j < columns; j += 8) {
         int16_t *to = out + j / COLUMNS * panel + j % COLUMNS * 2;
@@ -271,15 +270,16 @@ int veilbase_has_vnni(void) {
 
 /* Returns the version of these functions' signatures. It grows by one with every change of them, here and in kernels.py. */
 int veilbase_kernels_version(void) {
-    return 4;
+    return 5;
 }
 
 /* Returns the bytes of scratch memory that `veilbase_product` needs for rows of d numbers. */
 int64_t veilbase_scratch_bytes(int64_t d) {
     int64_t many = BLOCK_INNER * BLOCK_COLUMNS * (int64_t)sizeof(int16_t) + BLOCK_ROWS * BLOCK_INNER * 4;
     int64_t one = 4 * d, wide = vnni_scratch_bytes(d);
-    int64_t least = many > one ? many : one;
-    return least > wide ? least : wide;
+    int64_t least = many > one ? many : one, few = few_scratch_bytes(d);
+    if (least < few) least = few;
+    return 64 + (least > wide ? least : wide);  /* `aligned` skips up to 63 bytes. */
 }
 
 /*
@@ -298,9 +298,10 @@ void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64
             memset(replies[i] + first_column, 0, (size_t)(last_column - first_column) * 4);
         return;
     }
-    if (last_row - first_row > FEW_ROWS) {
+    if (last_row - first_row > 1) {
         product_t p = {rows, replies, w, d, first_row, last_row, first_column, last_column};
-        if (with_vnni) vnni_multiply_many(p, scratch);
+        if (last_row - first_row <= MOST_FEW_ROWS) multiply_few(p, scratch, with_vnni);
+        else if (with_vnni) vnni_multiply_many(p, scratch);
         else multiply_many(p, scratch);
         return;
     }
@@ -310,4 +311,21 @@ void veilbase_product(const int32_t *const *rows, int32_t *const *replies, int64
         else if (with_vnni) vnni_multiply_one_by_columns(rows[i], replies[i], w, d, first_column, last_column, scratch);
         else multiply_one_by_columns(rows[i], replies[i], w, d, first_column, last_column, scratch);
     }
+}
+
+/*
+ * Computes the whole product of MOST_FEW_ROWS or fewer rows. Their numbers begin `step` numbers after each other, and
+ * their replies of m numbers follow each other. Everything else is as above.
+ */
+void veilbase_few_product(const int32_t *rows, int64_t step, int32_t *replies, int64_t num_rows, const int8_t *weight,
+                          int64_t row_stride, int64_t column_stride, int64_t d, int64_t m, void *scratch, int with_vnni) {
+    const int32_t *starts[MOST_FEW_ROWS];
+    int32_t *ends[MOST_FEW_ROWS];
+    for (int64_t i = 0; i < MIN(num_rows, MOST_FEW_ROWS); i++) starts[i] = rows + i * step, ends[i] = replies + i * m;
+    veilbase_product(starts, ends, 0, MIN(num_rows, MOST_FEW_ROWS), weight, row_stride, column_stride, d, 0, m, scratch, with_vnni);
+}
+
+/* Returns the most rows that `veilbase_few_product` takes. */
+int64_t veilbase_most_few_rows(void) {
+    return MOST_FEW_ROWS;
 }

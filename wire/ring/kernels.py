@@ -28,7 +28,7 @@ from wire.ring.threads import share
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 
-_VERSION = 4
+_VERSION = 5
 """Version of the functions' signatures, as in kernels.c: an older library may lie beside newer sources."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
@@ -49,7 +49,7 @@ def _library() -> ctypes.CDLL | None:
         usable = library.veilbase_usable
         product, scratch_bytes = library.veilbase_product, library.veilbase_scratch_bytes
         encode, decode, has_vnni = library.veilbase_encode, library.veilbase_decode, library.veilbase_has_vnni
-        add = library.veilbase_add
+        add, few, most_few = library.veilbase_add, library.veilbase_few_product, library.veilbase_most_few_rows
     except (OSError, AttributeError):
         return None
     usable.restype = ctypes.c_int
@@ -58,6 +58,9 @@ def _library() -> ctypes.CDLL | None:
     # Arguments: rows, replies, rows from and to, weight, its strides, d, columns from and to, scratch, whether by VNNI.
     product.argtypes = [*[_POINTER] * 2, *[_COUNT] * 2, _POINTER, *[_COUNT] * 5, _POINTER, ctypes.c_int]
     product.restype = None
+    # Arguments: rows, their stride, replies, how many, weight, its strides, d, m, scratch, whether by VNNI.
+    few.argtypes = [_POINTER, _COUNT, _POINTER, _COUNT, _POINTER, *[_COUNT] * 4, _POINTER, ctypes.c_int]
+    few.restype, most_few.restype = None, _COUNT
     # Arguments: rows, stride, alpha, how many, d, budget, smallest, out, betas.
     encode.argtypes = [_POINTER, _COUNT, _POINTER, *[_COUNT] * 2, *[ctypes.c_double] * 2, *[_POINTER] * 2]
     encode.restype = _COUNT
@@ -112,11 +115,12 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
     if column_stride != 1:
         row_stride = 1  # A dimension of size 1 may have any stride.
     address, scratch_bytes = weight.data_ptr(), _scratch_bytes(d)
-    if len(parts) == 1 and parts[0].shape[0] == 1:  # For one row, an array of one pointer is cheap without numpy.
-        start, end = _COUNT(parts[0].data_ptr()), _COUNT(replies[0].data_ptr())
-        library.veilbase_product(
-            ctypes.byref(start), ctypes.byref(end), 0, 1, address, row_stride, column_stride, d, 0, m,
-            _scratch(scratch_bytes), has_vnni(),
+    pieces = product_pieces(sum(part.shape[0] for part in parts), d, m, has_vnni())
+    if len(parts) == 1 and len(pieces) == 1 and parts[0].shape[0] <= _most_few_rows():
+        # In decode a product of a few rows is a few dozen microseconds, and arrays of pointers would add ten.
+        library.veilbase_few_product(
+            parts[0].data_ptr(), parts[0].stride(0), replies[0].data_ptr(), parts[0].shape[0], address, row_stride,
+            column_stride, d, m, _scratch(scratch_bytes), has_vnni(),
         )  # fmt: skip
         return
     starts, ends = _pointers(parts), _pointers(replies)
@@ -130,7 +134,7 @@ def products(parts: Sequence[torch.Tensor], weight: torch.Tensor, replies: Seque
                 first_column, last_column, scratch, has_vnni(),
             )  # fmt: skip
 
-    share(work, product_pieces(starts.shape[0], d, m))
+    share(work, pieces)
 
 
 class OneRow:
@@ -427,6 +431,12 @@ def _pointers(matrices: Sequence[torch.Tensor]) -> np.ndarray[tuple[int], np.dty
 def _scratch_bytes(d: int) -> int:
     library = _library()
     return 0 if library is None else int(library.veilbase_scratch_bytes(d))
+
+
+@functools.cache
+def _most_few_rows() -> int:
+    library = _library()
+    return 0 if library is None else int(library.veilbase_most_few_rows())
 
 
 def _scratch(num_bytes: int) -> int:

@@ -95,9 +95,35 @@ def test_a_library_that_cannot_be_loaded_is_none(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 31, 63, 64, 65, 511, 513])
 @pytest.mark.parametrize("d", [1, 2, 7, 8, 17, 33, 63, 64, 1023, 1025])
 def test_every_edge_of_a_block(d: int, m: int, is_transposed: bool) -> None:
-    for num_rows in (1, 2, 3, 4, 47, 49):
+    for num_rows in (1, 2, 3, 4, 5, 49, 97):
         rows, weight = draw(num_rows, d, m, is_transposed)
         assert torch.equal(product([rows], weight), plain.plain_product(rows, weight)), num_rows
+
+
+@needs_products
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize(("d", "m"), [(1, 1100), (64, 1024), (193, 1091), (577, 960), (700, 2049), (1537, 64)])
+def test_a_few_rows_in_several_blocks(d: int, m: int, is_transposed: bool) -> None:
+    for num_rows in (0, 2, 3, 4, 7, 16, 33, 96):
+        rows, weight = draw(num_rows, d, m, is_transposed)
+        assert torch.equal(product([rows], weight), plain.plain_product(rows, weight)), num_rows
+
+
+@needs_products
+@pytest.mark.usefixtures("_each_form")
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("number", [-(2**31), 2**31 - 1, -(2**15), 2**15, 2**15 - 1, 0xFF00FF, -1, 0])
+def test_extremes_of_a_few_rows_wrap_as_integers_do(number: int, is_transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(number & 0xFFFF)
+    rows = torch.full((17, 333), number, dtype=torch.int32)
+    rows[5:9, ::3] = -(2**31)
+    for least, most in [(-128, -128), (127, 127), (-128, 127)]:
+        weight = torch.tensor([least, most], dtype=torch.int8)[torch.randint(0, 2, (333, 90), generator=generator)]
+        weight = weight.t().contiguous().t() if is_transposed else weight
+        exact = plain.to_int32(rows.to(torch.int64) @ weight.to(torch.int64))
+        for num_rows in (1, 2, 3, 4, 16, 17):
+            assert torch.equal(product([rows[:num_rows]], weight), exact[:num_rows])
 
 
 @needs_products
@@ -130,9 +156,17 @@ def test_pieces_cover_every_number_once(monkeypatch: pytest.MonkeyPatch) -> None
             assert bool((seen == 1).all()), (num_threads, num_rows, m)
 
 
+def test_threads_share_later_with_vnni(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    widest = (16, 576, 3072)
+    assert len(pieces.product_pieces(*widest)) == 4
+    assert pieces.product_pieces(*widest, with_vnni=True) == [(0, 16, 0, 3072)]
+    assert len(pieces.product_pieces(64, 576, 3072, with_vnni=True)) == 4
+
+
 @needs_products
 @pytest.mark.usefixtures("_each_form")
-@pytest.mark.parametrize("num_rows", [1, 50])
+@pytest.mark.parametrize("num_rows", [1, 5, 50, 100])
 def test_rows_and_weights_that_are_parts_of_larger_ones(num_rows: int) -> None:
     rows, weight = draw(num_rows, 100, 90)
     expected = plain.plain_product(rows[:, 7:40], weight[7:40, 3:80])
@@ -176,8 +210,28 @@ from wire.ring.product import plain_product
 from tests.support.guarded_memory import guarded
 
 torch.manual_seed(0)
-for num_rows in (1, 2, 3, 50):
-    for d, m in [(1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (80, 65), (15, 64), (1030, 520)]:
+areas = {}
+
+def scratch(size):
+    '''Memory for packing that ends where memory ends, too.'''
+    if size not in areas:
+        areas[size] = guarded(torch.zeros(size, dtype=torch.uint8))
+    return areas[size].data_ptr()
+
+kernels._scratch = scratch
+for d, m in [(4032, 70), (70, 4032), (3840, 17)]:  # d is no multiple of both forms' blocks
+    rows = torch.randint(-2**31, 2**31, (96, d)).to(torch.int32)
+    weight = torch.randint(-128, 128, (m, d)).to(torch.int8)
+    for stored in (weight.t(), weight.t().contiguous()):
+        reply = torch.zeros(96, m, dtype=torch.int32)
+        kernels.products([rows], stored, [reply])
+        assert torch.equal(reply, plain_product(rows, stored))
+
+for num_rows in (1, 2, 3, 4, 16, 50, 100):
+    for d, m in [
+        (1, 1), (3, 5), (8, 8), (16, 16), (17, 24), (33, 40), (64, 7), (80, 65), (15, 64), (200, 128), (70, 1090),
+        (1030, 520),
+    ]:
         rows = guarded(torch.randint(-2**31, 2**31, (num_rows, d)).to(torch.int32))
         weight = torch.randint(-128, 128, (d, m)).to(torch.int8)
         for stored in (guarded(weight), guarded(weight.t().contiguous()).t()):

@@ -1,0 +1,155 @@
+"""Measures the exact product mod 2^32 of a few rows against that of one row, over all layers of SmolLM2-135M.
+
+What is decoded together reaches the provider as batches of 2 to 32 rows. One pass multiplies with every weight of the
+model once, in the model's order, as the provider does: one row by `wire.ring.kernels.OneRow`, more by
+`wire.ring.kernels.products`. Weights are random int8 numbers, and passes go through as many copies of the model as two
+last-level caches hold, so that each weight comes from memory. Row counts take turns; the peer of each pass is the pass
+with one row beside it, and ratios are medians of such pairs. A machine with other work on it stretches the seconds and
+not the processor time, which is why both are printed.
+
+`VEILBASE_KERNELS=avx2` measures what a processor without VNNI uses. (On one with VNNI that setting makes the provider
+itself take `torch._int_mm` for more than one row.) `VEILBASE_KERNELS=none` measures `wire.ring.coding.product`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.masks import GROUPS, NUM_LAYERS
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+BARS = {"avx2": 4.5, "vnni": 2.5}
+"""Most times as long as one row that `BAR_ROWS` rows may take, by the kernels that are in force."""
+BAR_ROWS = 16
+MOST_COPIES = 12
+"""Most copies of the model's 106 MB of weights, however large the last-level cache is."""
+
+Seconds = dict[int, list[tuple[float, float]]]
+"""Wall and processor seconds of each pass, by its number of rows."""
+
+
+class Passes:
+    """The products of all layers, in order; each pass takes the next copy of the model."""
+
+    def __init__(self, num_copies: int, is_backward: bool, rows: tuple[int, ...]) -> None:
+        """Args: num_copies: of the weights; is_backward: whether they are read transposed, as for gradients; rows:
+        the numbers of rows that passes may have."""
+        import torch
+
+        copies = [[_weight(shape, is_backward) for shape in [*GROUPS.values()] * NUM_LAYERS] for _ in range(num_copies)]
+        self._copies: Iterator[list[Any]] = itertools.cycle(copies)
+        self._one_row = {id(weight): _one_row(weight) for copy in copies for weight in copy}
+        self._rows = {
+            (num_rows, width): torch.randint(-(2**31), 2**31, (num_rows, width), dtype=torch.int32)
+            for num_rows in rows
+            for widths in GROUPS.values()
+            for width in widths
+        }
+
+    def multiply(self, num_rows: int) -> None:
+        """Multiplies so many rows with each weight of the next copy."""
+        import torch
+
+        from wire.ring import coding, kernels
+        from wire.ring.buffers import unwritten_tensor
+
+        for weight in next(self._copies):
+            rows, by_bytes = self._rows[num_rows, weight.shape[0]], self._one_row[id(weight)]
+            if by_bytes is None:
+                coding.product(rows, weight)
+            elif num_rows == 1:
+                by_bytes(memoryview(rows.numpy()).cast("B"), memoryview(bytearray(4 * weight.shape[1])))
+            else:
+                kernels.products([rows], weight, [unwritten_tensor(num_rows, weight.shape[1], torch.int32)])
+
+
+def _weight(shape: tuple[int, int], is_backward: bool) -> Any:
+    import torch
+
+    weight = torch.randint(-127, 128, shape, dtype=torch.int8)
+    return weight.t() if is_backward else weight
+
+
+def _one_row(weight: Any) -> Callable[[memoryview, memoryview], None] | None:
+    from wire.ring import kernels
+
+    return kernels.OneRow(weight).multiply if kernels.available() else None
+
+
+def form() -> str:
+    """Returns which kernels are in force: "vnni", "avx2" or "none"."""
+    from wire.ring import kernels
+
+    if not kernels.available():
+        return "none"
+    return "vnni" if kernels.has_vnni() else "avx2"
+
+
+def copies_beyond_cache() -> int:
+    """Returns how many copies of the model two last-level caches hold, at most `MOST_COPIES`."""
+    model_bytes = NUM_LAYERS * sum(d * m for d, m in GROUPS.values())
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    largest = max((int(size.removesuffix("K")) << 10 for size in sizes if size.endswith("K")), default=0)
+    return min(MOST_COPIES, 1 + 2 * largest // model_bytes)
+
+
+def measure(passes: Passes, rows: tuple[int, ...], num_threads: int, repeats: int) -> Seconds:
+    """Returns the seconds of each pass; row counts take turns, after one turn that is not counted."""
+    import torch
+
+    torch.set_num_threads(num_threads)
+    found: Seconds = {num_rows: [] for num_rows in rows}
+    for repeat in range(1 + repeats):
+        for num_rows in rows:
+            wall, processor = time.perf_counter(), time.process_time()
+            passes.multiply(num_rows)
+            if repeat:
+                found[num_rows].append((time.perf_counter() - wall, time.process_time() - processor))
+    return found
+
+
+def report(seconds: Seconds) -> None:
+    """Prints one table and, where there is one, how the bar was met."""
+    print("| rows | ms | × one row | processor ms | × one row |\n|---|---|---|---|---|")
+    ratios = {num_rows: [_ratio(seconds, num_rows, clock) for clock in range(2)] for num_rows in seconds}
+    for num_rows, pairs in seconds.items():
+        wall, processor = (statistics.median(pair[clock] for pair in pairs) * 1e3 for clock in range(2))
+        by_wall, by_processor = ratios[num_rows]
+        print(f"| {num_rows} | {wall:.1f} | {by_wall:.2f} | {processor:.1f} | {by_processor:.2f} |")
+    bar = BARS.get(form())
+    if bar is not None and BAR_ROWS in ratios:
+        by_wall, by_processor = ratios[BAR_ROWS]
+        print(f"\n{BAR_ROWS} rows: {by_wall:.2f} times one row, {by_processor:.2f} by the processor; bar {bar}")
+
+
+def _ratio(seconds: Seconds, num_rows: int, clock: int) -> float:
+    """Returns the median over the turns of a pass / the pass with one row."""
+    return statistics.median(a[clock] / b[clock] for a, b in zip(seconds[num_rows], seconds[1], strict=True))
+
+
+def main() -> None:
+    """Prints a table for each direction and number of threads."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.few_rows")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--copies", type=int, default=copies_beyond_cache(), help="of the model's weights")
+    parser.add_argument("--directions", nargs="+", default=["forward", "backward"], choices=["forward", "backward"])
+    given, _ = parser.parse_known_args()
+    rows = tuple(dict.fromkeys([1, *given.rows]))
+    print(f"kernels: {form()}; {given.copies} copies of the weights, medians of {given.repeats}")
+    for direction in given.directions:
+        passes = Passes(given.copies, direction == "backward", rows)
+        for num_threads in given.threads:
+            print(f"\n{direction}, {num_threads} thread{'s' if num_threads > 1 else ''}\n")
+            report(measure(passes, rows, num_threads, given.repeats))
+
+
+if __name__ == "__main__":
+    main()
