@@ -1,8 +1,8 @@
 """This module holds `TenantClient`, the one object that a user of a provider needs.
 
-Guarantees: base weights of a networked provider do not reach this process except for `verify`. Adapters, data and
-optimizer state never leave this process: activations and gradients leave it only as masked rows (see `explain`). Every
-failure is raised as one error of wire/errors.py.
+Guarantees: the base weights of a networked provider never reach this process. Adapters, data and optimizer state never
+leave this process, and activations and gradients leave it only as masked rows (see `explain`). Every failure is raised
+as one error of wire/errors.py.
 """
 
 from __future__ import annotations
