@@ -1,9 +1,9 @@
 """Pads prompts and training rows to one number of tokens, the bucket, so that row counts do not depend on a text.
 
 Guarantees: with a bucket, every prompt and every training row takes exactly as many rows as the bucket says, whatever
-the text and the tokenizer are. If a text has more tokens, its first tokens are cut off and the tenant gets a warning.
-The text is not refused, because the provider would see the refusal, and its tokenizer could decide which texts are
-refused.
+the text and the tokenizer are. A longer prompt loses its first tokens, with a warning to the tenant; so does a longer
+training row if the tokenizer is an unverified provider's. Such a text is not refused: the provider would see the
+refusal, and its tokenizer could decide which texts are refused.
 """
 
 from __future__ import annotations

@@ -141,14 +141,14 @@ def _tokenize_whatever_comes(row: Row, tokenizer: PreTrainedTokenizerBase, add_e
 def _tokenize_plain(
     form: Text | Completion, tokenizer: PreTrainedTokenizerBase, add_eos: bool
 ) -> tuple[list[int], list[int]]:
-    """Returns token ids and labels of a row without a template."""
+    """Returns token ids and labels of a row that needs no chat template."""
     start = 0
     if isinstance(form, Text):
         input_ids = list(tokenizer(form.text)["input_ids"])
     else:
         input_ids = list(tokenizer(form.prompt + form.completion)["input_ids"])
-        # Where the two strings merge into one token, that token is a label: the labels always cover the whole
-        # completion.
+        # If a token spans the end of the prompt and the start of the completion, this token is a label, so that the
+        # labels cover the whole completion.
         start = _common_prefix(list(tokenizer(form.prompt)["input_ids"]), input_ids)
     if add_eos:
         if tokenizer.eos_token_id is None:
@@ -194,7 +194,7 @@ class _Rendered:
         start = _common_prefix(opened, self.token_ids)
         is_prefix = start == len(opened)
         if not is_prefix:
-            # Either prefix is enough: some templates (Phi-3) add an end token to every text without a generation prompt.
+            # Either prefix is enough: some templates (Phi-3) end every text without a generation prompt with an end token.
             before = (self._text(turn), self._text(turn, add_generation_prompt=True))
             if not self._text(len(self._messages)).startswith(before):
                 self._refuse(turn)

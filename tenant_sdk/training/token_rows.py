@@ -31,8 +31,8 @@ def training_rows(
         One dict per row, as `tenant_sdk.training.labelled_tokens.tokenize` describes.
 
     Raises:
-        DatasetError: a row is too long or cannot be used. With a bucket, a row that is too long is cut instead, and a
-            row that an unverified provider's tokenizer made unusable gets no labels.
+        DatasetError: a row is too long or cannot be used. With a bucket and an unverified provider's tokenizer, a row
+            that is too long is cut instead, and a row that cannot be used gets no labels.
         ConfigurationError: the bucket is longer than `max_length`.
     """
     if bucket is None:
@@ -40,7 +40,7 @@ def training_rows(
     check_fits(bucket, max_length, "")
     may_be_spoilt = text.origin == "provider"
     if may_be_spoilt and text.tokenizer.chat_template:
-        text.tokenizer.apply_chat_template(_PROBE, tokenize=False)  # a template that fits no conversation raises its error here
+        text.tokenizer.apply_chat_template(_PROBE, tokenize=False)  # raises if the template fits no conversation
     rows = tokenize(parsed, text.tokenizer, bucket, num_virtual_tokens=num_virtual, never_refuse=may_be_spoilt)
     num_too_long = sum(len(row["input_ids"]) > bucket for row in rows)
     if num_too_long:
