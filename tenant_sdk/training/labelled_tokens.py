@@ -194,7 +194,7 @@ class _Rendered:
         start = _common_prefix(opened, self.token_ids)
         is_prefix = start == len(opened)
         if not is_prefix:
-            # Either prefix is enough: some templates (Phi-3) end every text without a generation prompt with an end token.
+            # Either prefix is enough: some templates (Phi-3) put an end token after any text without a generation prompt.
             before = (self._text(turn), self._text(turn, add_generation_prompt=True))
             if not self._text(len(self._messages)).startswith(before):
                 self._refuse(turn)

@@ -189,7 +189,7 @@ class TrustedCheckpoint:
                 return AutoTokenizer.from_pretrained(
                     self._source.folder, local_files_only=True, trust_remote_code=False, **options
                 )
-        except Exception:  # noqa: BLE001 - as at the provider, a checkpoint without a usable tokenizer has none
+        except Exception:  # noqa: BLE001 - as at the provider, an unusable tokenizer counts as none
             return None
 
 
@@ -257,7 +257,7 @@ def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "chec
         found = snapshot_download(
             repo_id, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=["*/*"]
         )
-    except IncompleteSnapshotError as exc:  # offline, and an earlier from_pretrained fetched only the files that it needed
+    except IncompleteSnapshotError as exc:  # offline, and the cache has only some of the files
         found = str(exc.snapshot_path)
     except (OSError, ValueError) as exc:
         raise ConfigurationError(
