@@ -1,5 +1,4 @@
-"""Measures a fine-tuning step of 2 × 256 tokens: with a provider over mTLS loopback, and with local transformers +
-PEFT.
+"""Measures a fine-tuning step of 2 × 256 tokens: with a provider over mTLS loopback, and by local transformers + PEFT.
 
 Provider and tenant share the machine. int8 `ring` without a mask sends the same 32-bit rows as a masked run. Each side
 runs in a process of its own with its own settings (the local peer with torch's defaults), and the sides take turns.

@@ -194,7 +194,7 @@ class _Rendered:
         start = _common_prefix(opened, self.token_ids)
         is_prefix = start == len(opened)
         if not is_prefix:
-            # Either prefix is enough: some templates (Phi-3) put an end token after any text without a generation prompt.
+            # Either prefix is enough: some templates (Phi-3) end every text without generation prompt by an end token.
             before = (self._text(turn), self._text(turn, add_generation_prompt=True))
             if not self._text(len(self._messages)).startswith(before):
                 self._refuse(turn)
