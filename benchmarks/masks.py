@@ -1,6 +1,6 @@
 """Measures the making of lattice masks and effects against a local computation of the same base layers, per token.
 
-The effect of a mask is its product with the weight. `python -m benchmarks.masks` makes secrets, errors, masks and
+The effect of a mask is what unmasking subtracts. `python -m benchmarks.masks` makes secrets, errors, masks and
 effects for every base layer of SmolLM2-135M, in blocks of 512 tokens with default parameters. The peer computes the
 same layers in float32 on 512 tokens in the same run, and both take turns. Weights and hints, which are the products of
 the public matrix A and the weights, are random: no time here depends on their values. Each layer in turn uses the hints

@@ -1,4 +1,4 @@
-"""Compares how the lattice mask changes the final loss of a fine-tuning run with how a change of seed does.
+"""Measures by how much the lattice mask changes the final loss of fine-tuning, and by how much a new seed does.
 
 This benchmark trains SmolLM2-135M int8 with LoRA of rank 16 on all linear layers, on this repository's own example
 data. For each seed there is one run with `lattice` and one with `off`, both in ring arithmetic, which differ in nothing

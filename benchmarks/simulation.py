@@ -144,7 +144,7 @@ class _Run:
             if due_s is None and len(self._scheduler):
                 raise RuntimeError("the scheduler would wait for ever with requests in its queue")
             if due_s is not None:
-                self._at(max(due_s, now_s), lambda later_s: None)  # an empty event, after which the scheduler is asked again
+                self._at(max(due_s, now_s), lambda later_s: None)  # so that the scheduler is asked again
             return
         self._running = batch
         took_s = self._cost(batch.call, batch.num_rows)
