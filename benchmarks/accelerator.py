@@ -93,7 +93,7 @@ class Products:
         return wrong
 
     def is_by_limbs(self) -> bool:
-        """Whether the device passed the self-test of wire/ring/product_cuda.py; if not, float64 products were
+        """Returns whether the device passed the self-test of wire/ring/product_cuda.py; if not, float64 products were
         measured."""
         from wire.ring import product_cuda
 
@@ -120,7 +120,7 @@ def run(size: int = SIZE, device: str = "cuda", repeats: int = 20) -> dict[str, 
 
 
 def report(found: dict[str, Any], size: int, device: str, repeats: int) -> None:
-    """Prints the table."""
+    """Prints the results as a table."""
     import torch
 
     is_gpu = device != "cpu"

@@ -63,7 +63,11 @@ def provider(
 
 
 def local_model() -> Any:
-    """Returns SmolLM2-135M as transformers loads it, float32, frozen."""
+    """Returns SmolLM2-135M in float32 with frozen parameters, as loaded by transformers.
+
+    Raises:
+        SystemExit: the wheel that contains the model is not installed.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -160,7 +164,7 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends the process."""
+        """Closes the worker's input and waits for the end of its process."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait(timeout=60)

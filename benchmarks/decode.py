@@ -50,7 +50,7 @@ def remote(url: str, folder: str, mask: str) -> None:
 
 
 def run(repeats: int = 9) -> dict[str, Any]:
-    """Returns medians in seconds and ratios to local fp32."""
+    """Measures all runs; returns their median seconds and their median ratios to the local fp32 run, by run."""
     with ExitStack() as stack:
         workers = {"local fp32": stack.enter_context(Worker(__name__, "local"))}
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -69,7 +69,7 @@ def run(repeats: int = 9) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Runs the benchmark and prints its results as a table."""
     result = run()
     print("| greedy decode | tokens/s | speed against local fp32 |\n|---|---|---|")
     for name, value in result["seconds"].items():

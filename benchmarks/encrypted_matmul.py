@@ -183,7 +183,7 @@ def run(python: Path = DEFAULT_PEER, rounds: int = 1, repeats: int = 9) -> dict[
 
 
 def report(found: dict[str, float]) -> None:
-    """Prints the table."""
+    """Prints the results as a table."""
     print(f"| {WIDTH} → {WIDTH}, {TOKENS} tokens a call | per token and layer | × faster than the peer "
           "| largest relative error | bytes a token | once |\n|---|---|---|---|---|---|")  # fmt: skip
     print(f"| encrypted matmul (concrete-ml-extensions) | {found['peer']:.2f} s | 1 | {found['peer error']:.1e} "

@@ -122,7 +122,7 @@ def run(repeats: int = 5, names: Sequence[str] = tuple(VARIANTS), bf16: bool = T
 
 
 def main() -> None:
-    """Prints a table."""
+    """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.finetune_step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")

@@ -132,7 +132,7 @@ def run(repeats: int = 5, num_layers: int = NUM_LAYERS, name: str = "default") -
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark and prints its results as a table."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.masks")

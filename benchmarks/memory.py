@@ -115,7 +115,7 @@ def run_finetune(steps: int = 6) -> tuple[float, list[Found]]:
 
 
 def report(ready: float, found: list[Found]) -> None:
-    """Prints a table."""
+    """Prints the results as a table."""
     print(f"provider ready: {ready:.0f} MB resident")
     print("| tenants at once | first step, MB | settled, MB | MB a step | above the line before |")
     print("|---|---|---|---|---|")
@@ -127,7 +127,7 @@ def report(ready: float, found: list[Found]) -> None:
 
 
 def main() -> None:
-    """Prints the light tenants' table."""
+    """Measures the light tenants and prints their table."""
     report(*run())
 
 

@@ -125,7 +125,7 @@ def run(
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    """Prints the table."""
+    """Prints the results as a table."""
     print("| round trip, ms (measured) | 1 Gbit/s each way | unmasked, s | masked, s | tokens/s, unmasked | masked "
           "| masked / unmasked |\n|" + "---|" * 7)  # fmt: skip
     for each in found:

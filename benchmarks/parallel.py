@@ -66,7 +66,7 @@ def _children(pid: int) -> list[int]:
 
 
 def run(repeats: int) -> dict[str, Served]:
-    """Measures every entry of `WAYS`; all take turns."""
+    """Measures every provider of `WAYS`, all of which take turns, and returns them by name."""
     from wire.transport.grpc_connection import GrpcConnection
 
     with contextlib.ExitStack() as stack:
@@ -86,7 +86,7 @@ def run(repeats: int) -> dict[str, Served]:
 
 
 def report(found: dict[str, Served]) -> None:
-    """Prints a table."""
+    """Prints the results as a table."""
     columns = list(found[PEER].seconds)
     print(f"rows a second (time relative to {PEER}: median over the pairs)")
     print("| | " + " | ".join(f"{rows} {direction}" for rows, direction in columns) + " | MB a process when ready |")

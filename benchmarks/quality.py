@@ -18,7 +18,7 @@ TEXT = ("README.md", "docs/architecture.md", "docs/threat-model.md", "docs/proto
 
 
 def token_rows(tokenizer: Any) -> Any:
-    """Returns token ids, int64, shape (TOKENS / CONTEXT, CONTEXT)."""
+    """Returns the token ids of the first TOKENS tokens of the text, int64, shape (TOKENS / CONTEXT, CONTEXT)."""
     import torch
 
     root = Path(__file__).resolve().parents[1]
@@ -86,7 +86,7 @@ def run(options: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", default="default")
     parser.add_argument("--hint-bits", type=int, default=24)

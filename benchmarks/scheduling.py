@@ -78,7 +78,7 @@ def decision_s(policy: Policy, num_tenants: int) -> float:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark and prints its results as a table."""
     print(f"µs a request, {REQUESTS} queued (bar {BAR_US})\n")
     print("| policy | " + " | ".join(f"{tenants} tenants" for tenants in TENANTS) + " |")
     print("|---|" + "--:|" * len(TENANTS))

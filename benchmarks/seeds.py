@@ -68,7 +68,7 @@ def report(seeds: tuple[int, ...], found: dict[str, list[list[float]]]) -> None:
 
 
 def main() -> None:
-    """Prints the table."""
+    """Runs the benchmark and prints its results as a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.seeds")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--steps", type=int, default=STEPS)

@@ -73,7 +73,7 @@ class Soak:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, wrong or left over, and memory, threads and open files did not grow."""
+        """Returns whether nothing was lost, wrong or left over, and memory, threads and open files did not grow."""
         quarter = max(1, len(self.threads) // 4)
         steady = max(self.threads[-quarter:]) <= max(self.threads[: 2 * quarter]) + 8
         steady &= max(self.files[-quarter:]) <= max(self.files[: 2 * quarter]) + 16
@@ -84,7 +84,7 @@ class Soak:
 
 
 class _Counts:
-    """Counts of requests' outcomes, shared by several threads."""
+    """Counts the outcomes of requests; several threads may use one object."""
 
     def __init__(self) -> None:
         self._lock, self._counts = threading.Lock(), dict.fromkeys(("answered", "refused", "wrong", "lost"), 0)

@@ -168,7 +168,7 @@ def run_size(size: int, repeats: int, most_columns: int, blocks: int = BLOCKS) -
 
 
 def run(sizes: tuple[int, ...] = SIZES, repeats: int = 5, most_columns: int = COLUMNS) -> list[Found]:
-    """Measures all widths, narrow ones first."""
+    """Measures the masks and the peers at all widths, in the order of `sizes`."""
     return [run_size(size, repeats, most_columns) for size in sizes]
 
 
@@ -200,7 +200,7 @@ def summary(found: list[Found]) -> str:
 
 
 def report(found: list[Found]) -> None:
-    """Prints the tables and the sentence."""
+    """Prints the results as tables, and the summary."""
     print("| d → d, µs per token | masks | masks, 1 block | fp32 | bf16 | int8 | masks / fp32 | / bf16 | / int8 "
           "| local outputs computed |\n|" + "---|" * 10)  # fmt: skip
     for each in found:

@@ -240,7 +240,7 @@ def saving(numbers: Sequence[int] = SAVING_TENANTS) -> None:
 
 
 def main() -> None:
-    """Prints both tables."""
+    """Runs the comparisons that the command line names, by default both, and prints their tables."""
     what = sys.argv[1:] or ["throughput", "saving"]
     if "throughput" in what:
         print("| tenants | tokens/s, one provider | tokens/s, local processes | ratio | MB, provider and tenants | "

@@ -270,7 +270,7 @@ def _compare(echo: _Echo, connections: Mapping[str, Connection], repeats: int) -
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Runs the benchmark and prints its results as tables."""
     result = run()
     print("| one row, 576 → 576 | µs | above the echo, median of pairs |\n|---|---|---|")
     for name, value in result["small_us"].items():

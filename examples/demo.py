@@ -104,7 +104,7 @@ def tenant(url: str) -> None:
     from tenant_sdk.training.labelled_tokens import tokenize
 
     heldout = [json.loads(line) for line in (HERE / "data/harborlight_heldout.jsonl").read_text().splitlines()]
-    heldout = heldout[1::2]  # half of them, to save time; the README says how all eight fare
+    heldout = heldout[1::2]  # only half of them, to save time; the README has the results for all eight
     questions = [row["messages"][0]["content"] for row in heldout]
     with tenant_sdk.TenantClient(url, identity=WORK / "acme", mask="lattice", verify=MODEL) as client:
         manifest = client.connect()

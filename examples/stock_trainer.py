@@ -72,7 +72,7 @@ def main() -> None:
             train_dataset=rows,
             data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=-100),
         )
-        client.fetch_hints(backward=True)  # shows a progress bar; otherwise each layer fetches when it is first used
+        client.fetch_hints(backward=True)  # with a progress bar; otherwise layers fetch hints at first use
         trainer.train()
         tenant_sdk.check_run(model)
         # False: otherwise PEFT would ask a hub whether the base model's vocabulary was changed

@@ -122,7 +122,8 @@ _MODULE_OF = {
     "UnusableRowWarning": "tenant_sdk.training.dataset",
     "check_run": "tenant_sdk.model.planned_calls",
 }
-"""The module of each exported name that is imported at first use: the module loads torch, which takes seconds."""
+"""The module of each exported name that is imported only when it is first used. These modules load torch, which takes
+seconds."""
 
 
 def __getattr__(name: str) -> Any:

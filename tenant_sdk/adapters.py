@@ -32,7 +32,7 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
                 with loading():
                     model = PeftModel.from_pretrained(model, str(adapter)).eval()
             except (ValueError, OSError, KeyError, RuntimeError, TypeError, SafetensorError) as exc:
-                # `from None`: PEFT's frames hold the adapter's tensors, and its text may quote the adapter's settings.
+                # `from None`: PEFT's frames hold the adapter's tensors, and its error may quote the adapter's settings.
                 raise ConfigurationError(f"{adapter} is no adapter for this model ({type(exc).__name__})") from None
             copied = copied_base_layer(model)
             if copied is not None:  # PEFT would silently leave out the adapter's copy

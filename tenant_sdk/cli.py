@@ -200,7 +200,10 @@ def explain(
 
 
 def main() -> None:
-    """Runs the command: an error of this project is one line on stderr and exit code 1 (typer's own: usage and 2)."""
+    """Runs the command line. An error of this project is printed as one line on stderr, with exit code 1.
+
+    For errors in the command line itself, typer prints its usage, with exit code 2.
+    """
     warnings.showwarning = lambda message, *_, **__: typer.echo(f"tenant: warning: {message}", err=True)
     try:
         app()

@@ -129,7 +129,7 @@ class TenantClient:
         A second call returns the same manifest without using the network.
         """
         session = self._open()
-        with session.executor.in_session():  # as all methods but `explain` and `close` do
+        with session.executor.in_session():  # as in all methods except `explain` and `close`
             return session.manifest
 
     def _open(self) -> Session:
@@ -359,7 +359,7 @@ class TenantClient:
             return None
         try:
             if self._plan.tokenizer is not None or has_tokenizer(self._bundle()):
-                self.text  # noqa: B018 - raises where the tokenizer cannot be used
+                self.text  # noqa: B018 - raises if the tokenizer cannot be used
             if self._plan.bucket is not None:
                 check_fits(self._plan.bucket, self.context_length, "")
         except VeilbaseError as exc:

@@ -17,7 +17,7 @@ def connect_inproc(url: str, weights: str | None = None) -> Connection:
     """Loads the model named by `inproc:MODEL` and connects to it.
 
     Args:
-        url: one of inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf and inproc:hub/id.
+        url: inproc:smollm2-135m, inproc:/path/to/folder, inproc:/path/to/file.gguf or inproc:hub/id.
         weights: `int8` (default) or `native`.
     """
     from provider.embedded import serve_in_process

@@ -70,7 +70,7 @@ def no_guessing() -> dict[str, Any]:
 
 
 def fixed_settings() -> dict[str, Any]:
-    """Returns arguments of transformers' `generate` with which only the length limit ends an answer."""
+    """Returns arguments of transformers' `generate` that make the length limit the only end of an answer."""
     return {**_ENDS_EARLY, "eos_token_id": None, "num_beams": 1}
 
 

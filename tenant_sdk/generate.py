@@ -233,13 +233,14 @@ def _option_errors(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _raised_by_generation(exc: Exception) -> bool:
-    """Whether an error was raised in transformers' generation code, not in a model or in a function of the user's."""
+    """Returns whether an error was raised in transformers' generation code, not in a model or in a function of the
+    user's."""
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).startswith("transformers.generation.")
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Iterable[Mapping[str, str]]) -> torch.Tensor:
-    """Returns token ids of a prompt, shape (1, length).
+    """Returns the token ids of a prompt, shape (1, length).
 
     Raises:
         ConfigurationError: the prompt is empty, or the chat template does not take it.

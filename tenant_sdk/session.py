@@ -40,7 +40,7 @@ from wire.transport.identity import TlsIdentity, load_identity
 
 
 class NotVerifiedWarning(UserWarning):
-    """Replies are not checked: the privacy claim holds only against an honest-but-curious provider."""
+    """The session does not check replies: the privacy claim holds only against an honest-but-curious provider."""
 
 
 class AcceptedChangeWarning(UserWarning):

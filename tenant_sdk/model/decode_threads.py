@@ -46,7 +46,7 @@ def _end(decoder: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _is_small(decoder: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> bool:
-    """Whether this is a decode step with a short context on the CPU; False if the arguments do not show it."""
+    """Returns whether this is a decode step with a short context on the CPU; False if the arguments do not show it."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     tokens = args[0] if args else options.get("input_ids")

@@ -70,7 +70,7 @@ class Course:
             warn_and_go_on(WARNING, NotFiniteWarning)
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Calls `not_finite` when one of these tensors holds a value that is not finite."""
+        """Calls `not_finite` if one of these tensors contains a value that is not finite."""
         if not self.sends_zeros and not are_finite(tensors):
             self.not_finite()
 
@@ -155,7 +155,7 @@ def trainable(model: Any) -> Iterator[torch.Tensor]:
 
 
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no value is NaN or infinite; all tensors together cost one copy from the device."""
+    """Returns whether no value is NaN or infinite; all tensors together cost one copy from the device."""
     held = [tensor for tensor in tensors if tensor.numel()]
     if not held:
         return True
@@ -170,7 +170,11 @@ class KeepFinite(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, course: Course) -> None:
-        """Args: course: the course of the run."""
+        """Makes a check for one run.
+
+        Args:
+            course: the course of the run.
+        """
         self._course = course
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -66,7 +66,7 @@ class RemoteExecutor:
         self._check_honest()
         try:
             yield
-        except Exception:  # anything that fails because the session was closed
+        except Exception:  # the session may have been closed meanwhile
             self._check_honest()
             raise
 
@@ -229,7 +229,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: RemoteGroup, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Sends the rows and keeps only their shape."""
+        """Returns the outputs of the group's members; keeps only shape and dtype of the input for the backward pass."""
         ctx.group, ctx.shape, ctx.dtype = group, x.shape, x.dtype
         ctx.set_materialize_grads(False)
         return _forward(x, group, out_dtype)
@@ -244,7 +244,7 @@ class _Product(torch.autograd.Function):
             return None, None, None
         like, num_rows = present[0], ctx.shape[:-1].numel()
         rows = [
-            # an absent gradient is zeros, masked like the rest
+            # an absent gradient counts as zeros, and is masked too
             (like.new_zeros(num_rows, features) if grad is None else grad.reshape(num_rows, features))
             for grad, features in zip(grads, group.member_features, strict=True)
         ]
@@ -265,7 +265,7 @@ def _apply(x: torch.Tensor, group: RemoteGroup, context: _Context) -> tuple[torc
     if x.dim() == 2 or len(parts) > 1:
         return parts
     whole = parts[0].view(*x.shape[:-1], parts[0].shape[1])
-    return (whole if has_gradient else whole.detach(),)  # as in `_forward`
+    return (whole if has_gradient else whole.detach(),)  # detached for the same reason as in `_forward`
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
@@ -306,7 +306,7 @@ class RemoteGroup:
 
     @property
     def provider_adds_bias(self) -> bool:
-        """Whether the provider adds its frozen bias to the products."""
+        """Returns whether the provider adds its frozen bias to the products."""
         return self._executor.scheme.arithmetic is Arithmetic.FLOAT
 
     def run(self, direction: Direction, rows: torch.Tensor) -> torch.Tensor:

@@ -28,17 +28,17 @@ class RemoteWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> RemoteWeight:
-        """Makes a tensor without storage."""
+        """Returns a new tensor without storage."""
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shows the shape only."""
+        """Returns a text that shows the shape only."""
         return f"RemoteWeight(shape={tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # type: ignore[override]
-        """Refuses every operation on the data."""
+        """Raises RemoteWeightError for every operation that needs the data."""
         raise RemoteWeightError(
             f"{func} needs the data of a base weight, which stays with the provider: "
             "choose a PEFT method that does not read base weights (LoRA, IA3, OFT, VeRA, ... do not), or, where the "
@@ -56,7 +56,7 @@ class _Remote(nn.Module):
         self._weight_shape = shape
         self._anchor_dtype = dtype
         self.register_parameter("bias", nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None)
-        # The provider adds its own frozen bias in float arithmetic; a tenant that trains the bias adds the rest.
+        # The provider adds its own frozen bias in float arithmetic; a tenant that trains the bias adds the difference.
         self.register_buffer("base_bias", None, persistent=False)
         self._group: RemoteGroup | None = None
         self._index = 0

@@ -57,7 +57,7 @@ def _is_sentencepiece_space(part: Mapping[str, Any]) -> bool:
 
 
 def _is_known_cut(part: Mapping[str, Any]) -> bool:
-    """Whether a Split only cuts text, with a pattern whose matching time is bounded."""
+    """Returns whether a Split only cuts text, with a pattern whose matching time is bounded."""
     pattern = part.get("pattern")
     if part.get("behavior") not in _CUTS or not isinstance(pattern, dict) or len(pattern) != 1:
         return False
@@ -68,8 +68,8 @@ def _is_known_cut(part: Mapping[str, Any]) -> bool:
 
 
 def _is_plain_pattern(pattern: str) -> bool:
-    """Whether a regular expression has no look-around except the one in GPT-2's pattern, no back-reference, and no
-    repeated group."""
+    """Returns whether a regular expression has no look-around except the one in GPT-2's pattern, no back-reference, and
+    no repeated group."""
     bare = re.sub(r"\\[pPx]\{[^}]*\}|\\.|\[(?:\\.|\[:[^\]]*:\]|[^\]\\])*\]", "a", pattern.replace(r"(?!\S)", ""))
     if re.search(r"\(\?(?!:|i:)", bare) or re.search(r"\)\s*[*+{]", bare) or re.search(r"\\[1-9gk]", pattern):
         return False
@@ -81,12 +81,12 @@ def _is_short(part: Mapping[str, Any], *affixes: str) -> bool:
 
 
 def _is_bounded_bpe(part: Mapping[str, Any]) -> bool:
-    # with dropout, how a text is cut into tokens would be random
+    # with dropout, the split of a text into tokens would be random
     return not part.get("dropout") and _is_short(part, "continuing_subword_prefix", "end_of_word_suffix", "unk_token")
 
 
 def _strips_at_most_one(part: Mapping[str, Any]) -> bool:
-    """Whether a decoder strips at most one character; a decoder that strips more fails on some texts."""
+    """Returns whether a decoder strips at most one character; a decoder that strips more fails on some texts."""
     return all(part.get(name) in (0, 1) for name in ("start", "stop"))
 
 

@@ -129,7 +129,7 @@ def provider_text(folder: Path) -> TenantText:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a bundle has a tokenizer."""
+    """Returns whether a bundle has a tokenizer."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 

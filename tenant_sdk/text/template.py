@@ -127,7 +127,7 @@ class BlindTemplates:
         return self._finish(texts, several, call)
 
     def _is_the_providers(self, template: str) -> bool:
-        """Whether `template` is the name or the text of one of this tokenizer's own templates."""
+        """Returns whether `template` is the name or the text of one of this tokenizer's own templates."""
         own = self.chat_template
         return template == own or (isinstance(own, dict) and (template in own or template in own.values()))
 

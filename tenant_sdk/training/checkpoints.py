@@ -60,7 +60,7 @@ def _plain(value: Any) -> Any:
 
 
 class Checkpoints:
-    """Manages the folder of one run's checkpoints."""
+    """Opens, marks and removes the checkpoints of one run, which are in one folder."""
 
     def __init__(self, folder: Path) -> None:
         """Args: folder: the folder of the checkpoints, which `open` makes and `discard` removes."""

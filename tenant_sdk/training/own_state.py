@@ -29,7 +29,7 @@ _DRAWS = frozenset({
     torch.Tensor.exponential_, torch.Tensor.geometric_, torch.Tensor.log_normal_, torch.Tensor.cauchy_,
     torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like, torch.randint_like,
     torch.normal, torch.bernoulli, torch.multinomial,
-    nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # torch shows these calls to a mode as a whole
+    nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_,  # a mode sees a call of these as one call
 })  # fmt: skip
 """The random operations that take a generator as an argument; others, such as dropout, always use torch's own."""
 

@@ -103,7 +103,8 @@ def _fill(connection: Connection, manifest: Manifest, folder: Path) -> None:
 
 
 def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    """Whether there is a cached bundle and all its files are undamaged; a disk error or a crash may damage a file.
+    """Returns whether there is a cached bundle and all its files are undamaged; a disk error or a crash may damage a
+    file.
 
     Raises:
         OSError: there is a cached bundle, but it cannot be read.

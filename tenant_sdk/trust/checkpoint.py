@@ -89,7 +89,7 @@ class TrustedCheckpoint:
 
     @property
     def streamed(self) -> bool:
-        """Whether tensors are read one at a time; otherwise the whole model is in memory until `release`."""
+        """Returns whether tensors are read one at a time; otherwise the whole model is in memory until `release`."""
         return self._weights().streamed
 
     def layer(self, name: str, kind: Literal["linear", "conv1d"]) -> torch.Tensor:
@@ -368,7 +368,7 @@ def _read(file: Path, key: str) -> torch.Tensor:
 
 
 def _hold(source: LocalSource) -> _Weights:
-    """Loads the whole model into memory, as provider/model/load.py does."""
+    """Loads the whole model into memory, with the options of provider/model/load.py, and returns its weights."""
     options: dict[str, Any] = {"dtype": "auto", "use_safetensors": True}
     if source.gguf_file is not None:
         options = {"dtype": torch.float32, "gguf_file": source.gguf_file}

@@ -52,14 +52,16 @@ def differs(part: str) -> VerificationFailed:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; NaN and the sign of zero are compared as bits too."""
+    """Returns whether two tensors have the same dtype, shape and bits; NaN and the sign of zero are compared as bits
+    too."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def write_files(model: Any, tokenizer: Any | None, folder: Path) -> None:
-    """Writes config, generation settings and tokenizer files of the trusted model, as provider/model/bundle.py does."""
+    """Writes the trusted model's config, generation settings and tokenizer files, in the form that
+    provider/model/bundle.py gives them."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     for name in ("quantization_config", "auto_map"):
