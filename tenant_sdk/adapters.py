@@ -42,8 +42,8 @@ def adapted_model(session: ModelSource, adapter: str | Path | None) -> Any:
 
 
 def copied_base_layer(model: Any) -> tuple[str, str] | None:
-    """Returns (name of a module, PEFT setting) if the setting has PEFT train or load the module as a whole although it
-    contains base layers that are at the provider; returns None if there is no such module."""
+    """Returns (module name, PEFT setting) of a module that PEFT trains or loads as a whole although base layers in the
+    module are at the provider; returns None if there is no such module."""
     for name, module in model.named_modules():
         if not isinstance(module, AuxiliaryTrainingWrapper | LNTuningLayer):
             continue

@@ -1,4 +1,4 @@
-"""`tenant`: the SDK from a shell."""
+"""Runs the tenant's SDK from a shell, as the command `tenant`."""
 
 from __future__ import annotations
 

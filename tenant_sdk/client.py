@@ -1,8 +1,8 @@
 """This module holds `TenantClient`, the one object that a user of a provider needs.
 
 Guarantees: the base weights of a networked provider never reach this process. Adapters, data and optimizer state never
-leave this process, and activations and gradients leave it only as masked rows (see `explain`). Every failure is raised
-as one error of wire/errors.py.
+leave this process. Activations and gradients leave this process only in the form that the chosen mask gives them (see
+`explain`). Every failure is raised as one error of wire/errors.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TenantClient:
-    """Connects a tenant to a provider; it is a context manager.
+    """Connects a tenant to a provider. The class is a context manager.
 
     Example:
         with TenantClient("grpcs://host:8443", identity="acme/") as client:
@@ -143,7 +143,7 @@ class TenantClient:
 
     @property
     def traffic(self) -> Traffic:
-        """Returns the bytes and calls that crossed between this client and all providers so far."""
+        """Returns the numbers of calls, bytes sent and bytes received so far, over all providers."""
         total = Traffic()
         for connection in self._session.connections if self._session is not None else ():
             seen = connection.traffic.snapshot()

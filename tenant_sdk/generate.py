@@ -147,8 +147,8 @@ def _stop_ids(given: Any) -> tuple[int, ...]:
 def _inputs(
     session: TextSession, model: Any, tokenizer: Any, prompt: Any, num_virtual: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids and attention mask of a prompt, each of shape (1, length). If the session has a bucket, the one
-    number of tokens to which prompts are padded, the length is the bucket."""
+    """Returns token ids and attention mask of a prompt, each of shape (1, length). If the session pads prompts, the
+    length is the session's bucket."""
     if session.bucket is None:
         inputs = encode_prompt(tokenizer, prompt)
         return inputs.to(model.device), torch.ones_like(inputs).to(model.device)
@@ -162,8 +162,8 @@ def _inputs(
 def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
     """Returns the token ids of a prompt; if an unverified provider's tokenizer fails on it, warns and returns no ids.
 
-    Such a provider may choose the texts on which its tokenizer fails, and a refusal would show it that the prompt is
-    one of these texts.
+    Such a provider may choose the texts on which its tokenizer fails, and a refusal would show the provider that
+    the prompt is one of these texts.
     """
     try:
         return prompt_ids(session.tokenizer, prompt)

@@ -1,6 +1,6 @@
 """Checks a client's settings and keeps them, unchanged, as a `Plan`.
 
-Guarantees: a setting that needs no network to be refused is refused before the network is used.
+Guarantees: every impossible setting that can be recognised without the network is refused before the network is used.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def make_plan(
 def _providers(
     url: str | Sequence[str], identity: str | Path | Sequence[str | Path] | None
 ) -> tuple[tuple[str, ...], tuple[Path | None, ...]]:
-    """Returns each provider's URL and the folder of the identity that the tenant shows to this provider, or None."""
+    """Returns the providers' URLs, and for each provider the folder of the identity to use there, or None."""
     urls = (url,) if isinstance(url, str) else tuple(url or ())
     if not urls or not all(isinstance(each, str) for each in urls):
         raise ConfigurationError(f"expected a provider's URL, or two for mask='shares', got {url!r}")

@@ -134,7 +134,8 @@ def open_bundle(plan: Plan, session: Session) -> Path:
 
     Raises:
         ProviderChanged: an unverified provider changed what the tenant has used before.
-        MalformedFrame: a file, or the manifest's copy of the config, differs from what the manifest announces.
+        MalformedFrame: a file does not have the announced digest, or the manifest's copy of the config differs from the
+            bundle's.
     """
     manifest = session.manifest
     folder = fetch_bundle(session.connections[0], manifest, plan.cache)

@@ -160,7 +160,7 @@ def config_kind(manifest: Manifest) -> str:
 
 
 def context_length(folder: Path) -> int:
-    """Returns the largest number of tokens that the model has positions for, or 2^20 if its config names no number.
+    """Returns the largest number of tokens that the model has positions for, or 2^20 if the config names no number.
 
     Args:
         folder: the bundle's folder, whose config.json is read; the manifest's copy of the config is not.

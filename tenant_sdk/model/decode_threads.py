@@ -1,4 +1,4 @@
-"""Runs the tenant's layers of a decode step on one core: one token's norms, rotations and attention are small.
+"""Runs the tenant's layers of a decode step on one core: one token's operations are small.
 
 Between two of these layers the tenant waits for a remote layer, and meanwhile the other threads of torch's pool fall
 asleep. A small operation that uses several threads waits until the system has woken these threads, for 50 to 300 µs on
@@ -7,7 +7,8 @@ provider polls for requests. Together this took a tenth of the time of a SmolLM2
 "Decode"). The head, which is not in the decoder, uses all cores.
 
 Guarantees: a step's numbers are the same up to the order of sums. The calling thread may use all cores again after
-every step, also after a step that failed; after a step that Ctrl-C interrupted, from the start of the next step.
+every step, also after a step that failed; after a step that
+Ctrl-C interrupted, it may do so when the next step starts.
 Training, long prompts, long contexts and other devices are not affected. Masks that have to be made in the middle of a
 step, and products of a provider in this process, use all cores.
 """

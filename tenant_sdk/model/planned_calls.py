@@ -85,7 +85,7 @@ class Course:
 
 
 class PlannedCalls:
-    """Holds the courses of one loaded model, and decides to which course a call belongs."""
+    """Holds the courses, or run states, of one loaded model, and decides to which course a call belongs."""
 
     def __init__(self, may_stop: bool) -> None:
         """Makes the model's shared course.

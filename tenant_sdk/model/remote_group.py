@@ -71,12 +71,12 @@ class RemoteExecutor:
             raise
 
     def _check_honest(self) -> None:
-        """Raises VerificationFailed if a check has failed; the verifier keeps this fact."""
+        """Raises VerificationFailed if a check has failed; only the verifier records failed checks."""
         if self._verifier is not None and self._verifier.failed:
             raise VerificationFailed(FAILED) from None  # the current exception may hold rows
 
     def planned_calls(self) -> PlannedCalls:
-        """Returns new courses, for one model."""
+        """Returns a new `PlannedCalls`, for one model."""
         return PlannedCalls(may_stop=self._verifier is not None)
 
     def run(

@@ -47,7 +47,7 @@ class RemoteWeight(torch.Tensor):
 
 
 class _Remote(nn.Module):
-    """Holds what RemoteLinear and RemoteConv1D share: membership of a group and a bias, but no weight."""
+    """Holds the group membership and the bias that RemoteLinear and RemoteConv1D have in common, but no weight."""
 
     bias: nn.Parameter | None
 
@@ -116,7 +116,7 @@ class RemoteLinear(_Remote, nn.Linear):  # type: ignore[misc]
 
 
 class RemoteConv1D(_Remote, Conv1D):  # type: ignore[misc]
-    """Replaces a transformers Conv1D, which stores its weight as (in, out), whose weight is at the provider."""
+    """Replaces a transformers Conv1D whose weight, stored as (in, out), is at the provider."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         """Takes the shapes of Conv1D(nf=out_features, nx=in_features); callers must call `attach` before it can run."""

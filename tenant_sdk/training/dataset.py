@@ -1,8 +1,8 @@
 """Reads and checks the rows of a user's data set.
 
 Guarantees: every row has exactly one of the forms `messages`, `prompt` with `completion`, or `text`. An error is one
-line, which names the file and the line of the row. It never shows a row's contents, only keys and types. The module
-tenant_sdk/training/labelled_tokens.py turns rows into tokens and labels.
+line, which names the file and the line of the row. It never shows a row's contents, only keys, types and numbers. The
+module tenant_sdk/training/labelled_tokens.py turns rows into tokens and labels.
 """
 
 from __future__ import annotations

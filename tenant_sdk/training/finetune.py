@@ -168,7 +168,7 @@ def _checkpoint_activations(model: Any) -> None:
     """Turns on activation checkpointing like Trainer's own switch, but without a gradient of the embeddings.
 
     With such a gradient, the layers below the lowest adapter would make backward calls too. Checkpointing that is not
-    re-entrant works without it.
+    re-entrant works without such a gradient.
     """
     try:
         model.activation_checkpointing_enable({"use_reentrant": False})

@@ -29,7 +29,7 @@ class FinetuneSettings:
     gradient_checkpointing: bool
 
     def check(self) -> None:
-        """Raises ConfigurationError for an impossible value; callers do this before they send or write anything."""
+        """Raises ConfigurationError for an impossible value; callers must call it before they send or write."""
         positive: tuple[str, ...] = ("num_epochs", "batch_size", "gradient_accumulation_steps", "save_steps")
         positive += () if self.max_steps is None else ("max_steps",)
         for name in positive:

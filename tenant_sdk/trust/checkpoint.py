@@ -93,7 +93,7 @@ class TrustedCheckpoint:
         return self._weights().streamed
 
     def layer(self, name: str, kind: Literal["linear", "conv1d"]) -> torch.Tensor:
-        """Returns the weight of one layer in the form that the normative quantiser takes.
+        """Returns the weight of one layer in the form that the quantiser takes (wire/ring/quantise.py).
 
         Args:
             name: the module's full name, as in the manifest.
@@ -248,7 +248,7 @@ def _built_in(name: str) -> LocalSource:
 
 def _from_hub(name: str, patterns: Sequence[str] = _HUB_FILES, what: str = "checkpoint") -> Path:
     """Returns the folder of the cached or downloaded snapshot of `owner/model[@revision]`. Only files that match
-    `patterns` are downloaded, so that neither a pickle nor code is."""
+    `patterns` are downloaded; these exclude pickles and code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError
 

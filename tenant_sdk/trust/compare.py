@@ -2,8 +2,8 @@
 
 Guarantees: tensors are compared bit by bit, tokenizer files and chat template byte by byte, and configs as typed JSON
 values; only the number of the transformers release that wrote a config may differ. An error names the part that
-differs by the trusted checkpoint's names, and never shows a value. Tenant and provider both write these files with
-transformers, so their releases of transformers must write the same files.
+differs, with a name from the trusted checkpoint, and never shows a value. Tenant and provider both write these files
+with transformers, so their releases of transformers must write the same files.
 """
 
 from __future__ import annotations

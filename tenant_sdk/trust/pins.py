@@ -1,7 +1,7 @@
 """Pins a provider's model name, tokenizer, chat template and config: keeps their digests at first use.
 
-A provider that is not verified could change these parts before each session, and learn something else about the
-tenant's texts from the row counts of each. So they are pinned when a tenant first uses a model. A changed part is
+A provider that is not verified could change these parts before each session, and learn more about the tenant's
+texts from the row counts of each session. So they are pinned when a tenant first uses a model. A changed part is
 refused until the tenant accepts the change by the part's name.
 
 Guarantees: digests are of canonical values, without the number of the transformers release that wrote a config. The
@@ -31,7 +31,7 @@ PARTS = {
     "template": "chat template",
     "config": "config",
 }
-"""The words for each part in a sentence, by the name with which a tenant accepts its change."""
+"""The words for each part in a sentence, by the name that a tenant passes to accept a change of the part."""
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt"),
