@@ -1,7 +1,7 @@
 """Runs every benchmark, one after the other: `make bench`.
 
-A benchmark that needs more than `make setup` (a permission, a peer's wheel or a GPU) is left out if this is missing,
-and says so.
+A benchmark that needs more than `make setup` (a permission, a peer's wheel or a GPU) prints what is
+missing, and is then left out.
 """
 
 from benchmarks import (

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 SIZE = 4096
 BAR = 2.5
-"""The largest time of the ring product that counts as met, as a multiple of the bf16 product's time. The four int8
-limbs of a number cost twice as much as bf16, at twice its rate; the rest is for splitting numbers and joining
-results."""
+"""The target: the ring product may take at most this many times as long as the bf16 product. A number is split into
+four int8 limbs. Their products take twice as long as a bf16 product, at twice its rate; the rest is for splitting and
+joining."""
 SAMPLE = 16
 """The number of rows that are compared with int64 products, including the first and the last row."""
 PEER = "bf16 product"
@@ -53,7 +53,8 @@ class Products:
         self._wide = [torch.randn(size, size, generator=generator).to(self._device, torch.bfloat16) for _ in range(2)]
 
     def _ring(self, is_transposed: bool) -> torch.Tensor:
-        """Returns a product as a provider computes it; on the CPU too, by the code of wire/ring/product_cuda.py."""
+        """Returns the ring product. On the CPU too it is computed by wire/ring/product_cuda.py, so that this code is
+        run."""
         from wire.ring import coding, product_cuda
 
         rows, weight = self._there

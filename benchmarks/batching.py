@@ -107,7 +107,7 @@ def measure(loads: Sequence[Load], *options: str, seconds: float = SECONDS) -> F
 
 @contextlib.contextmanager
 def _replayer(url: str, folder: str, load: Load) -> Iterator[subprocess.Popen[str]]:
-    """Starts the process of one tenant. Each tenant has its own, because threads of one process wait for its locks."""
+    """Starts the process of one tenant. With one process for all tenants, their threads would wait for its locks."""
     arguments = ["replay", url, folder, str(recorded_rows()), json.dumps([asdict(load)])]
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "benchmarks.replayer", *arguments],
@@ -264,8 +264,7 @@ def figures22and23() -> dict[str, Found]:
 
 
 def flexllm() -> dict[str, Found]:
-    """Repeats FlexLLM's question: how much throughput fine-tuning keeps beside inference with a target of 10 ms a
-    request."""
+    """Repeats FlexLLM: the throughput that fine-tuning keeps beside inference with a target of 10 ms a request."""
     inference = [Load(f"i{number}", 2, think_ms=3.0 + number) for number in range(3)]
     in_spells = [replace(load, spell_s=0.5) for load in inference]
     tuning = [Load("tune", 512, is_training=True, think_ms=0, in_flight=3)]

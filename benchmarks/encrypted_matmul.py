@@ -96,8 +96,8 @@ class Ours:
         return time.perf_counter() - began
 
     def relative_error(self) -> float:
-        """Returns the largest error against the float product with the same int8 weight, relative to its largest
-        number.
+        """Returns the largest error against the float product with the same int8 weight, divided by the
+        product's largest number.
 
         The calls use exactly one block of masks.
         """

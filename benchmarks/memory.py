@@ -29,7 +29,7 @@ REAL_TENANTS = ("a", "b", "c")
 
 @dataclass(frozen=True)
 class Found:
-    """Holds the provider's resident memory, in MB, after each step of `tenants` fine-tuning tenants."""
+    """Holds the provider's resident memory, in MB, after each step, for one number of fine-tuning tenants."""
 
     tenants: int
     after_step: list[float]

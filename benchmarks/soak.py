@@ -196,7 +196,7 @@ class Tenants:
         self._reader.join(10)
 
     def end(self) -> None:
-        """Ends the process regularly; a process that does not end in time is killed and counts as a lost request."""
+        """Ends the process normally; a process that does not end in time is killed and counts as a lost request."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -211,7 +211,7 @@ class Tenants:
 
 
 def known_replies(folder: Path, model: str, blocks: str) -> None:
-    """Writes known.safetensors: for every group and direction random rows, their product and a hint."""
+    """Writes random rows, their product and a hint, for every group and direction, to known.safetensors."""
     from provider.model.load import load, resolve
     from provider.model.served_model import ServedModel
     from provider.model.weights import serve_model

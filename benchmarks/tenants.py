@@ -32,9 +32,9 @@ NUM_TENANTS = (1, 2, 4, 8)
 ROUNDS = 3
 _MOST_IN_TURNS = 4
 """The largest number of tenants for which both sides take turns. With more tenants, the processes of both sides would
-take more than 24 GiB, so that one side is measured after the other."""
+take more than 24 GiB, so one side is measured after the other."""
 BUDGET_MB = 8192
-"""The memory, in MB, for which the benchmark says how many adapters can be trained in it at the same time."""
+"""The memory, in MB, of a machine for which the benchmark says how many adapters can be trained at the same time."""
 SAVING_ROWS, SAVING_TENANTS = 512, (1, 2, 4, 6)
 """The rows of each request, and the numbers of tenants, for `saving`. A provider without TLS takes all of them for one
 tenant, for which it allows eight calls at a time."""
@@ -184,8 +184,10 @@ def serve_saving(kind: str) -> None:
     saved: dict[tuple[Any, int], Any] = {}
 
     class SavingJob(Job):
-        """Keeps the rows of forward requests, by the thread that reads the tenant's stream: all tenants have one
-        name."""
+        """Keeps the rows of each forward request until the backward request of the same tenant and group.
+
+        Tenants are told apart by the thread that reads their stream, because here all have the same name.
+        """
 
         def __init__(self, call: Any, rows: Any, *others: Any) -> None:
             key = (threading.get_ident(), call.group)

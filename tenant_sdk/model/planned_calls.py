@@ -100,8 +100,7 @@ class PlannedCalls:
 
     @property
     def course(self) -> Course:
-        """Returns the calling thread's own course, or the model's course if the thread has none, as autograd's
-        threads."""
+        """Returns the calling thread's own course; threads without one, such as autograd's, use the model's course."""
         return getattr(self._local, "course", self._shared)
 
     @contextlib.contextmanager

@@ -52,8 +52,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Holds messages for a chat template; the assistant's messages are labels, except the first
-    `num_prompt_messages`."""
+    """Holds messages for a chat template.
+
+    The first `num_prompt_messages` messages are the prompt. Of the others, the assistant's messages are labels.
+    """
 
     messages: list[dict[str, str]] = field(repr=False)
     num_prompt_messages: int = 0
