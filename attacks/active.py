@@ -1,4 +1,4 @@
-"""`python -m attacks.active`: see attacks/programs/active.py."""
+"""Starts `python -m attacks.active`; the program is in attacks/programs/active.py."""
 
 from __future__ import annotations
 

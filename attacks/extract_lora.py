@@ -1,4 +1,4 @@
-"""`python -m attacks.extract_lora`: trains a victim, records its traffic, runs every adversary, prints the table."""
+"""Starts `python -m attacks.extract_lora`: trains a victim, records its traffic, runs adversaries, prints a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m attacks.game`: see attacks/programs/game.py."""
+"""Starts `python -m attacks.game`; the program is in attacks/programs/game.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m attacks.growth`: see attacks/programs/growth.py."""
+"""Starts `python -m attacks.growth`; the program is in attacks/programs/growth.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m attacks.overflow`: see attacks/programs/overflow.py."""
+"""Starts `python -m attacks.overflow`; the program is in attacks/programs/overflow.py."""
 
 from __future__ import annotations
 

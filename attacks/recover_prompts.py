@@ -1,4 +1,4 @@
-"""`python -m attacks.recover_prompts`: runs attacks.extract_lora with the adversaries that read prompts."""
+"""Starts `python -m attacks.recover_prompts`: runs attacks.extract_lora with the adversaries that read prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from attacks.report import command_line
 
 ADVERSARIES = "layer-0 lookup,deep-state inversion,gradient-view,known-mask,lattice-reduction,no-error"
-"""Adversaries that name tokens, and those that open a mask for them."""
+"""The adversaries that name tokens, and those that unmask rows for them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`python -m attacks.weakenings`: see attacks/programs/weakenings.py."""
+"""Starts `python -m attacks.weakenings`; the program is in attacks/programs/weakenings.py."""
 
 from __future__ import annotations
 

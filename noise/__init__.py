@@ -1,2 +1,2 @@
-"""Mask schemes: what is sent instead of an activation, and how the reply is unmasked. This package imports wire
-only."""
+"""This package holds the masks: each decides what is sent instead of an activation and how the reply is unmasked. It
+imports only wire."""

@@ -1,13 +1,14 @@
-"""The published scheme: one of K Gaussian vectors per layer, its effect computed by the provider. It is NOT private.
+"""This module is the published scheme: it masks with one of K Gaussian vectors per layer, whose effect the provider
+computes. It is NOT private.
 
 Symbiosis (Multi-Adapter Inference and Fine-Tuning), section on privacy: the tenant adds noise n to a layer's input, the
-provider returns (x + n)W + b, and the tenant subtracts n_effect = nW, which the provider computed once per vector
-through its bias-free path. Another vector is picked at each iteration, and the pool is drawn afresh from time to time.
+provider returns (x + n)W + b, and the tenant subtracts n_effect = nW, which the provider computed once for each vector
+through its bias-free path. Each iteration picks another vector, and the pool is drawn afresh from time to time.
 
-It is here in full for comparison. It hides nothing from a provider that keeps a log: the provider saw every n. This
-module adds one thing to the paper: the noise of a call is scaled by the root mean square of the call's rows (a secret
-number; effects are linear), because gradients are many orders of magnitude smaller than activations and fixed noise
-would drown them in float32.
+The scheme is here in full for comparison. It hides nothing from a provider that keeps a log, since the provider saw
+every n. This module adds one thing to the paper: it scales the noise of a call by the root mean square of the call's
+rows, which is a secret number (effects are linear). Gradients are many orders of magnitude smaller than activations,
+and noise of a fixed size would drown them in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from wire.payload import RowsPayload
 
 
 class NotPrivateWarning(UserWarning):
-    """The chosen mask does not hide anything from a provider that keeps a log."""
+    """Warns that the chosen mask hides nothing from a provider that keeps a log."""
 
 
 @dataclass
@@ -40,14 +41,14 @@ class _Pool:
 
 
 class GaussianPool:
-    """Masks rows with K vectors per group and direction, on float arithmetic. The module's docstring says what it does
-    not do."""
+    """Masks rows with K vectors per group and direction, in float arithmetic. It is not private; see the module's
+    docstring."""
 
     name = "gaussian-pool"
     arithmetic = Arithmetic.FLOAT
 
     def __init__(self, pool_size: int = 8, sigma: float = 1.0, renew_every: int = 1000) -> None:
-        """Makes the scheme and warns.
+        """Makes the scheme and warns that it is not private.
 
         Args:
             pool_size: K, the vectors per group and direction.
@@ -71,7 +72,7 @@ class GaussianPool:
         self._effect_path: EffectPath | None = None
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Keeps the provider's bias-free path."""
+        """Stores the provider's bias-free path, through which effects are computed."""
         self._effect_path = effect_path
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
@@ -96,7 +97,7 @@ class GaussianPool:
                 pool = self._pools[key] = self._draw(group, direction, device)
             pool.last = other_index(self._pool_size, pool.last)
             pool.uses += 1
-            # The model may have moved since they were drawn.
+            # The model may have moved to another device since the pool was drawn.
             return pool.noise[pool.last].to(device), pool.effect[pool.last].to(device)
 
     def _draw(self, group: GroupSpec, direction: Direction, device: torch.device) -> _Pool:
@@ -109,7 +110,7 @@ class GaussianPool:
         return _Pool(noise.to(device), effect.to(device))
 
     def describe(self) -> Mapping[str, str]:
-        """Says that nothing is protected."""
+        """Returns what a user should know: nothing is protected."""
         return {
             "scheme": f"gaussian-pool (K={self._pool_size}, sigma={self._sigma}, renewed every {self._renew_every})",
             "assumption": "none holds: the provider has seen every noise vector",
@@ -122,7 +123,7 @@ class GaussianPool:
 
 
 def root_mean_square(rows: torch.Tensor) -> float:
-    """Computes √(mean of squares), without overflow or underflow; returns 1.0 for rows that are all zero."""
+    """Returns √(mean of squares), without overflow or underflow; 1.0 for rows that are all zero."""
     if rows.numel() == 0:
         return 1.0
     norm = float(torch.linalg.vector_norm(rows, dtype=torch.float64))

@@ -1,9 +1,11 @@
-"""The default mask: a fresh Module-LWE sample for every row, its effect from a hint that the provider computed once.
+"""This module is the default mask. It adds a fresh Module-LWE sample to every row, and takes off the sample's effect
+with a hint that the provider computed once.
 
-Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32 with a secret and an error drawn from the operating system's
-CSPRNG for this group, direction and block alone; every row is used once; scales leave room for the error and for the
-hint's rounding, so that no unmasked result wraps. The rows are confidential under decision Module-LWE with the stated
-parameters. It does not guarantee that replies are right (verification does), or anything about row counts and timing.
+Guarantees: the provider sees rows of A·s + e + x̃ mod 2^32. The matrix A is public, and x̃ is the encoded row. The
+secret s and the error e are drawn from the operating system's CSPRNG for this group, direction and block alone. Every
+mask row is used once. Scales leave room for the error and for the hint's rounding, so that no unmasked result wraps.
+The rows are confidential under decision Module-LWE with the stated parameters. This module does not guarantee that
+replies are right (verification does), and it does not hide row counts and timing.
 
 Source: docs/decisions/0006-lattice.md. It applies the multi-secret plaintext-ciphertext product of Bae, Cheon, Hanrot,
 Park and Stehlé (CRYPTO 2024) and a SimplePIR-style hint (Henzinger et al., USENIX Security 2023) to a base model as a
@@ -46,18 +48,19 @@ from wire.payload import RowsPayload, SeedPayload
 from wire.ring.seeded_rows import SeededRows
 
 BLOCKS_RESERVED_AT_ONCE = 64
-"""Blocks that one record in the ledger, and so one fsync, reserves; those that a process leaves unused stay counted."""
+"""How many blocks one record in the ledger reserves, at the cost of one fsync. Blocks that a process leaves unused stay
+counted."""
 MOST_BLOCKS_AT_ONCE = 8
-"""Most blocks that share the transforms of A and H; more gained nothing. docs/benchmarks_history.md, "Making masks",
-has figures for one and for eight."""
+"""The most blocks that share the transforms of A and H, the hint. Sharing among more blocks gained nothing.
+docs/benchmarks_history.md, "Making masks", has figures for one and for eight."""
 
 MOST_PIECES = 8
-"""Most pieces of a block, since making each costs the work of a whole block."""
+"""The most pieces of a block, since each piece costs the work of a whole block."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Epoch:
-    """One seed of A and what belongs to it, until a new seed is drawn."""
+    """Holds one seed of A and what belongs to it, until a new seed is drawn."""
 
     seed: Seed
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -67,7 +70,7 @@ class _Epoch:
 
 @dataclass(eq=False)
 class _Cut:
-    """A block that is made in pieces. Its secret is kept until every row is in a piece."""
+    """Holds a block that is made in pieces. The block's secret is kept until every row is in a piece."""
 
     epoch: _Epoch = field(repr=False)
     secrets_hat: torch.Tensor = field(repr=False)
@@ -91,22 +94,22 @@ class Lattice:
         limits: Limits | None = None,
         features: int = 0,
     ) -> None:
-        """Prepares; the first hint is fetched when it is first needed.
+        """Prepares; a hint is fetched when it is first needed.
 
         Args:
             parameters: a set from `noise.params.choose`.
             ledger: the ledger of this tenant's identity.
             hints: the store that keeps hints.
-            verified: whether the effect path checks what comes through it.
+            verified: whether the effect path checks the rows that it returns.
             pool_bytes: the most bytes of masks and effects made ahead.
-            background: whether a thread makes them.
+            background: whether a worker thread makes them.
             limits: the provider's limits; None for the defaults of wire/limits.py.
             features: see `MaskPool`.
         """
         self.parameters = parameters
         self._ledger, self._hints, self._verified = ledger, hints, verified
         self._limits = limits or Limits()
-        # These are the worst cases of error and secret, so that no scale depends on the block that is taken.
+        # These bounds assume the worst error and secret, so no scale depends on the block that is used.
         self._error_bound = sampling.error_bound(parameters)
         self._slack = float(hints.rounding_bound() * parameters.dimension)
         self._row_encoder = RowEncoder(self._error_bound, self._slack)
@@ -121,7 +124,7 @@ class Lattice:
         self.pool = MaskPool(self._make, degree, pool_bytes, background, least_rows, features, self._cuts.clear)
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Keeps the provider's bias-free path, from which hints come."""
+        """Stores the provider's bias-free path, through which hints are fetched."""
         self._effect_path = effect_path
 
     # ---- one call ---------------------------------------------------------------------------------------------------
@@ -133,12 +136,11 @@ class Lattice:
             return self._mask_row(group, direction, row)
         request_cols, _ = group.widths(direction)
         error_norm = self._error_bound * math.sqrt(request_cols)
-        # It raises before a row is burnt.
+        # This raises before a mask row is used up.
         encoded, scales = encode_rows(group, direction, rows, error_norm, self._slack)
         mask, effect = self.pool.take(group, direction, rows.shape[0])
 
-        # This adds in place, since fresh pages are not free: these rows of the pool are burnt, and nothing else will
-        # read them.
+        # This adds in place, since fresh pages cost time. The rows of the pool are used up, so nothing else reads them.
         masked = mask.add_(encoded.to("cpu"))
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -147,7 +149,7 @@ class Lattice:
         return Masked((Message(Call(group.id, direction, Arithmetic.RING), RowsPayload(masked)),), unmask)
 
     def _mask_row(self, group: GroupSpec, direction: Direction, row: EncodedRow) -> Masked:
-        """Adds a fresh mask row to one that was encoded into its message."""
+        """Adds a fresh mask row to one row that was encoded into its message."""
         mask, effect = self.pool.take(group, direction, 1)
         row.codec.add(mask, row.payload.numbers)
         return Masked(
@@ -174,7 +176,7 @@ class Lattice:
         return blocks
 
     def _make_blocks(self, group: GroupSpec, direction: Direction, num_blocks: int) -> list[Block]:
-        """Makes blocks that share one pass over A and H. Secrets and errors live in this call only."""
+        """Makes blocks that share one pass over A and the hint. Their secrets and errors live only during this call."""
         epoch, slots = self._open_blocks(num_blocks)
         hint = self._hint(epoch, group, direction)
         request_cols, _ = group.widths(direction)
@@ -186,10 +188,11 @@ class Lattice:
         return [Block(*parts) for parts in zip(masks, effects, slots, strict=True)]
 
     def _make_pieces(self, group: GroupSpec, direction: Direction, num_rows: int) -> list[Block]:
-        """Makes at most so many rows of one block, in pieces. Every row of it is computed, and the others are dropped.
+        """Makes at most so many rows of one block, in pieces. Every row of the block is computed, and the other rows
+        are dropped.
 
-        A block has one secret, however often it is computed; each of its rows is in one piece, with an error of its
-        own.
+        A block has one secret, however often the block is computed. Each of its rows is in exactly one piece, with an
+        error of its own.
         """
         cut = self._cut(group, direction)
         hint = self._hint(cut.epoch, group, direction)
@@ -198,17 +201,18 @@ class Lattice:
         kept = slice(rows.start, rows.stop)
         if cut.slots.remaining == 0:
             self._cuts.pop((group.id, direction), None)
-        with torch.inference_mode(False):  # See `negacyclic.combine`: masks are added to in place.
+        with torch.inference_mode(False):  # `mask` adds to masks in place, also outside inference mode.
             masks = negacyclic.combine(self._matrix(cut.epoch, request_cols), cut.secrets_hat)[0, kept]
             masks += sampling.error(self._rng, masks.shape, self.parameters)
             effects = negacyclic.product(hint, cut.secrets_hat, self.parameters)[0, kept]
             piece = self.pool.piece_rows
-            # These are copies, so that a piece's memory is free when its own rows are used.
+            # Each piece is a copy, so that its memory is free as soon as its own rows are used.
             pairs = zip(masks.split(piece), effects.split(piece), strict=True)
             return [Block(mask.clone(), effect.clone(), Slots(len(mask))) for mask, effect in pairs]
 
     def _cut(self, group: GroupSpec, direction: Direction) -> _Cut:
-        """Returns the block that pieces of a group and direction come from; one thread at a time asks for it."""
+        """Returns the block from which pieces of a group and direction are made. Only one thread at a time may call
+        this for a group and direction."""
         cut = self._cuts.get((group.id, direction))
         if cut is None or cut.epoch is not self._current():  # Rows under an old seed are abandoned.
             epoch, (slots,) = self._open_blocks(1)
@@ -217,13 +221,14 @@ class Lattice:
             self._cuts[group.id, direction] = cut
             try:
                 self.pool.check_open()
-            except MaskError:  # The pool was closed meanwhile, and its secrets were dropped then.
+            except MaskError:  # The pool was closed meanwhile, which dropped the other secrets.
                 self._cuts.clear()
                 raise
         return cut
 
     def _open_blocks(self, num_blocks: int) -> tuple[_Epoch, list[Slots]]:
-        """Opens blocks that are on record under one seed; draws a new seed when the old one has served its budget."""
+        """Returns the slots of blocks that are on record under one seed, and that seed's epoch. Draws a new seed when
+        the old one has served its budget."""
         while True:
             epoch = self._current()
             try:
@@ -248,7 +253,7 @@ class Lattice:
         try:
             return self._ledger.reserve(epoch.seed.seed_id, max(at_least, at_once), "lattice blocks")
         except SeedExhausted:
-            # These are the last few of the budget.
+            # Only the last few blocks of the budget are left.
             return self._ledger.reserve(epoch.seed.seed_id, at_least, "lattice blocks")
 
     def _current(self) -> _Epoch:
@@ -267,7 +272,7 @@ class Lattice:
             self._hints.forget(old.seed.seed)
 
     def _matrix(self, epoch: _Epoch, features: int) -> negacyclic.Transforms:
-        """Returns the transforms of A's first columns, which are kept: every layer reads the same ones."""
+        """Returns the transforms of A's first columns. They are kept, since every layer reads the same columns."""
         with epoch.lock:
             have = epoch.matrices[0].features if epoch.matrices else 0
             if have < features:
@@ -290,18 +295,18 @@ class Lattice:
             HintKey(group.digest, epoch.seed.seed, group.id, direction),
             (self.parameters.dimension, reply_cols),
             fetch,
-            # The path has checked every row when it hands one over; the store only has to remember that.
+            # The effect path has checked the rows that it returns; the store only has to remember that.
             verify=(lambda first, rows: None) if self._verified else None,
             rows_per_fetch=max(1, min(self._limits.max_rows, most_rows)),
         )
 
     @property
     def keeps_hints(self) -> bool:
-        """Tells whether hints are stored, so that fetching them ahead is worth it."""
+        """Tells whether hints are stored, so that fetching them ahead of use pays."""
         return self._hints.folder is not None
 
     def has_hints(self, pairs: Sequence[tuple[GroupSpec, Direction]]) -> bool:
-        """Tells whether all of these hints are stored. It looks at the disk once each; hints are checked when they are
+        """Tells whether all of these hints are stored. This looks for each file once; hints are checked when they are
         read."""
         seed, rows = self._current().seed.seed, self.parameters.dimension
         return all(
@@ -320,7 +325,7 @@ class Lattice:
     # ---- description ------------------------------------------------------------------------------------------------
 
     def describe(self) -> Mapping[str, str]:
-        """Describes scheme, assumption, parameters, secrets used and storage."""
+        """Returns scheme, assumption, parameters, secrets used and storage, for the user."""
         chosen = self.parameters
         rounded = 32 - self._hints.dropped_bits
         described = {
@@ -343,7 +348,7 @@ class Lattice:
         return described
 
     def close(self) -> None:
-        """Drops every mask."""
+        """Drops every mask and closes the hint store and the ledger."""
         self.pool.close()
         self._hints.close()
         self._ledger.close()

@@ -1,4 +1,4 @@
-"""No mask, for comparison and for a provider that is trusted. It hides nothing and says so."""
+"""This module sends rows without a mask, for comparison and for a trusted provider. It hides nothing and says so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wire.payload import RowsPayload
 
 
 class Off:
-    """Sends rows as they are: quantised to the ring, or as float32."""
+    """Sends rows unmasked: quantised to the ring, or as float32."""
 
     name = "off"
 
@@ -26,11 +26,11 @@ class Off:
         """Does nothing, since there are no effects."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
-        """Wraps the rows; see `MaskScheme.mask`."""
+        """Wraps the rows into a message without hiding them; see `MaskScheme.mask`."""
         call = Call(group.id, direction, self.arithmetic)
         if self.arithmetic is Arithmetic.FLOAT:
             check_finite(rows)
-            # A reply may be read-only.
+            # The reply is cloned, since it may be read-only.
             return Masked((Message(call, RowsPayload(rows)),), lambda replies: replies[0].clone())
         row = self._row_encoder.encode(group, direction, rows)
         if row is not None:
@@ -43,7 +43,7 @@ class Off:
         return Masked((Message(call, RowsPayload(encoded)),), unmask)
 
     def describe(self) -> Mapping[str, str]:
-        """Warns that nothing is hidden."""
+        """Returns a warning that nothing is hidden."""
         return {"scheme": "off", "assumption": "the provider is trusted: it sees every activation and gradient"}
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class Off:
 
 
 def check_finite(rows: torch.Tensor) -> None:
-    """Raises NotFinite when a value is NaN or infinite, before anything is sent."""
-    # This finds the largest and the smallest value in one pass; NaN spreads through both.
+    """Raises NotFinite if a value is NaN or infinite. Callers must call this before anything is sent."""
+    # `aminmax` finds the smallest and the largest value in one pass, and both are NaN if any value is.
     if rows.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(rows))).all()):
         raise NotFinite("a row holds NaN or infinity: nothing was sent")

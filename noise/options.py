@@ -1,8 +1,8 @@
-"""The options of each mask, and the sentence that refuses one before anything is opened for it.
+"""This module lists the options of each mask, and refuses a wrong option before anything is opened for the mask.
 
-Guarantees: an option that the mask does not have is named, and so is one whose value cannot be, with what was expected
-and what came; a value that is long, or neither a number nor a word, is shown by its size or its type alone. A scheme
-that is made afterwards can rely on the types and ranges below, so that whatever it raises is not about them. The names
+Guarantees: the error names an option that the mask does not have, or whose value is not allowed, and says what was
+expected and what was given. A value that is long, or neither a number nor a word, is shown by its size or type alone. A
+scheme that is made afterwards can rely on the types and ranges below, so none of its errors is about them. The names
 are those of the makers in noise/registry.py; tests compare the two.
 """
 
@@ -18,21 +18,21 @@ from noise.params import LatticeParameters
 from wire.errors import ConfigurationError
 
 _MOST_CHARACTERS = 40
-"""Most characters of a word that are shown; a longer one is shown by its length, since whole files have been passed
-where a name was meant."""
+"""The most characters of a word that are shown. A longer word is shown by its length, since users have passed whole
+files in place of a name."""
 _MOST_BITS = 64
-"""Most bits of a number that is shown; a longer one is shown by its length."""
+"""The most bits of a number that is shown. A longer number is shown by its length."""
 _HINT_BITS = (32, 24, 22, 20)
-"""Bits a number that noise/hints/file.py can store."""
+"""The bits for each number that noise/hints/file.py can store."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """The values that one option may have.
+    """Describes the values that one option may have.
 
     Attributes:
-        expected: the values in words, as they follow "is".
-        fits: tells whether a value is one of them; it takes any value and raises nothing.
+        expected: the allowed values in words, as they follow "is" in a message.
+        fits: tells whether a value is allowed; it accepts any value and raises nothing.
     """
 
     expected: str
@@ -48,7 +48,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_parameters(value: Any) -> bool:
-    """Accepts a name, which `choose` looks up, or a set whose numbers are numbers, which `choose` compares with the
+    """Accepts a name, which `choose` looks up, or a set whose fields are numbers, which `choose` compares with the
     table."""
     if not isinstance(value, LatticeParameters):
         return isinstance(value, str)
@@ -79,19 +79,18 @@ OPTIONS: Mapping[str, Mapping[str, Option]] = {
     },
     "off": {},
 }
-"""Mask → option → the values that it may have."""
+"""Maps each mask to its options, and each option to the values that it may have."""
 
 
 def check_options(mask: str, options: object) -> dict[str, Any]:
-    """Returns the options as keyword arguments of a mask's maker.
+    """Checks a user's options and returns them as keyword arguments of a mask's maker.
 
     Args:
         mask: a key of OPTIONS.
         options: what a user gave.
 
     Raises:
-        ConfigurationError: the options are no mapping, the mask does not have one of them, or one cannot have its
-            value.
+        ConfigurationError: the options are no mapping, the mask does not have one of them, or a value is not allowed.
     """
     if not isinstance(options, Mapping):
         raise ConfigurationError(f"mask_options is a mapping of option names to values, got {_shown(options)}")
@@ -106,7 +105,8 @@ def check_options(mask: str, options: object) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """Shows a value in a message: never many characters, and nothing of what only a container or tensor holds."""
+    """Returns a text for a value in a message. It is short and shows nothing of the content of a container or
+    tensor."""
     if value is None or isinstance(value, bool):
         return repr(value)
     if isinstance(value, float):

@@ -1,8 +1,10 @@
-"""One-time pads whose effect the tenant computes itself, ahead of use, from its own copy of the public weights.
+"""This module masks rows with one-time pads. The tenant computes the pads' effect itself, ahead of use, from its own
+copy of the public weights.
 
-Guarantees: the provider sees x̃ + n mod 2^32 with n from AES-256-CTR under a key of its own for every block, each row
-used once; the provider is asked for nothing in advance, and nothing is lost to noise. Assumption: AES-256-CTR is a
-pseudorandom generator. The mask is for tenants that hold the weights and have no accelerator (docs/masks.md, "pad").
+Guarantees: the provider sees x̃ + n mod 2^32, the encoded row plus a pad row n. Pad rows come from AES-256-CTR under a
+separate key for every block, and each row is used once. Nothing is asked of the provider in advance, and no precision
+is lost to noise. Assumption: AES-256-CTR is a pseudorandom generator. The mask is for tenants that hold the weights and
+have no accelerator (docs/masks.md, "pad").
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from wire.ring import coding
 from wire.ring.seeded_rows import SeededRows
 
 BLOCK_ROWS = 256
-"""Rows under one key: large enough for an efficient product, small enough for a short answer."""
+"""The rows under one key: enough for an efficient product, and few enough for a short generated answer."""
 LEAST_ROWS = 16
-"""Fewest rows that are made at a time, on a model so wide that the pool does not hold two blocks for every layer."""
+"""The fewest rows that are made at a time, if the model is so wide that the pool does not hold two blocks for every
+layer."""
 WeightOf = Callable[[int], torch.Tensor]
-"""Group number → W̃, int8, shape (in_features, out_features)."""
+"""Maps a group number to its W̃, int8, shape (in_features, out_features)."""
 
 
 class Pad:
@@ -46,10 +49,10 @@ class Pad:
         """Prepares; no pad is made yet.
 
         Args:
-            weight_of: gives the tenant's own quantised weights.
-            fresh_seed: gives 32 bytes from the operating system, counted by the ledger, never the same twice.
+            weight_of: returns the tenant's own quantised weight of a group.
+            fresh_seed: returns 32 bytes from the operating system, counted by the ledger, never the same twice.
             pool_bytes: the most bytes of pads and effects made ahead.
-            background: whether a thread makes them.
+            background: whether a worker thread makes them.
             on_close: closes the ledger.
             features: see `MaskPool`.
         """
@@ -61,7 +64,7 @@ class Pad:
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Adds fresh pad rows; see `MaskScheme.mask`."""
-        encoded, scales = encode_rows(group, direction, rows)  # It raises before a row is burnt.
+        encoded, scales = encode_rows(group, direction, rows)  # This raises before a pad row is used up.
         pad, effect = self.pool.take(group, direction, rows.shape[0])
 
         def unmask(replies: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -90,7 +93,7 @@ class Pad:
         self.pool.prepare(group, direction, num_rows)
 
     def describe(self) -> Mapping[str, str]:
-        """Describes scheme and assumption."""
+        """Returns scheme and assumption for the user; see `MaskScheme.describe`."""
         return {
             "scheme": "pad: a one-time pad on every row, its effect computed by the tenant",
             "assumption": "AES-256-CTR, keyed by the operating system for each block, is a pseudorandom generator",

@@ -1,8 +1,8 @@
-"""Parameter sets of the lattice mask: frozen, with their source, and the refusal of anything weaker.
+"""This module holds the parameter sets of the lattice mask, each with its source, and refuses anything weaker.
 
-`choose` accepts only sets that are at least as hard as a row of the table below and claim no more bits than that row,
-or sets marked `toy` where the caller allows toys (attacks and tests do). The bits are an estimate of known attacks, not
-a proof. `make estimate` makes them again (docs/parameters.md, "Estimate it again").
+`choose` accepts a set only if it is at least as hard as a row of the table below and claims no more bits than that row.
+It also accepts sets marked `toy` if the caller allows toys, as attacks and tests do. The bits are an estimate of known
+attacks, not a proof. `make estimate` computes them again (docs/parameters.md, "Estimate it again").
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from dataclasses import dataclass
 from wire.errors import ConfigurationError, WeakParameters
 
 MODULUS_BITS = 32
-"""q = 2^32: the ring of wire/SPEC.md. The estimates below are for this modulus and no other."""
+"""The bits of the modulus: q = 2^32, the ring of wire/SPEC.md. The estimates below hold for this modulus and no
+other."""
 
 SECURITY_TARGET_BITS = 128
-"""Bits of security that must be left after the loss for many secrets; see `LatticeParameters.max_secrets`."""
+"""Bits of security that must remain although many secrets share one seed; see `LatticeParameters.max_secrets`."""
 
 NOMINAL_SIGMA = 3.2
-"""Smallest standard deviation of the error that is allowed. HomomorphicEncryption.org Security Standard (2018), table 1
-and section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning with errors in presence of noise"
+"""The smallest allowed standard deviation of the error. HomomorphicEncryption.org Security Standard (2018), table 1 and
+section 2.1.1; smaller errors fall to Arora and Ge, "New algorithms for learning with errors in presence of noise"
 (ICALP 2011)."""
 
 MAX_RING_DEGREE = 2048
 MAX_RANK = 6
-"""Largest N and k for which noise/polynomial/negacyclic.py is tested to be exact."""
+"""MAX_RING_DEGREE and MAX_RANK are the largest N and k for which noise/polynomial/negacyclic.py is tested to be
+exact."""
 
 MAX_SIGMA = 1024.0
-"""Largest σ that is accepted. Beyond it the loss of quality is plain (2.7166 at σ = 1024 against 2.7054, in the
-simulation of docs/masks.md, "How good are answers") and tables grow large."""
+"""The largest σ that is accepted. Beyond it the loss of quality is plain (2.7166 at σ = 1024 against 2.7054, in the
+simulation of docs/masks.md, "How good are answers") and the sampler's tables grow large."""
 
 _UNLIMITED = 2**62
 _ESTIMATE = "lattice-estimator, MATZOV cost model, minimum of uSVP, BDD and dual-hybrid, unlimited samples, q=2^32"
@@ -37,7 +39,7 @@ _ESTIMATE = "lattice-estimator, MATZOV cost model, minimum of uSVP, BDD and dual
 
 @dataclass(frozen=True)
 class LatticeParameters:
-    """One Module-LWE instance with a uniform ternary secret over Z_q[X]/(X^N + 1), q = 2^32.
+    """Describes one Module-LWE instance with a uniform ternary secret over Z_q[X]/(X^N + 1), q = 2^32.
 
     Attributes:
         name: the name that a user writes.
@@ -46,7 +48,7 @@ class LatticeParameters:
         sigma: the standard deviation of the error; 3.2 stands for the centred binomial with η = 21 (σ = 3.24).
         bits: the estimated cost of the best known attack, as a power of two.
         source: where `bits` comes from.
-        toy: whether the set is breakable on purpose, for attacks and tests.
+        toy: whether the set is weak on purpose, for attacks and tests.
     """
 
     name: str
@@ -64,10 +66,11 @@ class LatticeParameters:
 
     @property
     def max_secrets(self) -> int:
-        """Returns how many secrets (block × group × direction) one seed of A may serve.
+        """Returns how many secrets one seed of the public matrix A may serve; there is one secret for each block, group
+        and direction.
 
-        T secrets under one A cost an attacker who is content with any of them at most a factor T less, by a hybrid
-        argument; 2^(bits − 128) of them leave 128 bits. A toy set has no such limit.
+        If T secrets share one A, an attacker who is content with any one of them saves at most a factor T, by a hybrid
+        argument. With 2^(bits − 128) secrets, 128 bits remain. A toy set has no such limit.
         """
         return _UNLIMITED if self.toy else 1 << max(self.bits - SECURITY_TARGET_BITS, 0)
 
@@ -84,23 +87,23 @@ PARAMETERS: dict[str, LatticeParameters] = {
         _estimated("lean", 256, 5, 32.0, 149),
     )
 }
-"""The first table of docs/parameters.md: the sets that are not refused."""
+"""The sets that are accepted by name: the first table of docs/parameters.md."""
 
 REFUSED = _estimated("1024", 512, 2, NOMINAL_SIGMA, 106)
 """A set that is refused, since it is below SECURITY_TARGET_BITS (the second table of docs/parameters.md).
-benchmarks/estimate.py estimates it as well."""
+benchmarks/estimate.py estimates it too."""
 
 
 def choose(name_or_parameters: str | LatticeParameters, allow_toy: bool = False) -> LatticeParameters:
-    """Returns the parameter set to use, checked.
+    """Returns the parameter set to use, after checking it.
 
     Args:
-        name_or_parameters: a key of PARAMETERS, or a set of one's own.
+        name_or_parameters: a key of PARAMETERS, or the user's own set.
         allow_toy: whether to accept a set marked `toy`. Only attacks and tests do.
 
     Raises:
-        ConfigurationError: the name is unknown, or the arithmetic cannot do the numbers.
-        WeakParameters: the set is weaker than every row of the table, or a toy that was not allowed.
+        ConfigurationError: the name is unknown, or the arithmetic is not made for the set's numbers.
+        WeakParameters: the set is weaker than every row of the table, or it is a toy and toys are not allowed.
     """
     if isinstance(name_or_parameters, str):
         if name_or_parameters not in PARAMETERS:
@@ -137,9 +140,10 @@ def _check_strength(parameters: LatticeParameters, allow_toy: bool) -> None:
 
 
 def _at_least(parameters: LatticeParameters, row: LatticeParameters) -> bool:
-    """Tells whether the set is no easier than a row: at fixed q, LWE gets harder with dimension and with error.
+    """Tells whether a set is no easier to break than a row: at fixed q, LWE gets harder with dimension and with error.
 
-    `bits` is what the author of the set claims, and decides how many secrets are drawn, so it may not exceed the row's.
+    The author of the set claims its `bits`, which decide how many secrets are drawn, so they may not exceed the row's
+    bits.
     """
     harder = parameters.dimension >= row.dimension and parameters.sigma >= row.sigma
     return harder and parameters.bits <= row.bits

@@ -1,4 +1,5 @@
-"""Makes a scheme from a mask's name and options, and refuses pairs that do not exist in one sentence each."""
+"""This module makes a scheme from a mask's name and options. It refuses each pair of mask and arithmetic that does not
+exist in one sentence."""
 
 from __future__ import annotations
 
@@ -30,18 +31,19 @@ _ARITHMETIC = {"ring": Arithmetic.RING, "float": Arithmetic.FLOAT}
 
 @dataclass(frozen=True)
 class Setting:
-    """What a scheme may need of the session that makes it.
+    """Holds what a scheme may need of the session that makes it.
 
     Attributes:
         weights: the provider's weights, `int8` or `native`.
         offered: the arithmetics in the manifest.
         open_ledger: opens this identity's ledger; only masks that count secrets call it.
-        hints_folder: where lattice hints are kept.
+        hints_folder: the folder in which lattice hints are kept.
         num_providers: how many URLs the client has.
         limits: the smallest of the providers' limits.
         verified: whether replies are checked before a scheme sees them.
-        weight_of: gives the tenant's own quantised weights; or None.
-        features: how many numbers a token's masks and effects have, over all groups' requests and replies, forward.
+        weight_of: returns the tenant's own quantised weight of a group; None if the tenant has no weights.
+        features: how many numbers the masks and effects of one token have in the forward direction: the columns of
+            requests and replies of all groups together.
     """
 
     weights: str
@@ -56,7 +58,7 @@ class Setting:
 
 
 def choose_arithmetic(mask: str, arithmetic: str | None, setting: Setting) -> str:
-    """Returns the arithmetic of a mask, or refuses the pair in one sentence.
+    """Returns the arithmetic of a mask, or refuses the pair of mask and arithmetic in one sentence.
 
     Raises:
         ConfigurationError: a name is unknown, the pair does not exist, or the number of providers is wrong.
@@ -91,7 +93,7 @@ def make_scheme(mask: str, arithmetic: str | None, options: Mapping[str, Any], s
         setting: what the session offers.
 
     Raises:
-        ConfigurationError: the mask or an option is unknown, an option cannot have its value, or the pair of mask and
+        ConfigurationError: the mask or an option is unknown, an option's value is not allowed, or the pair of mask and
             arithmetic does not exist.
         WeakParameters: the lattice parameters are weaker than the table.
     """

@@ -1,10 +1,11 @@
-"""Noise from the operating system's CSPRNG. torch's and numpy's generators are never used: they can be predicted or
-replayed.
+"""This module draws noise from the operating system's CSPRNG. It never uses torch's or numpy's generators, which can be
+predicted or replayed.
 
-`gaussian` and `other_index` read os.urandom directly. The lattice mask needs gigabytes: `Csprng` expands an os.urandom
-key by AES-256-CTR. Its samplers draw ternary secrets and errors; none branches on a drawn value except to reject whole
-bytes (`ternary`), and only `discrete_gaussian` looks a secret number up in a table: the tenant's own machine is
-trusted, and shared caches are not defended against (docs/threat-model.md, "What is not protected against").
+`gaussian` and `other_index` read os.urandom directly. The lattice mask needs gigabytes, so `Csprng` expands a key from
+os.urandom by AES-256-CTR. The samplers that use it draw ternary secrets and errors. None branches on a drawn value
+except to reject whole bytes (`ternary`), and only `discrete_gaussian` uses a secret number as an index into a table.
+The tenant's own machine is trusted, so shared caches are not defended against (docs/threat-model.md, "What is not
+protected against").
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ from wire.errors import ConfigurationError
 Bytes = npt.NDArray[np.uint8]
 
 _REKEY_BYTES = 1 << 36
-"""Bytes drawn under one key: 2^32 blocks of AES. A counter stream of that length differs from random by at most 2^64 /
-2^129 (PRP/PRF switching, Bellare and Rogaway, "The security of triple encryption", EUROCRYPT 2006, lemma 1)."""
+"""The bytes drawn under one key: 2^32 blocks of AES. A counter stream of that length differs from random by at most
+2^64 / 2^129 (PRP/PRF switching, Bellare and Rogaway, "The security of triple encryption", EUROCRYPT 2006, lemma 1)."""
 
 _PIECE = bytes(1 << 18)
-"""Zeros that are encrypted piece by piece; 256 KiB stays in the cache (8 GB/s; 64 KiB: 7.9, 4 KiB: 5.2)."""
+"""Zeros that are encrypted piece by piece. A piece of 256 KiB stays in the cache (8 GB/s; 7.9 for 64 KiB, 5.2 for 4
+KiB)."""
 
 _ETA = 21
-"""η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
+"""The η of the centred binomial that stands for a Gaussian with σ = 3.2, as in Microsoft SEAL's `sample_poly_cbd`."""
 
 _BATCH = 1 << 17
-"""Samples made at a time, so that their bytes stay in the cache."""
+"""Samples drawn at a time, so that their bytes stay in the cache."""
 
 
 def gaussian(rows: int, features: int) -> torch.Tensor:
-    """Draws standard normal numbers by the Box-Muller transform of os.urandom.
+    """Draws standard normal numbers from os.urandom, by the Box-Muller transform.
 
     Returns:
         float32, shape (rows, features), CPU.
 
-    Source: Box and Muller, 1958. Uniforms have 53 bits; u is in (0, 1], so the logarithm is finite.
+    Source: Box and Muller, 1958. The uniform numbers have 53 bits and are in (0, 1], so the logarithm is finite.
     """
     count = rows * features
     half = (count + 1) // 2
@@ -63,7 +65,7 @@ def gaussian(rows: int, features: int) -> torch.Tensor:
 
 
 def other_index(count: int, last: int | None) -> int:
-    """Draws a uniform index below `count` that is not `last` (where there is a choice)."""
+    """Draws a uniform index below `count` that is not `last`, unless `count` is 1."""
     if last is None or count < 2:
         return secrets.randbelow(count)
     drawn = secrets.randbelow(count - 1)
@@ -71,14 +73,16 @@ def other_index(count: int, last: int | None) -> int:
 
 
 class Csprng:
-    """AES-256-CTR under keys from os.urandom, one for each thread that draws, so that no thread waits for another.
+    """Gives random bytes by AES-256-CTR under keys from os.urandom. Each thread that draws has a key of its own, so
+    that no thread waits for another.
 
-    A forked child draws a key of its own before its first byte. A generator cannot be copied or pickled and prints
-    nothing. Python cannot wipe a key from memory: a dropped generator leaves that to the allocator.
+    A forked child draws a new key before its first byte. A generator cannot be copied or pickled, and printing it shows
+    nothing. Python cannot wipe a key from memory: when a generator is dropped, its keys stay until the allocator reuses
+    their memory.
     """
 
     def __init__(self) -> None:
-        """Draws no key before the first byte is asked for."""
+        """Prepares; the first key is drawn when the first byte is asked for."""
         self._forget()
         _GENERATORS.add(self)
 
@@ -93,8 +97,8 @@ class Csprng:
             self._stream(len(piece)).update_into(_PIECE[: len(piece)], piece)
 
     def _stream(self, num_bytes: int) -> CipherContext:
-        """Returns this thread's stream. A fork that Python did not see shows as another process id, and gets another
-        key."""
+        """Returns this thread's stream, which may give `num_bytes` more. If Python did not see a fork, the process id
+        shows the fork, and the child gets another key."""
         own: Any = self._streams
         if getattr(own, "process", None) != os.getpid() or own.left < num_bytes:
             # The key is fresh, so the counter may start at zero.
@@ -111,17 +115,18 @@ class Csprng:
         return drawn
 
     def array(self, count: int) -> Bytes:
-        """Does what `random_bytes` does, for numpy."""
+        """Returns random bytes as a numpy array, uint8, shape (count,)."""
         drawn = np.empty(count, dtype=np.uint8)
         self.fill(drawn)
         return drawn
 
     def __repr__(self) -> str:
-        """Hides everything."""
+        """Returns a text that shows nothing secret."""
         return "<Csprng>"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuses, since a copied generator would repeat its stream, which makes two-time pads."""
+        """Refuses, since a copied generator would repeat its stream, and two masks from one stream are a two-time
+        pad."""
         raise TypeError("a Csprng cannot be copied or pickled: its stream would be used twice")
 
 
@@ -137,7 +142,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
-    """Draws exactly uniformly from {−1, 0, 1}: a byte below 3^5 = 243 is five trits, and other bytes are thrown away.
+    """Draws exactly uniformly from {−1, 0, 1}. A byte below 3^5 = 243 gives five ternary digits; other bytes are thrown
+    away.
 
     Returns:
         int8, of this shape, CPU.
@@ -146,13 +152,14 @@ def ternary(rng: Csprng, shape: Sequence[int]) -> torch.Tensor:
     trits = np.empty((0, 5), dtype=np.int8)
     while trits.size < count:
         missing = -(-(count - trits.size) // 5)
-        drawn = rng.array(missing * 256 // 243 + missing // 16 + 16)  # These are seldom too few.
+        drawn = rng.array(missing * 256 // 243 + missing // 16 + 16)  # So many bytes are seldom too few.
         trits = np.concatenate((trits, _five_trits(drawn[drawn < 243])))
     return torch.from_numpy(trits.reshape(-1)[:count].copy()).view(*shape)
 
 
 def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
-    """Returns base-3 digits, by division and not by a table, whose use a cache would give away."""
+    """Returns the five base-3 digits of each byte, less 1. It divides instead of using a table, since the cache would
+    reveal which entries were read."""
     digits = np.empty((below_243.size, 5), dtype=np.int8)
     rest = below_243
     for position in range(5):
@@ -164,8 +171,8 @@ def _five_trits(below_243: Bytes) -> npt.NDArray[np.int8]:
 def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torch.Tensor:
     """Draws Σ a_i − Σ b_i over η pairs of fair bits; its variance is η/2.
 
-    It is drawn as the number of ones among 2η bits, less η, since 1 − b_i is as fair as b_i. The bits of a sample are
-    whole bytes and an even rest that shares bytes with its neighbours.
+    The sample is computed as the number of ones among 2η bits, less η, since 1 − b_i is as fair as b_i. The bits of a
+    sample are whole bytes, and a rest of an even number of bits from a byte that several samples may share.
 
     Args:
         rng: where the bits come from.
@@ -193,7 +200,7 @@ def centred_binomial(rng: Csprng, shape: Sequence[int], eta: int = _ETA) -> torc
 def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
     """Writes to each element of `out` the number of ones among `num_bits` fresh bits."""
     count, whole, rest = out.size, num_bits // 8, num_bits % 8
-    share = 8 // rest if rest else 1  # This many samples share a byte of rests.
+    share = 8 // rest if rest else 1  # So many samples share one byte for their rests.
     width = -(-count // share)
     drawn = rng.array(whole * count + (width if rest else 0))
     ones = np.bitwise_count(drawn[: whole * count].reshape(whole, count))
@@ -209,9 +216,10 @@ def _count_ones(rng: Csprng, out: Bytes, num_bits: int) -> None:
 def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.Tensor:
     """Draws integers x with probability proportional to exp(−x²/2σ²), by inverting their distribution function.
 
-    The function is kept as 80-bit numbers, and |x| > 11σ is left out (mass below 2^-86), so the result is within (22σ +
-    1)·2^-81 + 2^-86 of the true distribution in statistical distance, 2^-71 at σ = 32. A sample's first 16 bits decide
-    it, unless a boundary of the function lies in their cell; then 64 more bits are drawn.
+    The function is stored as 80-bit numbers, and |x| > 11σ is left out (mass below 2^-86). The statistical distance of
+    the result from the true distribution is at most (22σ + 1)·2^-81 + 2^-86, which is 2^-71 at σ = 32. The first 16
+    bits of a draw choose a cell, and usually the sample with it. Only if a boundary of the function lies in that cell
+    are 64 more bits drawn.
 
     Args:
         rng: where the bits come from.
@@ -237,15 +245,16 @@ def discrete_gaussian(rng: Csprng, shape: Sequence[int], sigma: float) -> torch.
 
 
 class _GaussianTable:
-    """The boundaries of a distribution function at 80 bits: `cell` is the top 16 bits, `low` the other 64."""
+    """Holds the boundaries of a distribution function at 80 bits: `cell` is the top 16 bits of a boundary, `low` the
+    other 64."""
 
     def __init__(self, sigma: float) -> None:
         tail = _tail(sigma)
         boundaries = _boundaries(sigma, tail)
         cells = np.array([boundary >> 64 for boundary in boundaries], dtype=np.int64)
         self._low = np.array([boundary & (2**64 - 1) for boundary in boundaries], dtype=np.uint64)
-        # These are the indices of the first boundary in each cell and after it; x = -tail + boundaries at or below the
-        # drawn number.
+        # `_first` and `_end` are the indices of each cell's first boundary and of the first one after it. A sample is
+        # -tail plus the number of boundaries at or below the drawn number.
         self._first = np.searchsorted(cells, np.arange(1 << 16), side="left")
         self._end = np.searchsorted(cells, np.arange(1 << 16), side="right")
         undecided = self._end > self._first
@@ -261,8 +270,8 @@ class _GaussianTable:
         out[where] = self._search(cell[where], rng.array(8 * where.size).view(np.uint64)) - self._tail
 
     def _search(self, cell: npt.NDArray[np.uint16], low: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """Counts the boundaries at or below each number (cell, low), by a binary search among those of its cell, all at
-        once."""
+        """Returns how many boundaries are at or below each number (cell, low), by binary searches among the boundaries
+        of its cell, all in parallel."""
         begin, end = self._first[cell], self._end[cell]
         for _ in range(self._steps):
             middle = (begin + end) // 2
@@ -272,7 +281,7 @@ class _GaussianTable:
 
 
 _UNDECIDED = np.int16(-(2**15))
-"""Marks cells that do not decide a sample. It is no value itself, since the tail at the largest σ is 22528."""
+"""Marks cells that do not decide a sample. No sample has this value, since the tail at the largest σ is 22528."""
 
 
 def _tail(sigma: float) -> int:
@@ -280,7 +289,7 @@ def _tail(sigma: float) -> int:
 
 
 def _boundaries(sigma: float, tail: int) -> list[int]:
-    """Returns round(2^80·P(X ≤ x)) for x = −tail … tail − 1, from 50-digit exponentials."""
+    """Returns round(2^80·P(X ≤ x)) for x = −tail … tail − 1, computed from 50-digit exponentials."""
     with decimal.localcontext(prec=50):
         width = 2 * decimal.Decimal(sigma) ** 2
         weights = [(-(decimal.Decimal(x) ** 2) / width).exp() for x in range(-tail, tail + 1)]
@@ -299,7 +308,8 @@ def _gaussian_table(sigma: float) -> _GaussianTable:
 
 
 def error(rng: Csprng, shape: Sequence[int], parameters: LatticeParameters) -> torch.Tensor:
-    """Draws the error of a parameter set: centred binomial for the nominal σ = 3.2, table-sampled Gaussian for others.
+    """Draws the error of a parameter set: a centred binomial for the nominal σ = 3.2, a table-sampled Gaussian for
+    other σ.
 
     Returns:
         int8 or int16, of this shape, CPU; zeros for a toy with σ = 0.

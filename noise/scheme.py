@@ -1,9 +1,10 @@
-"""The one interface between a remote layer and the mask that hides its rows.
+"""This module is the one interface between a remote layer and the mask that hides its rows.
 
-A caller hands a scheme the rows of one call, sends the messages that come back, hands in the replies and gets the
-product: it never learns which arithmetic, how many providers or how much noise. A scheme owns scaling, rounding, noise
-and its effect. Every scheme must guarantee that `mask` checks its input before it spends anything, that a `Masked` is
-unmasked at most once, and that nothing in it is printed.
+A caller gives a scheme (a mask's implementation) the rows of one call, sends the messages that the scheme returns,
+passes in the replies and gets the product. The caller never learns which arithmetic, how many providers or how much
+noise is used. A scheme decides scaling, rounding and noise, and takes off the noise's effect. Every scheme must
+guarantee that `mask` checks its input before it spends anything, that a `Masked` is unmasked at most once, and that
+nothing in a `Masked` is printed.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The public facts of a layer group that a mask needs.
+    """Holds the public facts about a layer group that a mask needs.
 
     Attributes:
         id: the group's number in the manifest.
         in_features, out_features: the shape of the group's weight W, with the outputs of all members side by side.
-        column_norm, row_norm: the largest Euclidean norms of W̃'s columns and rows.
-        alpha: float32, shape (out_features,), on any device; `alpha_on` gives it where the rows are.
+        column_norm, row_norm: the largest Euclidean norms of the columns and rows of W̃, the int8 weight.
+        alpha: α, the scales of W̃'s columns, float32, shape (out_features,), on any device; `alpha_on` returns it on
+            the device of the rows.
         digest: the digest of W̃ and α, from the manifest.
     """
 
@@ -50,26 +52,26 @@ class GroupSpec:
         return (self.in_features, self.out_features) if forward else (self.out_features, self.in_features)
 
     def alpha_on(self, device: torch.device) -> torch.Tensor:
-        """Returns α on the device of some rows, since a model may be moved after it was loaded. It is copied once for
+        """Returns α on the device of some rows, since a model may be moved after it was loaded. α is copied once for
         each device.
 
         Args:
-            device: a tensor's own device, so with its index.
+            device: a tensor's own device, which includes its index.
 
         Returns:
-            float32, shape (out_features,); `alpha` itself where that is on this device.
+            float32, shape (out_features,); `alpha` itself if that is on this device.
         """
         if self.alpha.device == device:
             return self.alpha
         moved = self._moved.get(device)
         if moved is None:
-            with torch.inference_mode(False):  # The copy is kept, and later calls may be outside of inference mode.
+            with torch.inference_mode(False):  # The copy is kept, and later calls may run outside inference mode.
                 moved = self._moved[device] = self.alpha.to(device)
         return moved
 
 
 class Message(NamedTuple):
-    """One request: what it asks, its rows or their seed, and the index of the provider's URL."""
+    """Holds one request: the product that it asks for, its rows or their seed, and the index of the provider's URL."""
 
     call: Call
     payload: Payload
@@ -77,12 +79,12 @@ class Message(NamedTuple):
 
     @property
     def rows(self) -> Rows:
-        """What the provider will read: the masked rows, shape (num_rows, features), or their seed."""
+        """Returns what the provider will read: the masked rows, shape (num_rows, features), or their seed."""
         return self.payload.rows(self.call)
 
 
 class Masked(NamedTuple):
-    """Messages to send, in order, and the closure that turns their replies into the product.
+    """Holds messages to send, in order, and the function that turns their replies into the product.
 
     `unmask` takes one reply for each message, on the tenant's device, and returns float32, shape (num_rows, reply
     features).
@@ -93,19 +95,20 @@ class Masked(NamedTuple):
 
 
 class Reply(Protocol):
-    """Rows that have been asked for and are not there yet."""
+    """Stands for rows that have been asked for and are not there yet."""
 
     def result(self) -> torch.Tensor:
-        """Waits for the rows; where the session verifies, they have been checked when this returns."""
+        """Waits for the rows and returns them. In a session that verifies, the rows have been checked by then."""
         ...
 
 
 EffectPath = Callable[[Call, Payload, int], Reply]
-"""A provider's bias-free path: (call with purpose EFFECT or HINT, noise rows or their seed, reply columns) → effect."""
+"""A provider's bias-free path. It takes (call with purpose EFFECT or HINT, noise rows or their seed, reply columns) and
+returns the pending effect: the product of the noise and the weight."""
 
 
 class MaskScheme(Protocol):
-    """What tenant_sdk asks of a mask."""
+    """Defines what tenant_sdk needs of a mask."""
 
     @property
     def name(self) -> str:
@@ -114,19 +117,19 @@ class MaskScheme(Protocol):
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Returns the arithmetic of its messages. In FLOAT the provider's product holds the bias, in RING it does
-        not."""
+        """Returns the arithmetic of the mask's messages. In FLOAT the provider adds the bias to the product; in RING it
+        does not."""
         ...
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Gives the mask the provider's bias-free path; called once, before the first `mask`."""
+        """Gives the mask the provider's bias-free path. Callers must call this once, before the first `mask`."""
         ...
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
         """Hides the rows of one call.
 
         Args:
-            group: which weight.
+            group: the layer group whose weight the rows are multiplied by.
             direction: FORWARD takes activations, BACKWARD takes gradients of the group's outputs.
             rows: float32, shape (num_rows, request columns), on the tenant's device.
 
@@ -137,7 +140,7 @@ class MaskScheme(Protocol):
         ...
 
     def describe(self) -> Mapping[str, str]:
-        """Returns what a user should know: scheme, assumption, parameters, what it does not hide."""
+        """Returns what a user should know: scheme, assumption, parameters and what the mask does not hide."""
         ...
 
     def close(self) -> None:
@@ -146,7 +149,7 @@ class MaskScheme(Protocol):
 
 
 class EncodedRow(NamedTuple):
-    """One row that was encoded where it will be sent from; `scale` stays with the tenant."""
+    """Holds one row that was encoded into the message that is sent. `scale` stays with the tenant."""
 
     call: Call
     payload: MessagePayload
@@ -154,20 +157,22 @@ class EncodedRow(NamedTuple):
     scale: Any
 
     def __repr__(self) -> str:
-        """Shows no numbers."""
+        """Returns a text without numbers."""
         return "EncodedRow()"
 
 
 class RowEncoder:
-    """Encodes a single row into its message: what a mask does for each of the hundred calls of a decode step."""
+    """Encodes a single row into its message. A mask does this for each of the hundred calls of a decode step, so it
+    must be fast."""
 
     def __init__(self, error_bound: float = 0.0, slack: float = 0.0) -> None:
-        """Args: error_bound: a bound of each number of a mask's error; slack: see `wire.ring.coding.encode`."""
+        """Args: error_bound: a bound on each number of a mask's error; slack: see `wire.ring.coding.encode`."""
         self._error_bound, self._slack = error_bound, slack
         self._known: dict[tuple[int, Direction], tuple[GroupSpec, Call, coding.RowCodec | None]] = {}
 
     def encode(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> EncodedRow | None:
-        """Encodes one row on the CPU that fits a frame; returns None for what must go through `encode_rows`.
+        """Encodes one contiguous row on the CPU that fits in a frame. Returns None for any other rows, or if there are
+        no compiled kernels; callers must then use `encode_rows`.
 
         Args:
             rows: float32, shape (num_rows, request columns), on any device.
@@ -199,8 +204,8 @@ class RowEncoder:
 def encode_rows(
     group: GroupSpec, direction: Direction, rows: torch.Tensor, error_norm: float = 0.0, slack: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns real rows into ring rows for one direction: x̃ = round(x/β), or g̃ = round((g ⊙ α)/β′) (wire/SPEC.md,
-    section 5).
+    """Scales real rows into ring rows for one direction: x̃ = round(x/β), or for gradients g̃ = round((g ⊙ α)/β′). The
+    numbers β and β′ are the rows' scales (wire/SPEC.md, section 5).
 
     Returns:
         int32 rows and their float32 scales, shape (num_rows, 1), which stay with the tenant.
@@ -217,7 +222,7 @@ def decode_rows(
     scales: torch.Tensor,
     effect: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the real product of a ring reply, minus its mask's effect and without bias: float32, shape (num_rows,
-    reply columns)."""
+    """Returns the real product that a ring reply holds, without the mask's effect and without bias: float32, shape
+    (num_rows, reply columns)."""
     alpha = group.alpha_on(reply.device) if direction is Direction.FORWARD else None
     return coding.decode(reply, scales, alpha, effect)

@@ -1,8 +1,10 @@
-"""Two providers that do not collude: one gets the rows minus a pseudorandom share, the other the share's seed.
+"""This module splits rows over two providers that do not collude. One provider gets the rows minus a pseudorandom
+share, the other gets the share's seed.
 
-It is exact: there is no error, no hint and no pool. The first provider sees x̃ − expand(p) mod 2^32, which is uniform
-for a party that does not know p; the second sees p, 32 fresh bytes that have nothing to do with x̃. Assumption: the two
-do not collude, and AES-256-CTR is a pseudorandom generator. This is additive secret sharing (docs/masks.md, "shares").
+The result is exact: there is no error, no hint and no pool. The first provider sees x̃ − expand(p) mod 2^32, which
+looks uniform to a party that does not know the seed p. The second provider sees p, 32 fresh bytes that are independent
+of x̃, the encoded rows. Assumption: the two do not collude, and AES-256-CTR is a pseudorandom generator. This is
+additive secret sharing (docs/masks.md, "shares").
 """
 
 from __future__ import annotations
@@ -19,29 +21,29 @@ from wire.ring.seeded_rows import SeededRows
 
 
 class Shares:
-    """Shares rows additively over two providers, in ring arithmetic."""
+    """Shares rows additively between two providers, in ring arithmetic."""
 
     name = "shares"
     arithmetic = Arithmetic.RING
 
     def __init__(self, fresh_seed: Callable[[], bytes], on_close: Callable[[], None] = lambda: None) -> None:
-        """Keeps what it is given.
+        """Prepares; no seed is drawn yet.
 
         Args:
-            fresh_seed: gives 32 bytes from the operating system, counted by the ledger, never the same twice.
+            fresh_seed: returns 32 bytes from the operating system, counted by the ledger, never the same twice.
             on_close: closes the ledger.
         """
         self._fresh_seed, self._on_close = fresh_seed, on_close
         self._closed = False
 
     def bind(self, effect_path: EffectPath) -> None:
-        """Does nothing: the second provider's reply is the effect."""
+        """Does nothing, since the second provider's reply is the effect."""
 
     def mask(self, group: GroupSpec, direction: Direction, rows: torch.Tensor) -> Masked:
-        """Splits the rows; see `MaskScheme.mask`."""
+        """Splits the rows into two shares, one for each provider; see `MaskScheme.mask`."""
         if self._closed:
             raise MaskError("this mask was closed")
-        encoded, scales = encode_rows(group, direction, rows)  # It raises before a seed is spent.
+        encoded, scales = encode_rows(group, direction, rows)  # This raises before a seed is spent.
         share = SeededRows(self._fresh_seed(), 0, rows.shape[0])
         hidden = encoded.to("cpu") - share.expand(rows.shape[1])
 
@@ -57,7 +59,7 @@ class Shares:
         )
 
     def describe(self) -> Mapping[str, str]:
-        """Describes scheme and assumption."""
+        """Returns scheme and assumption for the user; see `MaskScheme.describe`."""
         return {
             "scheme": "shares: rows minus a pseudorandom share to one provider, the share's seed to another",
             "assumption": "the two providers do not collude; AES-256-CTR is a pseudorandom generator",

@@ -1,15 +1,20 @@
-"""Checks every ring reply against secret projections of the trusted weights (Freivalds), before it is unmasked.
+"""This module checks every ring reply against secret projections of the trusted weights (Freivalds), before the reply
+is unmasked.
 
-Guarantees: a reply with at least one wrong number, in any number of rows, passes with probability at most 2^-κ; after
-the first failure nothing passes and the secrets are gone. The weights themselves are not kept. It does not guarantee
-which weights are trusted; tenant_sdk/trust/checkpoint.py decides that.
+Guarantees: a reply with at least one wrong number, in any number of rows, passes with probability at most 2^-κ. After
+the first failure nothing passes and the secrets are dropped. The weights themselves are not kept. This module does not
+guarantee which weights are trusted; tenant_sdk/trust/checkpoint.py decides that.
 
-For secret binary R, of shape (reply features × κ+1), and V = W̃·R, a reply r to the rows z must give r·R ≡ z·V mod
-2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all differences of a row: times a binary
-column it vanishes mod 2^32 at most half the time, even for v = 31, where a single column uniform mod 2^32 would miss
-half. Many rows, where the machine multiplies bytes fast, are first folded with a second secret binary matrix S, of
-shape (κ+1 × rows), which misses with 2^-(κ+1) by the same argument: together 2^-κ. An honest provider is never refused,
-so R and S can serve a whole session: the only thing a forger ever learns is the failure that ends it.
+Let R be a secret binary matrix of shape (reply features × κ+1) and V = W̃·R, for the int8 weight W̃. A reply r to the
+rows z must satisfy r·R ≡ z·V mod 2^32. If r differs from z·W̃, let 2^v be the largest power of two that divides all
+differences in a wrong row. The product of these differences and a binary column of R is 0 mod 2^32 at most half the
+time, even for v = 31. A column that is uniform mod 2^32 would be no better there, since it would also miss the error
+half the time.
+
+If there are many rows and the machine multiplies bytes fast, the rows are first folded with a second secret binary
+matrix S, of shape (κ+1 × rows). Folding misses an error with probability at most 2^-(κ+1) by the same argument, so an
+error passes both steps with probability at most 2^-κ. An honest provider is never refused, so R and S can serve a whole
+session: the only thing that a forger ever learns is the failure that ends the session.
 
 Source: Freivalds, 1977; Tramèr and Boneh, "Slalom", ICLR 2019, section 3.2. docs/decisions/0005-verification.md has the
 reasons, and says why rows are folded.
@@ -32,27 +37,31 @@ from wire.ring import coding, int_mm
 from wire.ring.product import int_mm_is_fast
 
 FAILED = "an answer of the provider is not what the trusted checkpoint gives: this session is over"
-"""The one sentence for every failure, whatever was wrong, so that a forger learns nothing from a difference."""
+"""The one sentence for every failure, whatever was wrong, so that a forger learns nothing from a difference between
+sentences."""
 
 _FOLD_FROM = 160
-"""Rows from which folding costs less than projecting each row; measured in docs/decisions/0005-verification.md."""
+"""The number of rows from which folding costs less than projecting each row; measured in
+docs/decisions/0005-verification.md."""
 _FOLD_ROWS = 1024
-"""Most rows folded together. Each has its own column of S, so that no two differences can cancel by design."""
+"""The most rows folded together. Each row has its own column of S, so that no forger can make the differences of two
+rows cancel."""
 _WEIGHT_ROWS = 1024
-"""Rows of W̃ projected at a time, which bounds the int32 copy."""
+"""Rows of W̃ projected at a time, which bounds the size of their int32 copy."""
 _SIGN_BITS = -0x7F7F7F80
-"""0x80808080 as int32: xor with it turns each byte u into the signed byte u − 128."""
+"""0x80808080 as int32: xor with this number turns each byte u into the signed byte u − 128."""
 _BYTE_VALUES = torch.tensor([1, 1 << 8, 1 << 16, 1 << 24], dtype=torch.int32, device="cpu")
 
 
 @dataclass(frozen=True)
 class _Projection:
-    """The secrets of one group and direction.
+    """Holds the secrets of one group and direction.
 
     Attributes:
         inputs, outputs: the columns of a request and of its reply.
         outer: R, int8 of zeros and ones, shape (outputs, columns).
-        inner: V = W̃·R as balanced int8 limbs side by side, shape (inputs, limbs · columns).
+        inner: V = W̃·R, each number split into signed bytes (limbs) that are stored side by side: int8, shape (inputs,
+            limbs · columns).
     """
 
     inputs: int
@@ -61,24 +70,25 @@ class _Projection:
     inner: torch.Tensor = field(repr=False)
 
     def fits(self, rows: torch.Tensor, reply: torch.Tensor) -> bool:
-        """Tells whether r·R ≡ z·V for every row and column."""
+        """Tells whether r·R ≡ z·V mod 2^32 for every row and column."""
         columns = self.outer.shape[1]
         return torch.equal(coding.product(reply, self.outer), _join(coding.product(rows, self.inner), columns))
 
 
 class Verifier:
-    """The projections of all groups of one session. It is safe under threads, and cannot be pickled or copied.
+    """Holds the projections of all groups of one session and checks replies against them. It is safe under threads, and
+    cannot be pickled or copied.
 
-    It takes (d + m) · (1 + limbs) · (κ+1) bytes of memory for a group of weight (d × m), for both directions; limbs is
-    2 or 3 for real weights. That makes 30 MB for SmolLM2-135M and 0.3 GB for a 7B model, at κ = 40.
+    For a group with a weight of shape (d × m) it takes (d + m) · (1 + limbs) · (κ+1) bytes of memory, for both
+    directions; `limbs` is 2 or 3 for real weights. At κ = 40 that is 30 MB for SmolLM2-135M and 0.3 GB for a 7B model.
     """
 
     _kappas: ClassVar[range] = range(40, 65)
-    """Values of κ that are accepted. Below 40 a forger's chance is worth trying, above 64 costs time for nothing. Tests
-    of the probability use fewer."""
+    """The accepted values of κ. Below 40 a forger's chance is worth trying; above 64 the check takes more time for
+    nothing. Tests of the probability use smaller values."""
 
     def __init__(self, kappa: int = 40) -> None:
-        """Args: kappa: a forged reply passes with probability at most 2^-kappa; 40 to 64.
+        """Args: kappa: κ, 40 to 64; a forged reply passes with probability at most 2^-κ.
 
         Raises:
             ConfigurationError: kappa is any other number.
@@ -94,11 +104,11 @@ class Verifier:
 
     @property
     def failed(self) -> bool:
-        """Tells whether a check has failed; then every later one fails."""
+        """Tells whether a check has failed. After one failure every later check fails too."""
         return self._failed
 
     def add_group(self, group_id: int, quantised: torch.Tensor) -> None:
-        """Draws the secrets of a group, for both directions, and forgets the weight.
+        """Draws the secrets of a group, for both directions. The weight is not kept.
 
         Args:
             group_id: the group's number in the manifest.
@@ -122,11 +132,11 @@ class Verifier:
             self._projections.update(made)
 
     def check(self, group_id: int, direction: Direction, rows: torch.Tensor, reply: torch.Tensor) -> None:
-        """Accepts a reply as it came from the provider, still masked, or ends the session.
+        """Accepts a reply, still masked as the provider sent it, or ends the session.
 
         Args:
-            group_id, direction: the call's, whose purpose is PRODUCT, EFFECT or HINT.
-            rows: the rows as they were sent (for a HINT: as expanded), int32, shape (num_rows, request features).
+            group_id, direction: those of the call, whose purpose is PRODUCT, EFFECT or HINT.
+            rows: the rows that were sent (for a HINT: the expanded rows), int32, shape (num_rows, request features).
             reply: int32, shape (num_rows, reply features).
 
         Raises:
@@ -140,7 +150,7 @@ class Verifier:
             self._fail()
         if not _all_fit(projection, fold, rows.cpu(), reply.cpu()):
             self._fail()
-        self._check_usable()  # Another thread may have met a forgery meanwhile.
+        self._check_usable()  # Another thread may have found a forgery meanwhile.
 
     def close(self) -> None:
         """Drops the secrets."""
@@ -159,7 +169,7 @@ class Verifier:
         raise VerificationFailed(FAILED)
 
     def _drop(self) -> None:
-        # The secrets are dropped, not overwritten: a check in another thread would find zeros on both sides and accept.
+        # The secrets are not overwritten: a check in another thread would find zeros on both sides, and accept.
         with self._lock:
             self._projections = {}
             self._fold = None
@@ -190,9 +200,9 @@ def _shapes_fit(projection: _Projection, rows: torch.Tensor, reply: torch.Tensor
 
 
 def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, reply: torch.Tensor) -> bool:
-    """Checks `_FOLD_ROWS` rows at a time. A rest of fewer than `_FOLD_FROM` rows is not folded.
+    """Checks `_FOLD_ROWS` rows at a time; fewer than `_FOLD_FROM` remaining rows are not folded.
 
-    Nothing is folded where `torch._int_mm` is slow: in float64, folding costs more than it saves.
+    Nothing is folded if `torch._int_mm` is slow: folding in float64 costs more than it saves.
     """
     from_rows = _FOLD_FROM if int_mm_is_fast() else _FOLD_ROWS + 1
     parts = zip(rows.split(_FOLD_ROWS), reply.split(_FOLD_ROWS), strict=True)
@@ -205,7 +215,7 @@ def _all_fit(projection: _Projection, fold: torch.Tensor, rows: torch.Tensor, re
 
 
 def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Computes S·rows mod 2^32, by an exact `torch._int_mm`.
+    """Returns S·rows mod 2^32, computed by an exact `torch._int_mm`.
 
     Args:
         fold: S, uint8 of zeros and ones, shape (num_folds, at least num_rows).
@@ -216,17 +226,17 @@ def _folded(fold: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """
     num_rows, features = rows.shape
     fold = fold[:, :num_rows].contiguous()
-    # The four bytes of a number stay side by side: as the second operand they need no copy, only a sign.
+    # The four bytes of a number stay side by side: as the second operand they need no copy, only an offset of 128.
     limbs = torch.bitwise_xor(rows.contiguous(), _SIGN_BITS).view(torch.int8)  # (num_rows, 4 · features)
     parts = int_mm.multiply(fold, limbs)
     total: torch.Tensor = (parts.view(-1, 4) @ _BYTE_VALUES).view(-1, features)  # The numbers wrap mod 2^32.
-    # In each byte Σ S·u = Σ S·(u − 128) + 128·ΣS, so the number is short of 0x80808080·ΣS.
+    # In each byte Σ S·u = Σ S·(u − 128) + 128·ΣS, so 0x80808080·ΣS must be added to each number.
     offset = coding.to_int32(fold.sum(dim=1, keepdim=True, dtype=torch.int64) * _SIGN_BITS)
     return total.add_(offset)
 
 
 def _project(quantised: torch.Tensor, columns: int) -> _Projection:
-    """Draws R and computes W̃·R, which no int32 overflows: 127 · MAX_FEATURES < 2^29."""
+    """Draws R and computes W̃·R. No number of the product overflows int32: 127 · MAX_FEATURES < 2^29."""
     inputs, outputs = quantised.shape
     outer = _random_bits(outputs, columns)
     parts = [coding.product(part.to(torch.int32), outer) for part in quantised.split(_WEIGHT_ROWS)]
@@ -234,10 +244,11 @@ def _project(quantised: torch.Tensor, columns: int) -> _Projection:
 
 
 def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
-    """Splits int32 numbers below 2^30 into signed bytes, lowest first, side by side: shape (rows, limbs · columns).
+    """Splits int32 numbers below 2^30 into signed bytes (limbs), lowest first, side by side: shape (rows, limbs ·
+    columns).
 
-    There are as many limbs as the largest number needs. That count could differ between two draws of R only by a freak
-    of the sums, and shows in nothing but this side's own computing time.
+    There are as many limbs as the largest number needs. Two draws of R would give different counts only by a rare
+    chance, and the count shows in nothing but this side's own computing time.
     """
     limbs: list[torch.Tensor] = []
     while not limbs or bool(values.any()):
@@ -248,8 +259,8 @@ def _balanced_limbs(values: torch.Tensor) -> torch.Tensor:
 
 
 def _join(wide: torch.Tensor, columns: int) -> torch.Tensor:
-    """Turns products with limbs side by side back into products with the numbers, mod 2^32; shape (num_rows,
-    columns)."""
+    """Adds the products with a number's limbs, which lie side by side, up to the product with the number, mod 2^32;
+    shape (num_rows, columns)."""
     total = wide[:, :columns].contiguous()
     for index in range(1, wide.shape[1] // columns):
         total.add_(wide[:, index * columns : (index + 1) * columns], alpha=1 << (8 * index))

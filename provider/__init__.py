@@ -1,1 +1,4 @@
-"""The untrusted side: runs the base layers of a frozen model for enrolled tenants. Imports wire only."""
+"""This package is the untrusted side: it runs the base layers of a frozen model for enrolled tenants.
+
+It imports `wire` and no other package of this repository.
+"""

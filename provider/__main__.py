@@ -1,4 +1,4 @@
-"""Runs the command as `python -m provider`."""
+"""Runs the `provider` command as `python -m provider`."""
 
 from provider.cli import main
 

@@ -1,4 +1,4 @@
-"""The `provider` command: serve, shard, enroll, revoke, tenants, status, usage."""
+"""This module defines the `provider` command: serve, shard, enroll, revoke, tenants, status, usage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wire.errors import VeilbaseError
 from wire.transport.event_engine import prefer_waiting_in_place
 
 DEFAULT_ENDPOINT = "grpcs://127.0.0.1:8443"
-"""The URL where `provider serve --tls` answers when it is given nothing else."""
+"""The URL where `provider serve --tls` listens if no address or port is given."""
 
 app = typer.Typer(
     help="Hosts a base model's linear layers for tenants that keep everything else.",
@@ -32,7 +32,7 @@ _State = Annotated[Path | None, typer.Option(help=STATE_HELP, show_default="~/.v
 @app.command()
 @takes_settings(ProviderSettings)
 def serve(flags: dict[str, Any], config: Path | None) -> None:
-    """Serve a model; prints `ready URL` when it answers."""
+    """Serve a model; print `ready URL` once requests are accepted."""
     _prepare_libraries()
     from provider.operations.logs import configure
     from provider.serve import serve as run
@@ -45,7 +45,7 @@ def serve(flags: dict[str, Any], config: Path | None) -> None:
 @app.command()
 @takes_settings(ShardSettings)
 def shard(flags: dict[str, Any], config: Path | None) -> None:
-    """Hold one shard of another host's provider; prints `ready shard N` each time that it has joined."""
+    """Hold one shard of another host's provider; print `ready shard N` each time the shard has joined."""
     _prepare_libraries()
     from provider.operations.logs import configure
     from provider.shards.join import run_shard
@@ -81,7 +81,7 @@ def enroll(
 
 @app.command()
 def revoke(name: Annotated[str, typer.Argument(help="Tenant.")], state: _State = None) -> None:
-    """Refuse a tenant from now on, inside open streams too."""
+    """Refuse all requests of a tenant from now on, also on streams that are open."""
     from provider.identity.authority import StateDir
     from provider.identity.registry import revoke as withdraw
 
@@ -108,7 +108,7 @@ def status(
     watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.1)] = None,
     check: Annotated[bool, typer.Option("--check", help="Print nothing; exit 0 where a provider answers.")] = False,
 ) -> None:
-    """Show what the provider that runs with this state directory is doing."""
+    """Show the present state of the provider that runs with this state directory."""
     from provider.operations import status as table
 
     path = _state_path(state)
@@ -129,9 +129,12 @@ def usage(state: _State = None) -> None:
 
 
 def _prepare_libraries() -> None:
-    """Sets what grpc and OpenMP read when they are loaded; before anything imports grpc or torch."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own lines name peers' addresses and come in pairs
-    # libgomp's idle threads spin. Where a tenant shares the cores, that made quantising SmolLM2 30 times slower.
+    """Sets the environment variables that gRPC and OpenMP read when they are loaded.
+
+    Callers must call this before grpc or torch is imported.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's own log lines name peers' addresses.
+    # libgomp's idle threads spin by default. With a tenant on the same cores, quantising SmolLM2 took 30 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     prefer_waiting_in_place()
 
@@ -141,7 +144,7 @@ def _state_path(state: Path | None) -> Path:
 
 
 def _last_endpoint(state: Path) -> str | None:
-    """Returns the URL of the last `serve --tls` from this state directory; None where there was none."""
+    """Returns the URL of the last `serve --tls` from this state directory, or None if there was none."""
     from provider.serve import ENDPOINT_FILE
 
     try:
@@ -151,7 +154,11 @@ def _last_endpoint(state: Path) -> str | None:
 
 
 def main() -> None:
-    """Runs the command. An error of ours is one line on stderr and exit code 1 (typer's own: usage and 2)."""
+    """Runs the command.
+
+    A VeilbaseError is printed as one line on stderr, with exit code 1. For an error in the usage, typer prints the
+    usage and exits with code 2.
+    """
     try:
         app()
     except VeilbaseError as exc:

@@ -1,4 +1,7 @@
-"""Settings of `provider serve` and `provider shard`: flags, then variables, then the YAML file named by --config."""
+"""Defines and loads the settings of `provider serve` and `provider shard`.
+
+A flag takes precedence over an environment variable, and a variable over the YAML file that --config names.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,15 @@ class _Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Returns flags, environment and file, but no .env file, which could come from a folder that another user
-        wrote."""
+        """Returns the sources of settings: flags, environment and YAML file.
+
+        A .env file is not read, since another user could have written it into the working folder.
+        """
         return init_settings, env_settings, YamlConfigSettingsSource(settings_cls)
 
 
 class ShardSettings(_Settings):
-    """What a shard on another host does; each setting is a flag of `provider shard`."""
+    """Holds the settings of a shard on another host; each setting is a flag of `provider shard`."""
 
     model_config = SettingsConfigDict(env_prefix=SHARD_ENV_PREFIX, extra="forbid", frozen=True)
 
@@ -63,21 +68,25 @@ class ShardSettings(_Settings):
 
 
 class ProviderSettings(_Settings):
-    """What one provider process does; each setting with a description is a flag of `provider serve`.
+    """Holds the settings of one provider process; each setting with a description is a flag of `provider serve`.
 
     Attributes:
-        tensor_port: with TLS only; `none` leaves the tenants' streams to gRPC.
-        base_layers: what is not served goes into the bundle.
-        threads: None leaves torch's own choice, or shares the cores.
-        shards: they hold whole layer groups; 1, without replicas, computes in this process.
-        replicas: each has the same weights.
-        remote_shards: no process is started for them; `ready` is said once other hosts have joined.
-        max_wait_ms, busy_poll_ms: see `provider.schedule` and `wire.transport.busy_poll`; 0 never waits or looks.
-        drain_s: new work is refused while what is in flight is answered.
-        metrics_port, health_port: None opens none.
-        log_format: `json` writes an object a line.
-        max_in_flight_bytes: of requests and replies of all tenants; none of them holds more than is still free.
-        tenant_limits: by tenant's name, `*` for all others; in the YAML file, or as JSON in the environment.
+        tensor_port: port of the tenants' streams, with TLS only. `none` opens no such port: tenants then use gRPC.
+        base_layers: patterns of the layers to serve. Layers that are not served go into the bundle, for the tenant.
+        threads: threads of the arithmetic in each process. With None, torch chooses, or local shards share the cores.
+        shards: number of shards; each holds whole layer groups. With 1 and no replicas, this process computes.
+        replicas: number of processes for each shard, all with the same weights.
+        remote_shards: numbers of the shards for which no process is started here. `ready` is printed once other hosts
+            have joined for all of them.
+        max_wait_ms: longest wait of a request for others to share its product; see `provider.schedule`. 0 is no wait.
+        busy_poll_ms: longest busy polling for the next request; see `wire.transport.busy_poll`. 0 turns polling off.
+        drain_s: longest time in seconds for requests in flight at the end, while new requests are refused.
+        metrics_port, health_port: loopback ports; None opens no port.
+        log_format: `text`, or `json` for one JSON object per line.
+        max_in_flight_bytes: most bytes of requests and replies in flight, over all tenants. No tenant may hold more
+            than the bytes that are still free.
+        tenant_limits: limits by tenant's name, with `*` for all tenants that are not named; given in the YAML file, or
+            as JSON in the environment.
     """
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
@@ -158,16 +167,17 @@ class ProviderSettings(_Settings):
 
     @property
     def certificate_names(self) -> list[str]:
-        """Returns the names in `names`."""
+        """Returns the names in the setting `names`, as a list."""
         return [one for one in self.names.split(",") if one]
 
     @property
     def shards_elsewhere(self) -> frozenset[int]:
-        """Returns the numbers in `remote_shards`."""
+        """Returns the shard numbers in the setting `remote_shards`, as a set."""
         return frozenset(int(one) for one in self.remote_shards.split(",") if one)
 
     def check_shards(self) -> None:
-        """Raises ConfigurationError for shards elsewhere that do not exist, or that no host may join."""
+        """Raises ConfigurationError if a number in `remote_shards` is too large, or if TLS is off, since shards on
+        other hosts join over TLS only."""
         if self.shards_elsewhere and not self.tls:
             raise ConfigurationError("shards on other hosts join over TLS only: add --tls")
         if self.shards_elsewhere and max(self.shards_elsewhere) >= self.shards:
@@ -177,14 +187,14 @@ class ProviderSettings(_Settings):
             )
 
     def check_parallel(self) -> None:
-        """Raises ConfigurationError for `parallel` together with shards or replicas."""
+        """Raises ConfigurationError if `parallel` is combined with shards or replicas."""
         if self.parallel != "none" and (self.shards > 1 or self.replicas > 1 or self.shards_elsewhere):
             raise ConfigurationError(
                 "with --parallel all processes make each product, with --shards and --replicas one of them: give one"
             )
 
     def check_conflicts(self) -> None:
-        """Raises ConfigurationError for settings that would say nothing beside others."""
+        """Raises ConfigurationError if settings contradict each other, or if one has no effect beside the others."""
 
         def is_default(*names: str) -> bool:
             return all(getattr(self, name) == type(self).model_fields[name].default for name in names)
@@ -218,13 +228,14 @@ class ProviderSettings(_Settings):
             )
 
     def check_exposure(self) -> None:
-        """Raises ConfigurationError for plain text on anything but loopback."""
+        """Raises ConfigurationError if a provider without TLS would listen on an address other than loopback."""
         if not self.tls and not is_loopback(self.host):
             raise ConfigurationError(f"without --tls only loopback is served, got --host {self.host}: add --tls")
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether an address reaches this machine only; a name other than localhost could resolve to anything."""
+    """Returns whether an address reaches this machine only; false for names, other than localhost, since a name could
+    resolve to any address."""
     if host == "localhost":
         return True
     try:
@@ -241,13 +252,14 @@ def load_settings(flags: dict[str, Any], config: Path | None = None) -> Provider
         config: a YAML file, or None.
 
     Raises:
-        ConfigurationError: a value, a key or a variable is not one; the message names it.
+        ConfigurationError: a value is not valid, or a key or a variable is not a setting; the message names the
+            setting, the variable or the file.
     """
     return _load(ProviderSettings, flags, config)
 
 
 def load_shard_settings(flags: dict[str, Any], config: Path | None = None) -> ShardSettings:
-    """Reads the settings of `provider shard` in the same way."""
+    """Reads the settings of `provider shard` from all sources; see `load_settings`."""
     return _load(ShardSettings, flags, config)
 
 
@@ -259,15 +271,15 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
     settings = type(kind.__name__, (kind,), {"model_config": SettingsConfigDict(yaml_file=config)})
     try:
         made: _Kind = settings(**{name: value for name, value in flags.items() if value is not None})
-    except ValidationError as exc:  # its text quotes the value, hence `from None`, as below
+    except ValidationError as exc:  # The exception's text quotes the value: hence `from None`.
         first = exc.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the settings"
         raise ConfigurationError(f"setting {where}: {first['msg'].lower()}") from None
-    except SettingsError:  # A value of the environment should be JSON; its text quotes the value.
+    except SettingsError:  # A variable is not JSON; the exception's text quotes it.
         raise ConfigurationError(
             f"an environment variable of {prefix}* that holds more than one value is not JSON"
         ) from None
-    except yaml.MarkedYAMLError as exc:  # Its text quotes the file.
+    except yaml.MarkedYAMLError as exc:  # The exception's text quotes the file.
         line = "" if exc.problem_mark is None else f", see line {exc.problem_mark.line + 1}"
         raise ConfigurationError(f"{str(config)!r} is not a YAML file of settings{line}") from None
     except (yaml.YAMLError, OSError, TypeError, ValueError) as exc:
@@ -276,11 +288,11 @@ def _load(kind: type[_Kind], flags: dict[str, Any], config: Path | None) -> _Kin
 
 
 def _check_environment(kind: type[_Settings]) -> None:
-    """Raises ConfigurationError for a variable with our prefix that is no setting: pydantic would ignore it."""
+    """Raises ConfigurationError if a variable with our prefix is not a setting, since pydantic would ignore it."""
     prefix = str(kind.model_config["env_prefix"])
     known = {f"{prefix}{name}".upper() for name in kind.model_fields}
     for name in sorted(os.environ):
-        if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic reads them in any case.
+        if name.upper().startswith(prefix) and name.upper() not in known:  # pydantic ignores upper and lower case.
             names = ", ".join(each.upper() for each in kind.model_fields)
             raise ConfigurationError(
                 f"the environment variable {name[:80]!r} is no setting: after {prefix} comes one of {names}"

@@ -1,4 +1,4 @@
-"""A provider inside the tenant's process: there is no network, and no privacy boundary either."""
+"""Serves a model inside the tenant's own process, without a network and therefore without a privacy boundary."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ def serve_in_process(model: str, weights: WeightsKind = "int8", base_layers: str
     """Loads a model and serves it to this process.
 
     Args:
-        model: see `provider serve --model`.
-        weights: see `--weights`.
-        base_layers: see `--base-layers`.
+        model: name, path or hub id, as for `provider serve --model`.
+        weights: `int8` or `native`, as for `--weights`.
+        base_layers: patterns of layers, as for `--base-layers`; None serves all.
+
+    Returns:
+        The model, ready for calls.
 
     Raises:
-        ConfigurationError: the model is unknown, or there is nothing to serve.
+        ConfigurationError: the model is unknown, or it has no layer to serve.
     """
-    with quiet_transformers():  # The tenant's own log level and progress bars are as before when this returns.
+    with quiet_transformers():  # This restores the tenant's own log level and progress bars at its end.
         return ServedModel(serve_model(load(resolve(model)), weights, base_layers))

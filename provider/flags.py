@@ -1,7 +1,8 @@
-"""The flags of a command, made from its settings, so that each setting is described once: in provider/config.py.
+"""Makes the flags of a command from its settings, so that each setting is described once: in provider/config.py.
 
-Every setting that has a description is a flag, and the description is the flag's help. A flag checks no more than the
-type that a shell's word must have; what a value may be is checked with the settings, wherever it comes from.
+Every setting that has a description becomes a flag, and the description becomes the flag's help. A flag checks only the
+type of its word on the command line. Ranges and patterns are checked in the settings, so that the same checks apply to
+flags, environment variables and the YAML file.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 SHOWN = "shown"
-"""Key of a field's json_schema_extra: the default that the help shows, where that is not the setting's own."""
+"""Key in a field's json_schema_extra for the default that the help shows in place of the field's own default."""
 _TYPES_OF_WORDS = (bool, int, float, Path)
 _CONFIG = inspect.Parameter(
     "config",
@@ -26,17 +27,19 @@ _CONFIG = inspect.Parameter(
     annotation=Annotated[Path | None, typer.Option(help="YAML file with any of these settings.")],
 )
 _BEFORE_CONFIG = "threads"
-"""--config is listed after the settings that say what is served, and before this one, the first that says how."""
+"""Name of the setting before which the help lists --config. The settings above it choose what is served; this setting
+and those below it choose how."""
 
 
 def takes_settings(settings: type[BaseSettings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function of flags and config file a command that takes the flags of `settings`, and --config.
+    """Returns a decorator that makes a function a typer command with the flags of `settings`, and --config.
 
     Args:
         settings: the class whose described fields become flags.
 
     Returns:
-        A decorator for `run(flags, config)`: flags by setting's name, None where not given; config a path or None.
+        A decorator for `run(flags, config)`. `flags` maps each setting's name to the flag's value, or to None if the
+        flag was not given. `config` is the path given with --config, or None.
     """
 
     def decorate(run: Callable[[dict[str, Any], Path | None], None]) -> Callable[..., None]:
@@ -52,7 +55,7 @@ def takes_settings(settings: type[BaseSettings]) -> Callable[[Callable[..., None
 
 
 def _parameters(settings: type[BaseSettings]) -> list[inspect.Parameter]:
-    """The command's parameters, in the order of the settings."""
+    """Returns the command's parameters, in the order of the settings."""
     parameters = []
     for name, field in settings.model_fields.items():
         if name == _BEFORE_CONFIG:
@@ -71,7 +74,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _shown_default(field: FieldInfo) -> str | None:
-    """What the help says of the default; None where there is none, or none that says anything."""
+    """Returns the text that the help shows as the default; None if there is no default, or if it is off or empty."""
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     if SHOWN in extra:
         return str(extra[SHOWN])
@@ -81,7 +84,7 @@ def _shown_default(field: FieldInfo) -> str | None:
 
 
 def _type_of_word(annotation: Any) -> Any:
-    """The type that the word after a flag must have; str where only the settings can tell."""
+    """Returns the type that typer checks for a flag's word; str if only the settings can check the value."""
     options = [_bare(option) for option in get_args(annotation) if option is not NoneType]
     if NoneType in get_args(annotation) and len(options) == 1:
         annotation = options[0]
@@ -89,5 +92,5 @@ def _type_of_word(annotation: Any) -> Any:
 
 
 def _bare(annotation: Any) -> Any:
-    """The type without what pydantic is told about it."""
+    """Returns a type without its pydantic annotations."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation

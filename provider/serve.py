@@ -1,4 +1,4 @@
-"""Runs `provider serve`: from settings to a port that answers, and back to an exit code."""
+"""Runs `provider serve`: turns settings into a server, waits for a signal, and shuts everything down in order."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 _JOIN_LOOK_S = 0.05
 ENDPOINT_FILE = "endpoint"
-"""Name of the file in the state directory that tells `enroll` where the last `serve` could be reached."""
+"""Name of the file in the state directory that holds the URL of the last `serve`; `enroll` reads it."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""Numbers of mallopt's parameters, from glibc's malloc.h."""
+"""Numbers of the parameters of `mallopt`, from glibc's malloc.h."""
 _FREE_BYTES_KEPT = 64 << 20
-"""Bytes kept at the heap's free end, as malloc's own rule would. 32 MiB cost 1.4 times the processor time (product left
-out) for pages given back and taken again."""
+"""Free bytes that stay at the heap's end, the same number that malloc's own rule allows. With 32 MiB, pages were
+returned and requested again so often that the processor time, without the products, was 1.4 times as high."""
 _MAPPED_BYTES = 1 << 20
-"""Size in bytes of a chunk of the wire. A block of this size that fits nowhere in the heap is mapped, and goes back
-when it is freed."""
+"""Bytes from which a block that fits nowhere in the heap is mapped on its own, so that its memory returns to the system
+when the block is freed. It is the size of a frame's chunk on the wire."""
 _NO_SUITE_OF_OURS = "ECDHE-RSA-AES256-GCM-SHA384"
 _LOGGER = logging.getLogger(__name__)
 
 
 def serve(settings: ProviderSettings) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; SIGHUP renews the server's certificate.
+    """Serves until SIGTERM or SIGINT, then finishes the requests in flight; SIGHUP renews the server's certificate.
 
     Raises:
-        ConfigurationError, AccessError: the operator has to change something, which the message says.
+        ConfigurationError, AccessError: the provider cannot start; the message says what the operator has to change.
     """
     settings.check_exposure()
     settings.check_shards()
@@ -61,21 +61,21 @@ def serve(settings: ProviderSettings) -> None:
         refuse_tls_1_2()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
-    signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` sees the signal.
+    signal.signal(signal.SIGHUP, lambda number, frame: None)  # `_wait_for_the_end` handles SIGHUP.
     if rank:
         from provider.parallel.start import help_out
 
         return help_out(settings)
-    from provider.net.admission import Admission  # These are imported here, not above: torch takes seconds to import.
+    from provider.net.admission import Admission  # Imported here since torch takes seconds to import.
     from provider.net.server import Server
     from provider.operations.usage import FILE_NAME, UsageBook
 
     state = _open_state(settings)
-    with ExitStack() as ending:  # The last one ends first; each is done whatever came of the others.
+    with ExitStack() as ending:  # The callbacks run in reverse order, even if one of them fails.
         usage = UsageBook(None if state is None else state.path / FILE_NAME)
         tensor_port = None if settings.tensor_port == "none" else settings.tensor_port
         server = Server(settings.host, settings.port, state, settings.certificate_names, tensor_port)
-        ending.callback(server.stop)  # This is for a start that fails; otherwise the server has been stopped by then.
+        ending.callback(server.stop)  # This stops the server if the start fails.
         model = _make_model(settings)
         ending.callback(model.close)
         admission = Admission(settings.tenant_limits, settings.max_in_flight_bytes)
@@ -85,28 +85,28 @@ def serve(settings: ProviderSettings) -> None:
         ending.callback(monitor.close)
         ending.callback(usage.close)
         ending.callback(server.stop, settings.drain_s)
-        # It comes first, since what follows can take longer than the caller that stops us waits.
+        # Usage is saved early in the shutdown: a supervisor may kill this process before the later steps are done.
         ending.callback(usage.save)
         ending.callback(monitor.not_serving)
         usage.keep_saving()
         while not all(num_live for num_live, _ in service.num_replicas):
-            time.sleep(_JOIN_LOOK_S)  # A signal ends it.
+            time.sleep(_JOIN_LOOK_S)  # A signal also ends this wait.
         _announce(settings, server.port, state)
         _wait_for_the_end(server)
 
 
 def _stop(number: int, _frame: object) -> None:
     for one in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(one, signal.SIG_IGN)  # One signal is enough; a second must not cut the stop short.
+        signal.signal(one, signal.SIG_IGN)  # A second signal must not interrupt the shutdown.
     sys.exit(0)
 
 
 def _wait_for_the_end(server: Server) -> None:
-    """Waits where a signal cannot be missed; `_stop` ends the wait.
+    """Waits for signals, and misses none of them; `_stop` ends the wait.
 
-    A thread that is about to wait for a lock, but does not yet, is not woken by a signal that arrives just then: the
-    interpreter notes it and runs its handler only when the lock comes, which is never. What the interpreter writes to a
-    socket for each signal, its number, stays there until it is read.
+    A wait for a lock could miss a signal that arrives just before the wait begins: the interpreter would run the
+    signal's handler only after the lock is acquired, which never happens. So this function reads from a socket. The
+    interpreter writes the number of each signal to the socket, and the number stays there until it is read.
     """
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -122,13 +122,12 @@ def _wait_for_the_end(server: Server) -> None:
 
 
 def share_one_heap() -> None:
-    """Makes all threads use one heap, so that memory grows neither with steps nor with tenants; called before other
-    threads start.
+    """Makes all threads use one heap, so that memory grows neither with steps nor with tenants.
 
-    glibc gives each thread a heap of its own, and after the first large block is freed keeps blocks of up to 32 MiB in
-    them. A tensor passes through several threads a tenant, so many heaps came to keep holes of every size: with four
-    tenants 400 to 500 MB, and still rising (benchmarks/memory.py; docs/benchmarks_history.md, "Memory"). With another
-    libc this does nothing.
+    Callers must call this before other threads start. By default, glibc gives each thread a heap of its own. After the
+    first large block is freed, it also keeps blocks of up to 32 MiB in these heaps. A tensor passes through several
+    threads per tenant, so many heaps kept free blocks of every size: with four tenants these were 400 to 500 MB, and
+    still growing (benchmarks/memory.py; docs/benchmarks_history.md, "Memory"). With another libc this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -138,13 +137,13 @@ def share_one_heap() -> None:
 
 
 def refuse_tls_1_2() -> None:
-    """Makes gRPC's ports of this process speak TLS 1.3 alone; called before anything imports grpc, which reads this
-    then.
+    """Makes gRPC's ports of this process accept TLS 1.3 only.
 
-    gRPC for Python has no setting for the lowest version. Its list of cipher suites is for TLS 1.2 only (those of 1.3
-    are BoringSSL's own, and stay), so a list of what no provider of ours can do leaves 1.2 without any: a suite that is
-    authenticated by RSA, where the key of every server certificate is P-256 (`provider.identity.authority`). The
-    operator's own list is overruled, since any that names ECDSA opens TLS 1.2 again.
+    Callers must call this before grpc is imported, since grpc reads the environment variable at import. gRPC for Python
+    has no setting for the lowest TLS version, but it has a list of cipher suites. The list applies to TLS 1.2 only; the
+    suites of TLS 1.3 are fixed in BoringSSL. The list set here holds one suite, which needs an RSA key. Every server
+    certificate has a P-256 key (`provider.identity.authority`), so no TLS 1.2 handshake can succeed. A list of the
+    operator's own is overwritten, since any list with an ECDSA suite would allow TLS 1.2 again.
     """
     if "grpc" in sys.modules:
         _LOGGER.warning("gRPC was loaded before the provider was started: its port takes TLS 1.2 as well as 1.3")
@@ -194,7 +193,7 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
         from provider.parallel.start import lead
 
         model = lead(settings, ranks, served, recorder)
-        del served  # This rank has kept its share.
+        del served  # This rank keeps its own share of the weights.
         return_freed_memory()
         return model
     return ServedModel(served, recorder)
@@ -203,7 +202,10 @@ def _make_model(settings: ProviderSettings) -> ServedModel:
 def _make_shards(
     settings: ProviderSettings, model: ServedModel, admission: Admission, ending: ExitStack
 ) -> list[Shard]:
-    """Makes the shards, each with what computes its groups; where other processes do, this one drops its weights."""
+    """Makes the shards, with the replicas and the scheduler of each.
+
+    If other processes compute, this process drops its own copy of the weights.
+    """
     from provider.net.server import whole
 
     if settings.shards == settings.replicas == 1 and not settings.shards_elsewhere:
@@ -220,7 +222,7 @@ def _make_shards(
     model.let_weights_go()
     shards = []
     for number, (ids, replicas) in enumerate(zip(local.plan, local.replicas, strict=True)):
-        # None means that it is not known before another host has joined.
+        # With None, the scheduler starts without measurements, since no other host has joined yet.
         product = replicas[0].product if replicas else None
         try:
             scheduler = _make_scheduler(settings, model, admission, product, ids)
@@ -256,7 +258,7 @@ def _make_scheduler(
 
 
 def _num_connections(server: Server) -> tuple[int, int]:
-    """Returns how many connections of the tensor port have a stream, and how many have none."""
+    """Returns two counts of the tensor port: connections with a stream, and connections without a stream."""
     if server.tensors is None:
         return 0, 0
     status = server.tensors.status()

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tenant_sdk.generate import TemplateRefuses
     from tenant_sdk.model.planned_calls import NotFiniteWarning, check_run
     from tenant_sdk.model.remote_linear import RemoteWeightError
+    from tenant_sdk.serving.engine import Engine
     from tenant_sdk.session import AcceptedChangeWarning, NotVerifiedWarning
     from tenant_sdk.text.failures import TokenizerFailed
     from tenant_sdk.text.rows import CutWarning
@@ -67,6 +68,7 @@ __all__ = [
     "CutWarning",
     "DatasetError",
     "DeadlineExceeded",
+    "Engine",
     "FinetuneResult",
     "ForkedConnection",
     "InvalidTensor",
@@ -109,6 +111,7 @@ __all__ = [
 _MODULE_OF = {
     "AcceptedChangeWarning": "tenant_sdk.session",
     "CutWarning": "tenant_sdk.text.rows",
+    "Engine": "tenant_sdk.serving.engine",
     "NotFiniteWarning": "tenant_sdk.model.planned_calls",
     "NotPrivateWarning": "noise.gaussian_pool",
     "NotVerifiedWarning": "tenant_sdk.session",

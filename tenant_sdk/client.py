@@ -320,6 +320,37 @@ class TenantClient:
 
         return generate(self, prompt, adapter, max_new_tokens, on_text, fixed_length=fixed_length, **options)
 
+    def generate_many(
+        self,
+        prompts: Sequence[str | Iterable[Mapping[str, str]]],
+        adapters: str | Path | Sequence[str | Path | None] | None = None,
+        max_new_tokens: int | None = None,
+        progress: bool = True,
+        **options: Any,
+    ) -> list[str]:
+        """Answers many prompts at once, with an `Engine` that exists for this call only (docs/serving.md).
+
+        Args:
+            prompts: the prompts, each a text or messages as for `generate`.
+            adapters: an adapter folder for all prompts, or a list with a folder or None for each prompt; None stands
+                for the base model. All adapter folders of one call must be subfolders of one folder.
+            max_new_tokens: the most tokens of each answer; None for 128, or for fewer if the context has less room.
+            progress: whether a progress bar is shown on stderr.
+            options: options of `Engine.submit`, such as do_sample, temperature, seed, stop or fixed_length, which apply
+                to every prompt; and the options kv_dtype, kv_bytes, max_running and step_tokens of `Engine`.
+
+        Returns:
+            The answers, in the order of the prompts.
+
+        Raises:
+            ConfigurationError: a prompt, an adapter, a length or an option is impossible.
+            VeilbaseError: an answer failed. If several failed, the error of the first in the order of the prompts is
+                raised.
+        """
+        from tenant_sdk.serving.many import generate_many
+
+        return generate_many(self, prompts, adapters, max_new_tokens, progress, **options)
+
     def fetch_hints(self, backward: bool = False) -> None:
         """Fetches the hints that the lattice mask needs once per layer, with a progress bar; other masks have no hints.
 

@@ -99,10 +99,12 @@ def generate(
     model = adapted_model(session, adapter)
     num_virtual = virtual_tokens(getattr(model, "active_peft_config", None))
     inputs, attention_mask = _inputs(session, model, tokenizer, prompt, num_virtual)
-    num_new = _answer_length(max_new_tokens, inputs.shape[1], num_virtual, session.context_length)
+    num_new = answer_length(max_new_tokens, inputs.shape[1], num_virtual, session.context_length)
     settings = {"do_sample": False, "max_new_tokens": num_new, **no_guessing(), **options}
     settings["return_dict_in_generate"] = False
-    stop_ids = _stop_ids(settings.get("eos_token_id", model.generation_config.eos_token_id)) if fixed_length else ()
+    stop_ids = (
+        stop_ids_given(settings.get("eos_token_id", model.generation_config.eos_token_id)) if fixed_length else ()
+    )
     if fixed_length:
         settings |= fixed_settings()
     if on_text is not None:  # a checkpoint's generation config may set beam search, which gives no text before its end
@@ -132,7 +134,7 @@ def _processors(options: Mapping[str, Any]) -> Iterable[Any]:
     return given
 
 
-def _stop_ids(given: Any) -> tuple[int, ...]:
+def stop_ids_given(given: Any) -> tuple[int, ...]:
     """Returns the stop token ids of `eos_token_id`, which transformers takes as None, one number or several."""
     if given is None:
         return ()
@@ -149,14 +151,33 @@ def _inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids and attention mask of a prompt, each of shape (1, length). If the session pads prompts, the
     length is the session's bucket."""
+    ids, seen = prompt_tokens(session, model, tokenizer, prompt, num_virtual)
+    return torch.tensor([ids], device=model.device), torch.tensor([seen], device=model.device)
+
+
+def prompt_tokens(
+    session: TextSession, model: Any, tokenizer: Any, prompt: Any, num_virtual: int = 0
+) -> tuple[list[int], list[int]]:
+    """Returns (token ids, attention mask) of a prompt, which is padded to the bucket if the session pads prompts.
+
+    Args:
+        session: the session, which says whether prompts are padded.
+        model: the model that reads the prompt.
+        tokenizer: the session's tokenizer, or an equal one.
+        prompt: a text or messages.
+        num_virtual: the number of tokens that an adapter puts before the prompt.
+
+    Raises:
+        ConfigurationError: the prompt is empty or cannot be used, or the model's context cannot hold the bucket, the
+            number of tokens to which prompts are padded.
+    """
     if session.bucket is None:
-        inputs = encode_prompt(tokenizer, prompt)
-        return inputs.to(model.device), torch.ones_like(inputs).to(model.device)
+        ids = encode_prompt(tokenizer, prompt)[0].tolist()
+        return ids, [1] * len(ids)
     if getattr(model, "_is_stateful", False):
         raise ConfigurationError("pad_rows is not possible here: this model's state would take the padding in")
     check_fits(session.bucket, session.context_length - num_virtual - 1, " beside an answer")
-    ids, seen = padded_prompt(_ids_whatever_comes(session, prompt), session.bucket, pad_token(tokenizer))
-    return torch.tensor([ids], device=model.device), torch.tensor([seen], device=model.device)
+    return padded_prompt(_ids_whatever_comes(session, prompt), session.bucket, pad_token(tokenizer))
 
 
 def _ids_whatever_comes(session: TextSession, prompt: Any) -> list[int]:
@@ -193,7 +214,7 @@ def _check_options(max_new_tokens: int | None, on_text: Any, options: Mapping[st
         raise ConfigurationError("on_text needs num_beams=1: beam search has no text before its end")
 
 
-def _answer_length(asked: int | None, num_prompt: int, num_virtual: int, context: int) -> int:
+def answer_length(asked: int | None, num_prompt: int, num_virtual: int, context: int) -> int:
     """Returns the length limit of an answer, in tokens.
 
     Args:

@@ -1,4 +1,5 @@
-"""What a request asks for. This is apart from frames, so that code which only counts requests does not load torch."""
+"""This module defines what a request asks for. It is apart from wire/frame.py, so that code that only counts requests
+does not load torch."""
 
 from __future__ import annotations
 
@@ -7,23 +8,24 @@ from enum import IntEnum
 
 
 class Direction(IntEnum):
-    """Whether rows go through the layer, or back through its transpose."""
+    """Says whether rows go through the layer (FORWARD) or gradients go back through the layer's transpose
+    (BACKWARD)."""
 
     FORWARD = 0
     BACKWARD = 1
 
 
 class Arithmetic(IntEnum):
-    """RING multiplies int32 rows by int8 weights mod 2^32; FLOAT multiplies float32 rows by native or dequantised
-    weights."""
+    """Says how rows are multiplied. RING multiplies int32 rows by int8 weights mod 2^32; FLOAT multiplies float32 rows
+    by native or dequantised weights."""
 
     RING = 0
     FLOAT = 1
 
 
 class Purpose(IntEnum):
-    """PRODUCT adds the bias where the arithmetic has one, EFFECT is bias-free, HINT is for the ring only and takes a
-    seed."""
+    """Says which product is asked for. PRODUCT adds the bias if the arithmetic is FLOAT; EFFECT leaves the bias out;
+    HINT is for RING only and multiplies rows that the provider expands from a seed."""
 
     PRODUCT = 0
     EFFECT = 1
@@ -32,7 +34,7 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """Names the product that a request asks for. It is the unit of batching, masks and checks."""
+    """Names the product that a request asks for. Batches, masks and checks are all kept by call."""
 
     group: int
     direction: Direction

@@ -1,4 +1,4 @@
-"""Every error that a user of Veilbase can meet, in one tree.
+"""This module defines every error that a user of Veilbase can meet, in one tree.
 
     VeilbaseError
     ├── RequestError            the request itself is wrong; sending it again will not help
@@ -11,7 +11,7 @@
     │   ├── NotPermitted        the identity is revoked, or not allowed to do this
     │   └── QuotaExceeded       the tenant has too much in flight, or sends too much in a second
     ├── TransportError          the connection between the two ends failed
-    │   ├── DeadlineExceeded    no complete answer came in time
+    │   ├── DeadlineExceeded    no complete reply came in time
     │   ├── Unavailable         the provider cannot be reached or went away
     │   └── ForkedConnection    a connection was used in a forked child
     ├── ProtocolError           the peer broke wire/SPEC.md
@@ -29,13 +29,14 @@
     ├── ConfigurationError      a setting, a model name or a file that the user named cannot be used
     └── DatasetError            a row of the user's data set, named by its line, cannot be used
 
-Every message says in one line what was expected and what came, and never holds a tensor value, a secret or another
-tenant's name. Only `WireCode` and its fixed text cross the wire, never `str(exc)` (wire/SPEC.md, section 6).
+Every message says in one line what was expected and what was received. It never holds a tensor value, a secret or
+another tenant's name. What crosses the wire is a `WireCode` or a gRPC status with a fixed text, never `str(exc)`
+(wire/SPEC.md, section 6).
 
-Causes: an operating system's error, a file that cannot be parsed or an option that a library refuses is kept as
-`__cause__` (`raise ... from exc`), so that a traceback shows it. `from None` leaves it out on the way of a row
-(`noise/`, the transports, replies, the provider's engine), and wherever the cause may quote texts, tensor values, a
-secret, a peer or a file that names tenants (tests/security/test_causes.py).
+Causes: an error is raised with its cause (`raise ... from exc`) if the cause is an operating system's error, a parser's
+error about a file or a library's refusal of an option, so that a traceback shows the cause. An error is raised with
+`from None` in all code that handles rows (`noise/`, the transports, replies, the provider's engine), and wherever the
+cause may quote texts, tensor values, a secret, a peer or a file that names tenants (tests/security/test_causes.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from enum import IntEnum
 
 
 class VeilbaseError(Exception):
-    """The root of the tree: every error of Veilbase is one."""
+    """All errors of Veilbase derive from this class."""
 
 
 class RequestError(VeilbaseError):
@@ -83,7 +84,7 @@ class QuotaExceeded(AccessError):
     """The tenant has too much in flight, sends too much in a second, or opens too many calls at once."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Args: retry_s: seconds after which the same request may pass; 0 where this is not known."""
+        """Args: retry_s: seconds after which the same request may pass; 0 if this is not known."""
         super().__init__(text)
         self.retry_s = retry_s
 
@@ -93,20 +94,20 @@ class TransportError(VeilbaseError):
 
 
 class DeadlineExceeded(TransportError):
-    """No complete answer came before the request's own deadline."""
+    """No complete reply came before the request's own deadline."""
 
 
 class Unavailable(TransportError):
-    """The provider cannot be reached, went away, or has lost what one layer needs."""
+    """The provider cannot be reached, went away, or has lost what one of its layers needs."""
 
     def __init__(self, text: str, retry_s: float = 0.0) -> None:
-        """Args: retry_s: seconds after which the same request may pass; 0 where it will not pass on this stream."""
+        """Args: retry_s: seconds after which the same request may pass; 0 if it will not pass on this stream."""
         super().__init__(text)
         self.retry_s = retry_s
 
 
 class ForkedConnection(TransportError):
-    """A connection that was opened before a fork was used in the child."""
+    """A forked child used a connection that was opened before the fork."""
 
 
 class ProtocolError(VeilbaseError):
@@ -118,15 +119,15 @@ class VersionMismatch(ProtocolError):
 
 
 class MalformedFrame(ProtocolError):
-    """The peer sent bytes that are no frame, or a frame that does not fit the one before it."""
+    """The peer sent bytes that are no frame, or a frame that does not fit the previous one."""
 
 
 class ProviderChanged(ProtocolError):
-    """The provider's tokenizer, template or config is not what it was when the tenant first used it."""
+    """The provider's tokenizer, template or config is no longer what the tenant found at first use."""
 
 
 class RemoteFault(ProtocolError):
-    """The provider failed inside and says no more than that."""
+    """The provider had an internal failure and says no more than that."""
 
 
 class MaskError(VeilbaseError):
@@ -134,7 +135,7 @@ class MaskError(VeilbaseError):
 
 
 class MaskReused(MaskError):
-    """A slot was about to be used twice."""
+    """A slot (one row of a mask) was about to be used twice."""
 
 
 class MaskOverflow(MaskError):
@@ -158,7 +159,8 @@ class DatasetError(VeilbaseError):
 
 
 class WireCode(IntEnum):
-    """The number in an error reply, which carries nothing else besides the request id (wire/SPEC.md, section 6)."""
+    """Lists the numbers that an error reply may carry. Such a reply holds nothing else but a request id and, for QUOTA
+    and UNAVAILABLE, a time (wire/SPEC.md, section 6)."""
 
     INVALID_TENSOR = 1
     UNKNOWN_LAYER = 2
@@ -200,27 +202,28 @@ _TABLE: dict[WireCode, tuple[type[VeilbaseError], str]] = {
 
 
 def os_cause(exc: BaseException) -> OSError | None:
-    """The cause that may be shown where one `except` catches the operating system's errors and a parser's.
+    """Returns the cause to show in `raise ... from os_cause(exc)`, for an `except` that catches an operating system's
+    errors and a parser's errors alike.
 
     Returns:
-        `exc` where it is the operating system's, whose text names a path and a reason; None, for `raise ... from None`,
-        where it is a parser's, whose text may quote the file.
+        `exc` if the operating system raised it, since its text names a path and a reason; None if a parser raised it,
+        since its text may quote the file.
     """
     return exc if isinstance(exc, OSError) else None
 
 
 def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseError:
-    """Makes the local exception for an error frame.
+    """Returns the exception that this side raises for an error frame.
 
     Args:
-        code: the peer's number; an unknown one becomes `RemoteFault`.
-        request_id: shown to the user, so that an operator can find the request in the provider's log.
-        retry_ms: the time that a frame with QUOTA or UNAVAILABLE names.
+        code: the number that the peer sent; an unknown number gives `RemoteFault`.
+        request_id: the request's id, shown to the user, so that an operator can find the request in the provider's log.
+        retry_ms: the milliseconds that a frame with QUOTA or UNAVAILABLE names, after which the same request may pass.
 
     Returns:
         An exception of the tree above with this side's own text; nothing of the text comes from the peer.
     """
-    # The error is about the stream, and so about the identity that opened it.
+    # An error with request id 0 is about the stream, and so about the identity that opened the stream.
     if code == WireCode.NOT_PERMITTED and request_id == 0:
         return NotPermitted(REVOKED)
     known = code in WireCode._value2member_map_
@@ -232,7 +235,8 @@ def error_from_code(code: int, request_id: int, retry_ms: int = 0) -> VeilbaseEr
 
 
 def code_of(exc: BaseException) -> WireCode:
-    """Returns the number that stands for `exc` on the wire; anything outside the table is INTERNAL."""
+    """Returns the number that stands for `exc` on the wire; an exception outside the table gives INTERNAL, or MALFORMED
+    if it is a `ProtocolError`."""
     for code, (kind, _) in _TABLE.items():
         if isinstance(exc, kind):
             return code

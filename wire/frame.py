@@ -1,7 +1,8 @@
-"""The frames of the tensor stream: a fixed 48-byte header followed by raw bytes (wire/SPEC.md, section 3).
+"""This module packs and parses the frames of the tensor stream: a fixed 48-byte header followed by raw bytes
+(wire/SPEC.md, section 3).
 
-This module guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no
-buffer is allocated before the caller has checked the header. It does not guarantee which peer sent a frame; TLS does.
+It guarantees that `parse` and `Assembler` raise nothing but `wire.errors`, whatever bytes come, and that no buffer is
+allocated before the caller has checked the header. It does not guarantee which peer sent a frame; TLS does.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAGIC = b"VEIL"
 _HEADER = struct.Struct("<BBBBIQIIQQIHH")
 HEADER_BYTES = _HEADER.size
 ITEM_BYTES = 4
-"""Size in bytes of one number of a tensor. Both arithmetics send four-byte numbers: int32 in the ring, float32
+"""The bytes of one number of a tensor. Both arithmetics send four-byte numbers: int32 in the ring, float32
 otherwise."""
 
 with warnings.catch_warnings():
@@ -40,7 +41,7 @@ with warnings.catch_warnings():
 
 
 class FrameType(IntEnum):
-    """The frame types of the protocol; the values are the numbers on the wire."""
+    """Lists the frame types of the protocol; the values are the numbers on the wire."""
 
     HELLO = 1
     WELCOME = 2
@@ -56,15 +57,15 @@ DTYPES = {Arithmetic.RING: torch.int32, Arithmetic.FLOAT: torch.float32}
 
 @dataclass(slots=True)
 class Header:
-    """The fixed part of every frame. Fields that a frame type does not use are zero.
+    """Holds the fixed part of every frame. Fields that a frame type does not use are zero.
 
     Attributes:
-        call: which product is asked for or answered (REQUEST and REPLY).
+        call: the product that is asked for (REQUEST) or sent (REPLY).
         rows, cols: the shape of the whole tensor, not of this chunk.
         offset, total_bytes: the position of this chunk's payload in the tensor's bytes, and how many bytes the tensor
             has.
-        deadline_ms: how long the tenant will wait, counted from the first frame on (REQUEST); in an ERROR with code
-            QUOTA or UNAVAILABLE, after how long the request may be sent again.
+        deadline_ms: in a REQUEST, how many milliseconds the tenant will wait, counted from the request's first frame;
+            in an ERROR with code QUOTA or UNAVAILABLE, after how many milliseconds the request may be sent again.
         code: the protocol version (HELLO, WELCOME) or the error number (ERROR).
     """
 
@@ -121,8 +122,7 @@ _FRAME_TYPES = {int(kind): kind for kind in FrameType}
 
 @functools.lru_cache(maxsize=4096)
 def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
-    """Returns a cached `Call`: the same few calls come again and again, and a decode step pays for every object it
-    makes."""
+    """Returns a cached `Call`. The same few calls come again and again, and a decode step pays for every new object."""
     try:
         return Call(group, Direction(direction), Arithmetic(arithmetic), Purpose(purpose))
     except ValueError:
@@ -130,12 +130,13 @@ def _call(group: int, direction: int, arithmetic: int, purpose: int) -> Call:
 
 
 def hello(kind: FrameType) -> bytes:
-    """Returns the first frame of a side: HELLO from the tenant, WELCOME from the provider."""
+    """Returns the first frame that each side sends: HELLO from the tenant, WELCOME from the provider."""
     return Header(kind, code=PROTOCOL_VERSION, total_bytes=len(MAGIC)).pack() + MAGIC
 
 
 def check_rows(call: Call, rows: Rows) -> None:
-    """Raises InvalidTensor unless a hint comes as a seed and any other call as a matrix of its arithmetic's dtype."""
+    """Raises InvalidTensor unless the rows of a call for a hint are a seed, and those of any other call a matrix of its
+    arithmetic's dtype."""
     if isinstance(rows, SeededRows) != (call.purpose is Purpose.HINT):
         raise InvalidTensor("expected a seed with a call for a hint, and rows with any other")
     if isinstance(rows, torch.Tensor) and (rows.dim() != 2 or rows.dtype != DTYPES[call.arithmetic]):
@@ -143,7 +144,7 @@ def check_rows(call: Call, rows: Rows) -> None:
 
 
 def payload_bytes(kind: FrameType, call: Call, rows: int, cols: int) -> int:
-    """Returns the byte count that the header of a REQUEST or REPLY must announce: 48 where the rows come as a seed."""
+    """Returns the byte count that the header of a REQUEST or REPLY must announce: 48 if the rows are sent as a seed."""
     if kind is FrameType.REQUEST and call.purpose is Purpose.HINT:
         return PACKED_BYTES
     return rows * cols * ITEM_BYTES
@@ -165,7 +166,7 @@ def tensor_bytes(rows: torch.Tensor) -> memoryview:
 def frames(header: Header, data: memoryview) -> Iterable[bytes | memoryview]:
     """Yields the frames of one tensor in order, each with at most CHUNK_BYTES of payload.
 
-    A tensor that fits one frame is sent as `bytes`, which gRPC wants.
+    A tensor that fits in one frame is sent as `bytes`, which gRPC requires.
     """
     if len(data) <= CHUNK_BYTES:
         return (b"".join((header.pack(), data)),)
@@ -182,17 +183,17 @@ def _chunks(header: Header, data: memoryview) -> Iterator[memoryview]:
 
 
 class Assembler:
-    """Puts the chunks of one tensor together. Callers make it after they have checked the tensor's first header."""
+    """Puts the chunks of one tensor together. Callers must first check the tensor's first header."""
 
     def __init__(self, header: Header) -> None:
-        """Args: header: the tensor's first header, already accepted by the caller."""
+        """Args: header: the tensor's first header, which the caller has checked."""
         self.header = header
         self._received = 0
         self._whole: memoryview | None = None
         self._buffer: memoryview | None = None
 
     def add(self, header: Header, payload: memoryview) -> bool:
-        """Takes the next chunk.
+        """Adds the next chunk of the tensor.
 
         Returns:
             Whether the tensor is complete.
@@ -217,7 +218,7 @@ class Assembler:
         return self._received == first.total_bytes
 
     def rows(self) -> Rows:
-        """Returns what a complete REQUEST carries: its tensor, or for a hint the seed of the rows that its header
+        """Returns the content of a complete REQUEST: its tensor or, for a hint, the seed of as many rows as its header
         announces.
 
         Raises:
@@ -236,17 +237,17 @@ class Assembler:
         return memoryview(b"") if data is None else data
 
     def tensor(self) -> torch.Tensor:
-        """Returns the complete tensor, shape (rows, cols), in the dtype of its arithmetic. It is read-only, since it
-        may view the frame.
+        """Returns the complete tensor, shape (rows, cols), in the dtype of its arithmetic. The tensor is read-only,
+        since it may view the frame.
 
-        This is only for payloads that hold the tensor's numbers; `rows` reads a request, whatever its purpose.
+        This is only for payloads that hold the tensor's numbers. For requests of any purpose there is `rows`.
         """
         return tensor(self.header, self._data())
 
 
 def tensor(header: Header, data: memoryview) -> torch.Tensor:
-    """Returns the tensor that a header and all its bytes make, shape (rows, cols). It is read-only, since it views the
-    bytes."""
+    """Returns the tensor that a header describes, shape (rows, cols), from all its bytes. The tensor is read-only,
+    since it views the bytes."""
     dtype = DTYPES[header.call.arithmetic]
     if header.total_bytes == 0:
         return torch.empty(header.rows, header.cols, dtype=dtype, device="cpu")
@@ -254,7 +255,7 @@ def tensor(header: Header, data: memoryview) -> torch.Tensor:
 
 
 def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) -> None:
-    """Checks, before anything is allocated, the sizes that need no knowledge of the layer.
+    """Checks, before anything is allocated, the sizes that can be checked without knowing the layer.
 
     Raises:
         LimitExceeded: the header announces more rows or bytes than the limits allow.
@@ -267,6 +268,6 @@ def check_tensor_header(header: Header, max_rows: int, max_tensor_bytes: int) ->
     expected = payload_bytes(header.kind, header.call, header.rows, header.cols)
     if header.total_bytes != expected:
         raise MalformedFrame(f"{header.rows} × {header.cols} numbers do not make {header.total_bytes} bytes")
-    # A seed of 48 bytes may stand for any number of rows, so their size is checked too.
+    # A seed of 48 bytes may stand for any number of rows, so the size of the expanded rows is checked too.
     if header.rows * header.cols * ITEM_BYTES > max_tensor_bytes:
         raise LimitExceeded(f"expected a seed for at most {max_tensor_bytes} bytes of rows")

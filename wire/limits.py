@@ -1,4 +1,4 @@
-"""Sizes that both ends check before they allocate anything (wire/SPEC.md, section 4)."""
+"""This module holds the sizes that both ends check before they allocate anything (wire/SPEC.md, section 4)."""
 
 from __future__ import annotations
 
@@ -7,33 +7,35 @@ from pydantic import BaseModel, ConfigDict, Field
 MIB = 1 << 20
 
 CHUNK_BYTES = 1 * MIB
-"""Most payload bytes in one frame, 1 MiB (docs/decisions/0001-raw-frames.md); 256 KiB was no faster on loopback
-mTLS."""
+"""The most payload bytes in one frame, 1 MiB (docs/decisions/0001-raw-frames.md). Chunks of 256 KiB were no faster over
+TLS on loopback."""
 
 MAX_FRAME_BYTES = CHUNK_BYTES + 4096
-"""gRPC's message limit in bytes, set on both ends: a chunk, its header and room to spare."""
+"""The largest gRPC message in bytes that either end accepts: a chunk, its header and room to spare."""
 
 MAX_MANIFEST_BYTES = 64 * MIB
 MAX_BUNDLE_BYTES = 64 << 30
 MAX_BUNDLE_FILES = 32
 MAX_TEXT_FILE_BYTES = 128 * MIB
-"""Most bytes of a config or tokenizer file, 128 MiB, since these are read whole; safetensors files are not."""
+"""The most bytes of a config or tokenizer file, 128 MiB. Such a file is read into memory whole; a safetensors file is
+not."""
 MAX_FEATURES = 1 << 22
 MAX_GROUPS = 1 << 16
 MAX_DEADLINE_MS = 3_600_000
 MAX_RETRY_S = 60.0
-"""Longest wait in seconds that a refusal with QUOTA or UNAVAILABLE may name. A provider that names more is refusing
-(wire/SPEC.md, section 6)."""
+"""The longest wait in seconds that a provider may name when it refuses a request with QUOTA or UNAVAILABLE. A refusal
+that names a longer wait is final (wire/SPEC.md, section 6)."""
 RETRY_METADATA = "veilbase-retry-ms"
-"""Key of the trailing metadata that carries, with gRPC's status UNAVAILABLE, what retry_ms carries in a frame."""
+"""The key of gRPC's trailing metadata in which a status UNAVAILABLE names the milliseconds after which the tenant may
+try again, as an ERROR frame does in its header."""
 
 KEEPALIVE_TIME_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 
 
 class Limits(BaseModel):
-    """What one stream may ask for. The manifest announces the limits, the provider enforces them and the tenant keeps
-    them.
+    """Holds what one stream may ask for. The manifest announces the limits, the provider enforces them and the tenant
+    keeps to them.
 
     Attributes:
         max_rows: the most rows in one request.
@@ -49,5 +51,9 @@ class Limits(BaseModel):
 
 
 def deadline_s(num_bytes: int) -> float:
-    """Returns the seconds after which a request counts as lost: 30 s, plus its own and its reply's bytes at 1 MB/s."""
+    """Returns the seconds after which a request counts as lost: 30 s, plus 1 s for each megabyte that must cross.
+
+    Args:
+        num_bytes: the bytes that must cross, such as those of a request and its reply together.
+    """
     return 30.0 + num_bytes / 1e6

@@ -1,13 +1,14 @@
-"""Keeps what transformers and PEFT change for a whole process, while they build a model, away from its other threads.
+"""This module keeps what transformers and PEFT change for a whole process, while they build a model, away from other
+threads.
 
-Loading replaces methods of transformers' classes (a second load that ends meanwhile puts the wrong ones back, for good)
-and sets torch's default dtype. Log level, progress bars and warning filters belong to the whole process as well.
+Loading replaces methods of transformers' classes: if two loads overlap, the wrong methods may be put back for good.
+Loading also sets torch's default dtype. Log level, progress bars and warning filters belong to the whole process as
+well.
 
-Guarantees: inside `loading` one thread of the process builds at a time, whether it works for a tenant or for a provider
-in the same process; a model in bfloat16 that is being loaded changes the default dtype of no other thread; log level,
-progress bars and warning filters are again what they were when the last of the threads that wanted quiet leaves. A
-thread that only computes waits for nothing here. Nothing is guaranteed beside a `from_pretrained` that the user calls
-in another thread.
+Guarantees: inside `loading`, one thread of the process builds at a time, for a tenant or for a provider in the same
+process. While a model is loaded in bfloat16, the default dtype of other threads stays as it is. Log level, progress
+bars and warning filters are restored when the last thread leaves `quiet_transformers`. A thread that only computes
+waits for nothing here. Nothing is guaranteed if the user calls `from_pretrained` in another thread.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _FLOATS = frozenset({
     torch.eye, torch.linspace, torch.logspace, torch.bartlett_window, torch.blackman_window, torch.hamming_window,
     torch.hann_window, torch.kaiser_window,
 })  # fmt: skip
-"""Functions whose result has the default dtype wherever the caller names no other."""
+"""Functions whose result has the default dtype if the caller names no other."""
 _BY_VALUE = frozenset({
     torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, torch.full, torch.arange, torch.range,
 })  # fmt: skip
-"""Functions whose result has the default dtype where the numbers given are Python floats."""
+"""Functions whose result has the default dtype if the given numbers are Python floats."""
 
 
 @contextlib.contextmanager
@@ -44,8 +45,8 @@ def loading() -> Iterator[None]:
     """Lets one thread at a time build or read a model, an adapter or a tokenizer, quietly and with its own default
     dtype.
 
-    A thread inside must not wait for a lock, such as a client's, that another thread may hold while it waits for this
-    one.
+    A thread inside must not wait for a lock, such as a client's, that another thread may hold while that thread waits
+    to enter `loading`.
     """
     with _lock, quiet_transformers(), _own_default_dtype():
         yield
@@ -53,10 +54,10 @@ def loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Turns off progress bars, transformers' advice and its warnings about coming renamings, for as long as this lasts.
+    """Turns off progress bars, transformers' advice and its warnings about coming renamings while the block runs.
 
-    These settings belong to the process: the first thread that enters changes them, and the last that leaves restores
-    them.
+    These settings belong to the process: the first thread that enters changes them, and the last thread that leaves
+    restores them.
     """
     global _num_quiet, _undo_quiet
     with _quiet_lock:
@@ -91,8 +92,8 @@ def _hush() -> contextlib.ExitStack:
 class _OwnDefaultDtype(TorchFunctionMode):
     """Gives the calling thread a default dtype of its own.
 
-    torch has one default dtype for all threads, but calls a function mode only in the thread that entered it. The dtype
-    of arithmetic on integers alone, such as a quotient, stays the process's.
+    torch has one default dtype for all threads, but it calls a function mode only in the thread that entered the mode.
+    Results of arithmetic on integers alone, such as a quotient, still have the process's default dtype.
     """
 
     def __init__(self, everybodys: torch.dtype) -> None:
@@ -114,14 +115,15 @@ class _OwnDefaultDtype(TorchFunctionMode):
 
 
 def _has_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tells whether a tensor or a numpy array is among the arguments: its dtype takes precedence over any default."""
+    """Tells whether a tensor or a numpy array is among the arguments, since its dtype takes precedence over any
+    default."""
     return any(hasattr(each, "dtype") for each in (*args, *kwargs.values()))
 
 
 @contextlib.contextmanager
 def _own_default_dtype() -> Iterator[None]:
-    """Makes `torch.set_default_dtype` and `torch.get_default_dtype` of this thread mean its own dtype. Needs the
-    lock."""
+    """Makes `torch.set_default_dtype` and `torch.get_default_dtype` in this thread act on the thread's own dtype.
+    Callers must hold `_lock`."""
     loader, real_set, real_get = threading.get_ident(), torch.set_default_dtype, torch.get_default_dtype
     own = _OwnDefaultDtype(real_get())
 

@@ -1,4 +1,4 @@
-"""What a provider says about itself before any tensor moves (wire/SPEC.md, section 2).
+"""This module defines what a provider says about itself before any tensor moves (wire/SPEC.md, section 2).
 
 A parsed `Manifest` is bounded and self-consistent: shapes add up, norms lie in [1, 127·√dim], names are plain. It does
 not guarantee that the provider tells the truth; verification does.
@@ -40,14 +40,14 @@ BUNDLE_FILE_NAMES = frozenset(
         "scales.safetensors",
     }
 )
-"""The only files that a bundle may hold: none of them is code or a pickle."""
+"""The only files that a bundle may hold. None of them is code or a pickle."""
 
 _MOST_ERRORS = 100
 _Name = Field(min_length=1, max_length=512, pattern=r"^[A-Za-z0-9_.\-+, ]+$")
 _Features = Field(ge=1, le=MAX_FEATURES)
 _Norm = Field(ge=1, allow_inf_nan=False)
-"""Euclidean norm of a column or row of integers. `wire.ring.quantise.max_norms` gives no less than 1, and scales rely
-on it."""
+"""The Euclidean norm of a column or row of integers. `wire.ring.quantise.max_norms` returns no less than 1, and the
+choice of scales relies on that."""
 _Digest = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -69,7 +69,8 @@ class _Shape(_Strict):
 
     @model_validator(mode="after")
     def _norms_are_possible(self) -> _Shape:
-        # Too small a norm would make the tenant choose a scale that wraps, and wrapping leaks through faults.
+        # No int8 weight has a larger norm. This check cannot find a norm that is too small: with such a norm the tenant
+        # would choose a scale with which results wrap, and wrapping leaks data through faults.
         column, row = INT8_MAX * math.sqrt(self.in_features), INT8_MAX * math.sqrt(self.out_features)
         if self.max_column_norm > column * (1 + 1e-9) or self.max_row_norm > row * (1 + 1e-9):
             raise ValueError("a norm no int8 weight of this shape can have")
@@ -77,7 +78,8 @@ class _Shape(_Strict):
 
 
 class LayerInfo(_Shape):
-    """One base layer: y = x·W + b with W of shape (in_features, out_features), whatever the module stores."""
+    """Describes one base layer: y = x·W + b with W of shape (in_features, out_features), however the module stores
+    W."""
 
     name: str = _Name
     kind: Literal["linear", "conv1d"]
@@ -85,7 +87,8 @@ class LayerInfo(_Shape):
 
 
 class GroupInfo(_Shape):
-    """Layers that read the same input, side by side in one product. A group is the unit of every call."""
+    """Describes layers that read the same input and share one product, side by side. A group is the unit of every
+    call."""
 
     id: int = Field(ge=0, lt=MAX_GROUPS)
     name: str = _Name
@@ -101,7 +104,7 @@ class GroupInfo(_Shape):
 
 
 class BundleFile(_Strict):
-    """One file of the client bundle."""
+    """Describes one file of the bundle, which holds everything of the model except the base layers' weights."""
 
     name: str
     size_bytes: int = Field(ge=0, le=MAX_BUNDLE_BYTES)
@@ -117,7 +120,7 @@ class BundleFile(_Strict):
 
 
 class Manifest(_Strict):
-    """The model, layers, arithmetic, limits and bundle that one provider announces."""
+    """Holds the model, layers, arithmetic, limits and bundle that one provider announces."""
 
     protocol: int
     model_id: str = Field(min_length=1, max_length=512, pattern=r"^[^\p{C}\p{Zl}\p{Zp}]+$")
@@ -146,7 +149,7 @@ class Manifest(_Strict):
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Reads a peer's manifest.
+    """Returns a peer's manifest after checking it.
 
     Raises:
         VersionMismatch: the manifest names another protocol version, or none.
@@ -171,10 +174,10 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _first_error(exc: ValidationError) -> str:
-    if exc.error_count() > _MOST_ERRORS:  # A list of all of them would take a kilobyte each.
+    if exc.error_count() > _MOST_ERRORS:  # A list of all errors would take a kilobyte for each.
         return f"in {exc.error_count()} places"
     first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-    # The name of a superfluous field is the peer's own text: it must not reach a terminal.
+    # The name of a superfluous field is the peer's own text, which must not reach a terminal.
     known = first["loc"][:-1] if first["type"] == "extra_forbidden" else first["loc"]
     where = ".".join(str(part) for part in known[:4])
     return f"at {where or 'its top'}: {first['type']}"

@@ -1,7 +1,8 @@
-"""What a tenant sends in one request: rows, the seed of rows, or one row that already lies in its message.
+"""This module defines what a tenant sends in one request: rows, the seed of rows, or one row that was written into its
+message.
 
-Guarantees: a payload gives the same bytes however often it is sent, so that a retry shows no other rows; and it shows
-no numbers when it is printed. A mask makes payloads, a connection sends them, and neither asks which kind it has.
+Guarantees: a payload gives the same bytes however often it is sent, so that a retry shows no other rows. Printing a
+payload shows no numbers. A mask makes payloads and a connection sends them, and neither needs to know their kind.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from wire.ring.seeded_rows import PACKED_BYTES, Rows, SeededRows
 
 
 class Payload(Protocol):
-    """The content of one request."""
+    """Defines the content of one request."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows are asked about."""
+        """Returns how many rows the request asks about."""
         ...
 
     @property
     def cols(self) -> int:
-        """How many numbers each of these rows has."""
+        """Returns how many numbers each of these rows has."""
         ...
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes cross the wire, without headers."""
+        """Returns how many bytes cross the wire, without headers."""
         ...
 
     def check(self, call: Call) -> None:
-        """Raises `InvalidTensor` where this content does not suit the call."""
+        """Raises `InvalidTensor` if this content does not suit the call."""
         ...
 
     def rows(self, call: Call) -> Rows:
-        """Returns what the provider will read: int32 or float32 rows on the CPU, shape (num_rows, cols), not copied; or
-        their seed."""
+        """Returns what the provider will read: rows, int32 or float32, on the CPU, shape (num_rows, cols), not copied;
+        or the seed of rows."""
         ...
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
@@ -55,7 +56,7 @@ class Payload(Protocol):
 
 
 class RowsPayload:
-    """Rows as a tensor. They must not change until the reply is there."""
+    """Holds rows as a tensor. They must not change until the reply has come."""
 
     __slots__ = ("_rows", "cols", "num_bytes", "num_rows")
 
@@ -68,49 +69,51 @@ class RowsPayload:
         self.num_bytes = rows.numel() * ITEM_BYTES
 
     def check(self, call: Call) -> None:
-        """See `Payload.check`: the dtype must be that of the call's arithmetic."""
+        """Checks that the dtype is that of the call's arithmetic; see `Payload.check`."""
         frame.check_rows(call, self._rows)
 
     def rows(self, call: Call) -> torch.Tensor:
-        """See `Payload.rows`."""
+        """Returns the rows; see `Payload.rows`."""
         return self._rows
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        """See `Payload.frames`."""
+        """Returns the frames to send; see `Payload.frames`."""
         return frame.frames(header, frame.tensor_bytes(self._rows))
 
 
 class SeedPayload:
-    """The seed of rows, which the provider makes itself."""
+    """Holds the seed of rows, which the provider expands itself."""
 
     __slots__ = ("_seeded", "cols")
 
     num_bytes = PACKED_BYTES
 
     def __init__(self, seeded: SeededRows, cols: int) -> None:
-        """Args: seeded: which rows; cols: the width at which the provider makes them, which a seed does not say."""
+        """Args: seeded: the seed and its range of rows; cols: the number of columns to expand, which a seed does not
+        say."""
         self._seeded, self.cols = seeded, cols
 
     @property
     def num_rows(self) -> int:
-        """See `Payload.num_rows`."""
+        """Returns how many rows the seed stands for; see `Payload.num_rows`."""
         return self._seeded.num_rows
 
     def check(self, call: Call) -> None:
-        """See `Payload.check`: only a call for a hint carries a seed."""
+        """Checks that the call is for a hint, since no other call carries a seed; see `Payload.check`."""
         frame.check_rows(call, self._seeded)
 
     def rows(self, call: Call) -> SeededRows:
-        """See `Payload.rows`."""
+        """Returns the seed and its range; see `Payload.rows`."""
         return self._seeded
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        """See `Payload.frames`."""
+        """Returns the frames to send; see `Payload.frames`."""
         return frame.frames(header, memoryview(self._seeded.pack()))
 
 
 class MessagePayload:
-    """One row that was written where it will be sent from: a decode step sends a hundred, and each copy costs."""
+    """Holds one row that was written directly into the memory that is sent. A decode step sends a hundred rows, and
+    each copy costs time."""
 
     __slots__ = ("_message", "cols", "num_bytes", "numbers")
 
@@ -120,10 +123,10 @@ class MessagePayload:
         """Makes room for a row of four-byte numbers and for the header in front of it.
 
         Args:
-            cols: how many numbers the row has; `fits` says how many may be sent so.
+            cols: how many numbers the row has; `fits` tells whether so many fit in one frame.
 
         Attributes:
-            numbers: the row's bytes, for the mask to write.
+            numbers: a view of the row's bytes, which the mask writes to.
         """
         self.cols = cols
         self.num_bytes = cols * ITEM_BYTES
@@ -132,19 +135,20 @@ class MessagePayload:
 
     @staticmethod
     def fits(cols: int) -> bool:
-        """Tells whether a row of so many numbers fits one frame."""
+        """Tells whether a row of so many numbers fits in one frame."""
         return cols * ITEM_BYTES <= CHUNK_BYTES
 
     def check(self, call: Call) -> None:
-        """See `Payload.check`: a call for a hint carries a seed."""
+        """Checks that the call is not for a hint, which must carry a seed; see `Payload.check`."""
         if call.purpose is Purpose.HINT:
             raise InvalidTensor("expected a seed with a call for a hint")
 
     def rows(self, call: Call) -> torch.Tensor:
-        """See `Payload.rows`."""
+        """Returns the row; see `Payload.rows`."""
         return torch.frombuffer(self.numbers, dtype=frame.DTYPES[call.arithmetic]).view(1, self.cols)
 
     def frames(self, header: Header) -> Iterable[bytes | memoryview]:
-        """See `Payload.frames`: the one frame is this memory, and its header is written here."""
+        """Writes the header into the message's memory and returns that memory as the one frame; see
+        `Payload.frames`."""
         self._message[:HEADER_BYTES] = header.pack()
         return (memoryview(self._message),)

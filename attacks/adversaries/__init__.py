@@ -1,1 +1,1 @@
-"""The adversaries, one in each file; none of these modules can import a tenant, a mask or the truth."""
+"""This package holds the adversaries, one per file. None of its modules may import a tenant, a mask or the truth."""

@@ -1,14 +1,16 @@
-"""`tiny-error`: a lattice mask whose error is 0 or 1 falls to linearisation.
+"""Implements `tiny-error`: recovers the secret of a lattice mask whose errors are all 0 or 1, by linearisation.
 
-With e in {0, 1}, e(e − 1) = 0 for e = z − ⟨m, s⟩. Modulo a power of two this is of use only after halving:
-e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, where w_i = 1 iff s_i = −1, and p_ij = s_i·s_j:
+A number of a mask is z = ⟨m, s⟩ + e mod 2^32 with a public m, a secret s and an error e. If e is 0 or 1, then
+e(e − 1) = 0 for e = z − ⟨m, s⟩. Modulo a power of two this equation is of use only after it is halved:
+e(e − 1)/2 = 0 mod 2. For a ternary s write s_i² = s_i + 2·w_i, with w_i = 1 iff s_i = −1, and p_ij = s_i·s_j. Then
 
-    (z² − z)/2 + Σ ((m_i + m_i²)/2 − z·m_i)·s_i + Σ m_i²·w_i + Σ_{i<j} m_i·m_j·p_ij = 0 mod 2,
+    (z² − z)/2 + Σ ((m_i + m_i²)/2 − z·m_i)·s_i + Σ m_i²·w_i + Σ_{i<j} m_i·m_j·p_ij = 0 mod 2.
 
-linear in n(n + 3)/2 unknown bits: s_i mod 2 is its support and w_i its sign. A candidate is checked mod 2^32.
+This is linear in n(n + 3)/2 unknown bits: s_i mod 2 says whether s_i is zero, and w_i gives its sign. A candidate is
+checked mod 2^32.
 
-Source: Arora, Ge, "New algorithms for learning with errors in presence of noise", ICALP 2011, section 3; with an
-error of η values the degree is η and the unknowns are about n^η/η!, out of reach at σ = 3.2.
+Source: Arora, Ge, "New algorithms for learning with errors in presence of noise", ICALP 2011, section 3. If an error
+can have η values, the degree is η and there are about n^η/η! unknowns, which is out of reach at σ = 3.2.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import View
 
 MOST_DIMENSION = 32
-"""The largest dimension that is tried: it has 560 unknowns, and one guess takes tens of milliseconds."""
+"""The largest dimension that is tried. It gives 560 unknowns, and one guess takes tens of milliseconds."""
 SURPLUS = 32
 BUDGET = 1 << 22
-"""Work for all guesses together, of which each takes unknowns² units: enough for 20 guesses at dimension 32, 2,000 at
-8."""
+"""The work that all guesses together may take. One guess takes unknowns² units, so this is enough for 13 guesses at
+dimension 32 and 2,000 at dimension 8."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Opens blocks that have enough rows of known, or zero, plaintext; toy dimensions only."""
+    """Unmasks blocks that have enough rows of known or zero plaintext; tries toy dimensions only."""
     claims: list[Claim] = []
     left = BUDGET
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
@@ -49,7 +51,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
-    """Tries windows of a stream within a budget; returns the units that it used."""
+    """Tries windows of a stream within a budget; returns the units of work that were used."""
     num_unknowns = public.dimension * (public.dimension + 3) // 2
     num_rows = -(-(num_unknowns + SURPLUS) // stream.num_features)
     if num_rows > min(public.degree, len(stream.rows)):
@@ -70,17 +72,17 @@ def _open(stream: Stream, public: PublicMatrix, budget: int) -> int:
 
 
 def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | None:
-    """Returns the ternary s with masks − M·s in {0, 1} everywhere; None where there is none, or M has no full rank.
+    """Returns the ternary s with masks − M·s in {0, 1} everywhere; None if there is none, or M does not determine it.
 
     Args:
         equations: M, int64, shape (num_equations, n).
-        masks: int64, shape (num_equations,).
+        masks: the mask's numbers for a guessed plaintext, int64, shape (num_equations,).
 
     Returns:
-        int64, shape (n,).
+        The secret s, int64, shape (n,).
     """
     if not bool(masks.any()):
-        return None  # rows of zeros are not masked at all
+        return None  # rows that are zero as sent were not masked at all
     n = equations.shape[1]
     m, z = equations.remainder(4).numpy(), masks.remainder(4).numpy()[:, None]
     first, second = _pairs(n)
@@ -97,7 +99,7 @@ def find_secret(equations: torch.Tensor, masks: torch.Tensor) -> torch.Tensor | 
 
 @functools.cache
 def _pairs(n: int) -> tuple[list[int], list[int]]:
-    """Returns i and j of all i < j < n."""
+    """Returns all pairs i < j < n, as the list of every i and the list of every j."""
     pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
     return [i for i, _ in pairs], [j for _, j in pairs]
 

@@ -1,11 +1,13 @@
 """Recovers what an adapter adds to q, k and v from an attention layer's input and output alone.
 
-v: where q and k are not adapted, attention mixes values in a known way, which is linear in W_v. Otherwise position 0
-helps, which attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear; that needs as many different first tokens as the
-layer has inputs. q and k: with v known, `attention_scores` reads them from the softmax. Where there are too few tokens
-for that, or heads that are too wide, the outputs are a smooth function of the weights and adapters are small, so
-descent from the public weights finds them up to the change that leaves q·k unchanged; where first tokens do not suffice
-for v, the descent is over all three together.
+For v: if q and k are not adapted, attention mixes values in a known way that is linear in W_v. Otherwise position 0
+helps: it attends only to itself, so a₀ = x₀ (W_v + ΔW_v) is linear. That needs as many different first tokens as the
+layer has inputs.
+
+For q and k: if v is known, `attention_scores` reads q and k from the softmax. If there are too few tokens for that, or
+if heads are too wide, q and k are found by descent from the public weights: the outputs are a smooth function of the
+weights, and adapters are small. The descent finds them up to a change that leaves q·k as it is. If first tokens do not
+suffice for v, the descent is over all three together.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 
 _FIRST_STEPS, _MAX_STEPS = 40, 250
 _HOPELESS = 0.1
-"""Relative error after the first steps from which on the descent is given up: the rows are not an attention's
-output."""
+"""The descent is given up if the relative error is not below this after the first steps: such rows are not the output
+of attention."""
 _HISTORY = 50
 
 
 @dataclass(frozen=True)
 class Heads:
-    """W + ΔW of the three projections, each (hidden, out_features), and how well they explain the outputs.
+    """Holds W + ΔW of the three projections, each (hidden, out_features), and how well they explain the outputs.
 
     Attributes:
         error: ‖predicted − seen‖ / ‖seen‖ over all attention outputs.
@@ -41,7 +43,7 @@ class Heads:
 def fit_first_position(
     block: Block, model: PublicModel, given: torch.Tensor, outputs: torch.Tensor
 ) -> torch.Tensor | None:
-    """Returns W_v + ΔW_v from position 0 of many prompts, or None where their first tokens differ too little.
+    """Returns W_v + ΔW_v from position 0 of many prompts, or None if their first tokens differ too little.
 
     Args:
         given: the attention's input at position 0, shape (num_prompts, hidden).
@@ -61,7 +63,7 @@ def fit_first_position(
 def fit_values(
     block: Block, model: PublicModel, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> Heads:
-    """Fits W_v where q and k are the public ones: attention is then a known mixture of the values, and linear in W_v.
+    """Fits W_v with the public q and k: attention is then a known mixture of the values, which is linear in W_v.
 
     Args:
         block, model: the block and the public model.
@@ -94,7 +96,7 @@ def tried(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> Heads:
-    """Returns these weights of q, k and v with their error."""
+    """Returns these weights of q, k and v together with the error that they leave."""
     missed = size = 0.0
     with torch.no_grad():
         for rows, seen in _batches(given, outputs):
@@ -115,9 +117,10 @@ def _mix(block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows
 def _queries_and_keys(
     block: Block, model: PublicModel, weights: Sequence[torch.Tensor], rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns queries and keys with their positions, each of shape (num_prompts, num_heads, num_tokens, head_dim).
+    """Returns queries and keys, with rotary positions if the model has them, each of shape (num_prompts, num_heads,
+    num_tokens, head_dim).
 
-    Args: weights: those of q and k."""
+    Args: weights: the weights of q and k."""
     q, k = (_heads(layer, weight, model, rows) for layer, weight in zip((block.q, block.k), weights, strict=True))
     if model.rope_theta:
         q, k = _rotate(q, model.rope_theta), _rotate(k, model.rope_theta)
@@ -125,7 +128,7 @@ def _queries_and_keys(
 
 
 def _heads(layer: Layer, weight: torch.Tensor, model: PublicModel, rows: torch.Tensor) -> torch.Tensor:
-    """Returns a projection of the rows by head, shape (num_prompts, heads, num_tokens, head_dim)."""
+    """Returns a projection of the rows, split by head, shape (num_prompts, heads, num_tokens, head_dim)."""
     out = rows @ weight
     out = out if layer.bias is None else out + layer.bias
     return out.view(*rows.shape[:2], -1, model.head_dim).transpose(1, 2)
@@ -138,12 +141,12 @@ def fit_all(
     outputs: Sequence[torch.Tensor],
     v: torch.Tensor | None = None,
 ) -> Heads:
-    """Descends from the public weights until the outputs are explained.
+    """Fits q and k, and v if it is not given, by descent from the public weights.
 
     Args:
         given: for each prompt the attention's input, shape (num_tokens, hidden).
         outputs: for each prompt o_proj's input, shape (num_tokens, num_heads · head_dim).
-        v: W_v + ΔW_v where it is known already.
+        v: W_v + ΔW_v if it is known already.
     """
     start = [block.q.weight, block.k.weight, *([block.v.weight] if v is None else [])]
     deltas = [torch.zeros(weight.shape, dtype=weight.dtype, requires_grad=True) for weight in start]
@@ -162,12 +165,12 @@ def fit_scales(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> Heads:
-    """Fits weights of q, k and v that are known up to a factor for each output, as BOFT trains them.
+    """Fits weights of q, k and v that are known up to one factor for each output, such as BOFT trains.
 
-    Those of v come from position 0 in closed form; those of q and k are found by descent.
+    The factors of v come from position 0 in closed form. The factors of q and k are found by descent.
 
     Args:
-        weights: the weights of q, k and v, with all factors one.
+        weights: the weights of q, k and v, with every factor set to one.
         given, outputs: as in `fit_all`.
     """
     v = weights[2] * _first_factors(block, model, weights[2], given, outputs)
@@ -185,10 +188,10 @@ def _first_factors(
     given: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Returns v's factors from position 0, which attends to itself alone; 1 where the result is not positive."""
+    """Returns a factor for each output of v, from position 0, which attends to itself alone; 1 if not positive."""
     values = torch.stack([rows[0] for rows in given]) @ weight
     seen = torch.stack([rows[0] for rows in outputs]).view(len(outputs), model.num_kv_heads, -1, model.head_dim)
-    seen = seen.mean(dim=2).reshape(values.shape)  # heads that share one of v's see the same values
+    seen = seen.mean(dim=2).reshape(values.shape)  # heads of q that share a head of v see the same values
     seen = seen if block.v.bias is None else seen - block.v.bias
     factors = (seen * values).sum(dim=0) / values.pow(2).sum(dim=0).clamp_min(1e-300)
     return torch.where(factors > 0, factors, torch.ones_like(factors))
@@ -202,7 +205,7 @@ def _descend(
     parameters: list[torch.Tensor],
     weights: Callable[[], Sequence[torch.Tensor]],
 ) -> Heads:
-    """Minimises the misfit of the outputs with L-BFGS; `weights` makes those of q, k and v from the parameters."""
+    """Minimises the misfit of the outputs with L-BFGS; `weights` computes weights of q, k and v from `parameters`."""
     size = sum(float(one.pow(2).sum()) for one in outputs)
     batches = _batches(given, outputs)
     optimizer = torch.optim.LBFGS(
@@ -227,7 +230,7 @@ def _descend(
 
 
 def _batches(given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Puts prompts of one length together: shapes (num_prompts, num_tokens, features)."""
+    """Joins prompts of one length; returns (inputs, outputs), each of shape (num_prompts, num_tokens, features)."""
     lengths = sorted({rows.shape[0] for rows in given})
     return [
         (
@@ -246,7 +249,7 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
         rows: the normed input, shape (num_prompts, num_tokens, hidden).
 
     Returns:
-        Shape (num_prompts, num_tokens, num_heads · head_dim).
+        The mixed values, shape (num_prompts, num_tokens, num_heads · head_dim).
     """
     num_prompts, num_tokens, _ = rows.shape
     q, k = _queries_and_keys(block, model, weights[:2], rows)
@@ -256,18 +259,20 @@ def attention(block: Block, model: PublicModel, weights: Sequence[torch.Tensor],
 
 
 def _rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
-    """Applies rotary positions 0, 1, ... as transformers does: in halves, not pairs. Shape (..., num_tokens,
-    head_dim)."""
+    """Applies rotary positions 0, 1, … to x, shape (..., num_tokens, head_dim).
+
+    The rotation is that of transformers: it pairs the halves of a head, not adjacent numbers.
+    """
     return turn(x, theta, torch.arange(x.shape[-2], dtype=x.dtype))
 
 
 def rotate_at(x: torch.Tensor, theta: float, position: int) -> torch.Tensor:
-    """Does the same for rows that are all at one position."""
+    """Applies one rotary position to every row of x, shape (..., num_rows, head_dim)."""
     return turn(x, theta, torch.full((1,), float(position), dtype=x.dtype))
 
 
 def turn(x: torch.Tensor, theta: float, positions: torch.Tensor) -> torch.Tensor:
-    """Applies rotary positions to rows, shape (..., num_rows, head_dim), that are at `positions`, shape (num_rows,)."""
+    """Applies the rotary positions, shape (num_rows,), to the rows of x, shape (..., num_rows, head_dim)."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
     cos, sin = angles.cos(), angles.sin()

@@ -1,14 +1,15 @@
 """Recovers W_q and W_k of an attention layer from the probabilities of its softmax.
 
-The input of o_proj is, for each head, probabilities times values. With the values known, the probabilities of token t
-are a non-negative least-squares problem with t + 1 unknowns that add up to one and head_dim equations, so that tokens
-up to position head_dim have one solution. The logarithm of the ratio of two of them is a difference of scores, q_t·(k_s
-− k_r)/√head_dim: linear in W_q while k is known, and in W_k while q is. Where both were changed, the search is over W_k
-with the best W_q for each (variable projection); solving for one after the other converges too slowly.
+For each head, the input of o_proj is probabilities times values. If the values are known, the probabilities of token t
+are a non-negative least-squares problem: t + 1 unknowns that add up to one, and head_dim equations. So tokens up to
+position head_dim have one solution. The logarithm of the ratio of two probabilities is a difference of scores,
+q_t·(k_s − k_r)/√head_dim. It is linear in W_q while k is known, and in W_k while q is known. If both were changed, the
+search is over W_k, with the best W_q for each W_k (variable projection). Solving for one after the other converges too
+slowly.
 
-Only the effect of q·k on a softmax is determined: W_q·G and W_k·G⁻ᵀ explain the outputs as well for any G that commutes
-with the positions. Steps are damped, so that the result is near the public weights. The file does nothing for wide
-heads, whose systems have more than `_MAX_NUMBERS` numbers: they are left to the descent of attention.py.
+A softmax determines only the effect of q·k: W_q·G and W_k·G⁻ᵀ explain the outputs as well for any G that commutes with
+the rotary positions. Steps are damped, so that the result is near the public weights. Wide heads, whose systems have
+more than `_MAX_NUMBERS` numbers, are left to the descent of attention.py.
 Source: our derivation, from the definition of attention; the search after Kaufman, BIT 15 (1975).
 """
 
@@ -26,37 +27,38 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 _MAX_NUMBERS = 1 << 25
 """The most numbers in a dense system of equations: a quarter of a GB."""
 _SPARE = 1.05
-"""The fewest equations for each unknown: fewer would fit anything."""
+"""The fewest equations per unknown; with fewer, anything would fit."""
 _EXPLAINED = 1e-4
-"""The largest error of the probabilities, relative to the outputs that they were read from, at which a change of q or k
-alone explains them."""
+"""The largest error of the probabilities, relative to the outputs that they were read from, at which a change of q
+alone or of k alone explains them."""
 _SWEEPS = 300
-"""Sweeps of coordinate descent over the few systems whose free solution is negative."""
+"""The number of sweeps of coordinate descent over the few systems whose free solution has negative numbers."""
 _LEAST_PROBABILITY = 1e-7
-"""The smallest probability of a pair that is used: a smaller one is only float32 rounding."""
+"""The smallest probability that is used in a ratio; a smaller one is only float32 rounding."""
 _DEPENDENT = 1e7
-"""Condition number of a system of probabilities beyond which its solution is only float32 rounding."""
+"""The condition number of a system of probabilities beyond which its solution is only float32 rounding."""
 _STEPS = 60
 _DAMPING, _RELAX, _LAST_DAMPING = 1e-3, 3.0, 1e6
 _FLOOR = 1e-11
-"""The smallest damping, relative to the diagonal: it keeps weights from moving in directions that only float32 rounding
-(1e-7, squared 1e-14) would determine, such as that of keys along 1/γ with LayerNorm."""
+"""The smallest damping, relative to the diagonal. It stops weights from moving in directions that only float32 rounding
+(1e-7, squared 1e-14) determines, such as that of keys along 1/γ with LayerNorm (γ: the norm's weight)."""
 _SETTLED = 1e-3
-"""Relative gain of a step below which the search ends."""
+"""The search ends after a step whose relative gain is below this."""
 
 
 def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention probabilities of one token: non-negative least squares, with a sum of one.
+    """Computes attention probabilities of one token by non-negative least squares, with a sum of one.
 
     Args:
         values: float64, shape (batch, num_keys, head_dim), num_keys <= head_dim + 1.
         outputs: probabilities times values, shape (batch, head_dim).
 
     Returns:
-        Non-negative probabilities, and by how much each amplifies an error of the outputs: infinite where equal values
-        leave it undetermined (a token that comes twice). Both have shape (batch, num_keys).
+        Non-negative probabilities, and the factor by which each amplifies an error of the outputs. The factor is
+        infinite if equal values leave a probability undetermined (a token that comes twice). Both have shape (batch,
+        num_keys).
     """
-    size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # gives the sum's equation the weight of the others
+    size = values.norm(dim=(1, 2)).clamp_min(1e-300)  # gives the equation of the sum the weight of the others
     matrix = torch.cat([values, size[:, None, None].expand(-1, values.shape[1], 1)], dim=2).transpose(1, 2)
     wanted = torch.cat([outputs, size[:, None]], dim=1)
     inverse = torch.linalg.pinv(matrix)
@@ -70,8 +72,8 @@ def probabilities(values: torch.Tensor, outputs: torch.Tensor) -> tuple[torch.Te
 
 
 def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Minimises ‖matrix·p − wanted‖ over p >= 0 by coordinate descent; the problem is convex, so it ends at the
-    minimum."""
+    """Minimises ‖matrix·p − wanted‖ over p >= 0 by coordinate descent. The problem is convex, so the descent ends at
+    the minimum."""
     squares, right = matrix.transpose(1, 2) @ matrix, (matrix.transpose(1, 2) @ wanted[..., None])[..., 0]
     found = start.clone()
     for _ in range(_SWEEPS):
@@ -83,11 +85,13 @@ def _non_negative(matrix: torch.Tensor, wanted: torch.Tensor, start: torch.Tenso
 
 @dataclass(frozen=True)
 class _Ratios:
-    """Differences of one head's scores.
+    """Holds differences between attention scores of one head.
 
     Attributes:
-        at, to, other: indices of the tokens whose q, k and k they are, int64, each of shape (num_ratios,).
-        seen: q_at·(k_to − k_other)/√head_dim; weights: the inverse of its error, up to a factor.
+        at, to, other: the token of the query, of the first key and of the second key; int64, each of shape
+            (num_ratios,).
+        seen: the differences q_at·(k_to − k_other)/√head_dim, shape (num_ratios,).
+        weights: the inverse of the error of `seen`, up to a factor, shape (num_ratios,).
     """
 
     at: torch.Tensor
@@ -100,7 +104,7 @@ class _Ratios:
 def solve(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns W_q + ΔW_q and W_k + ΔW_k; None where there are too few equations, or too many numbers in them.
+    """Returns W_q + ΔW_q and W_k + ΔW_k; None if there are too few equations, or too many numbers in them.
 
     Args:
         v: W_v + ΔW_v.
@@ -130,8 +134,11 @@ def solve(
 
 
 def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
-    """Returns ΔW_k without what all keys share: with LayerNorm rows do not differ along 1/γ, and a softmax ignores
-    it."""
+    """Returns ΔW_k without the part that a softmax ignores.
+
+    After LayerNorm all rows have the same component along 1/γ (γ: the norm's weight), so a change of W_k along it adds
+    the same vector to all keys.
+    """
     if block.attention_norm.bias is None:
         return delta
     way = torch.nn.functional.normalize(1 / block.attention_norm.weight, dim=0)
@@ -141,7 +148,7 @@ def _visible(delta: torch.Tensor, block: Block) -> torch.Tensor:
 def _ratios(
     block: Block, model: PublicModel, v: torch.Tensor, given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> list[_Ratios]:
-    """Returns the ratios of every head: each token's keys against the key with its largest probability."""
+    """Returns the ratios of every head; for each token, keys are compared with the key of the largest probability."""
     found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(model.num_heads)]
     starts = torch.tensor([0, *(len(one) for one in given)]).cumsum(0)
     for last in range(1, min(max(map(len, given)), model.head_dim + 1)):
@@ -168,7 +175,7 @@ def _of_one_token(share: torch.Tensor, stretched: torch.Tensor, first: torch.Ten
     used = (share > _LEAST_PROBABILITY) & (torch.arange(share.shape[1]) != at_most) & stretched.isfinite()
     prompt, to = used.nonzero(as_tuple=True)
     less, more = share[used], most[prompt, 0]
-    errors = stretched[used] / less, stretched[prompt, at_most[prompt, 0]] / more  # errors of a logarithm
+    errors = stretched[used] / less, stretched[prompt, at_most[prompt, 0]] / more  # errors of the logarithms
     weights = (errors[0].pow(2) + errors[1].pow(2)).rsqrt()
     start = first[prompt]
     return start + share.shape[1] - 1, start + to, start + at_most[prompt, 0], (less / more).log(), weights
@@ -178,16 +185,16 @@ _Solver = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _LeastSquares:
-    """A Jacobian, and least-squares steps with it."""
+    """Computes least-squares steps with a fixed Jacobian."""
 
     def __init__(self, jacobian: torch.Tensor) -> None:
         self._jacobian, self._squares = jacobian, jacobian.T @ jacobian
 
     def solver(self, damping: float) -> _Solver:
-        """Returns a function from residuals to the step, with the mean square of a column times `damping` on the
-        diagonal.
+        """Returns a function that maps residuals to the least-squares step.
 
-        Residuals have shape (num_ratios,), or (num_ratios, n) for n right sides.
+        The mean square of a column, times `damping`, is added to the diagonal. Residuals have shape (num_ratios,), or
+        (num_ratios, n) for n right sides.
         """
         squares = self._squares.clone()
         squares.diagonal().add_(damping * float(squares.diagonal().mean()))
@@ -202,7 +209,7 @@ class _LeastSquares:
 
 
 class _Group:
-    """A head of k and the heads of q that use it."""
+    """Fits one head of k and the heads of q that use it."""
 
     def __init__(
         self,
@@ -223,11 +230,11 @@ class _Group:
         self._kept: tuple[torch.Tensor, list[tuple[torch.Tensor, _Solver]]] | None = None
 
     def solve(self, size: float) -> tuple[list[torch.Tensor], torch.Tensor] | None:
-        """Returns the weights of each q and of k, each of shape (hidden, head_dim); None where both changed and rows
-        are too few.
+        """Returns the weights of each q and of k, each of shape (hidden, head_dim); None if both changed and there are
+        too few rows.
 
         Args:
-            size: the size of the outputs' numbers.
+            size: the root mean square of the outputs' numbers.
         """
         public, k = [weight for weight, _ in self._q], self._k[0]
         q, other = self._solve_q(public, k), self._solve_k(public, k)
@@ -240,7 +247,7 @@ class _Group:
         return self._together(q, k) if count >= _SPARE * unknowns else None
 
     def _together(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Runs Levenberg-Marquardt on W_k, with the best W_q for each: variable projection, in Kaufman's form."""
+        """Runs Levenberg-Marquardt on W_k, with the best W_q for each W_k: variable projection, in Kaufman's form."""
         best, damping, tighten = self._missed(q, k), _DAMPING, 2.0
         off_q, missed_off_q = self._off_q(q, k)
         for _ in range(_STEPS):
@@ -261,7 +268,7 @@ class _Group:
         return q, k
 
     def _off_q(self, q: list[torch.Tensor], k: torch.Tensor) -> tuple[_LeastSquares, torch.Tensor]:
-        """Returns the derivative by W_k and the residuals, both without the part that a change of W_q can achieve."""
+        """Returns the derivative by W_k and the residuals, both without the part that a change of W_q can explain."""
         derivatives, residuals = [], []
         of_q, of_k, missed = self._best_q(k), self._of_k(q), self._residuals(q, k)
         for (a, best), b, c in zip(of_q, of_k, missed, strict=True):
@@ -272,19 +279,19 @@ class _Group:
         return _LeastSquares(torch.cat(derivatives)), torch.cat(residuals)
 
     def _solve_q(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> list[torch.Tensor]:
-        """Solves for each W_q with k fixed, which is linear."""
+        """Solves for each W_q with k fixed, which is a linear problem."""
         parts = zip(q, self._best_q(k), self._residuals(q, k), strict=True)
         return [one + best(missed).view_as(one) for one, (_, best), missed in parts]
 
     def _best_q(self, k: torch.Tensor) -> list[tuple[torch.Tensor, _Solver]]:
-        """Returns, for each head, `_of_q` and a solver for its W_q; kept for one k, as an improved k is asked for
-        twice."""
+        """Returns, for each head, `_of_q` and a solver for its W_q. The result for the last k is kept, because an
+        improved k is used twice."""
         if self._kept is None or self._kept[0] is not k:
             self._kept = k, [(one, _LeastSquares(one).solver(_FLOOR)) for one in self._of_q(k)]
         return self._kept[1]
 
     def _solve_k(self, q: Sequence[torch.Tensor], k: torch.Tensor) -> torch.Tensor:
-        """Solves for W_k with every q fixed, which is linear."""
+        """Solves for W_k with every q fixed, which is a linear problem."""
         best = _LeastSquares(torch.cat(self._of_k(q))).solver(_FLOOR)
         return k + best(torch.cat(self._residuals(q, k))).view_as(k)
 
@@ -293,7 +300,10 @@ class _Group:
         return turn(rows, self._theta, sign * self._positions[at]) if self._theta else rows
 
     def _keys(self, k: torch.Tensor, one: _Ratios) -> torch.Tensor:
-        """Returns the difference of the two keys as W_q's output meets it, shape (num_ratios, head_dim)."""
+        """Returns the difference of the two keys, rotated so that its product with W_q's output is a score.
+
+        The result has shape (num_ratios, head_dim).
+        """
         keys = _out(self._rows, k, self._k[1])
         difference = self._turned(keys[one.to], one.to) - self._turned(keys[one.other], one.other)
         return self._turned(difference, one.at, -1.0) / self._root

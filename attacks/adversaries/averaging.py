@@ -1,10 +1,10 @@
 """Averages the messages of a prompt that is repeated under fresh noise, and cleans the mean by principal components.
 
-Messages of one group, direction and number of rows are taken for repetitions. The noise of their mean falls with the
-square root of their number; principal components of the mean below the edge of the noise's spectrum are left out. Under
-uniform noise mod 2^32 the mean says nothing, so the attack fails there. It does not tell whether messages are
-repetitions: where they are not, its claim is wrong (attacks/adversaries/principal_components.py handles several prompts
-under one mask). Source: Marchenko and Pastur, 1967, for the edge √T + √d of a noise matrix's spectrum.
+Messages of one group, direction and number of rows are assumed to be repetitions. The noise of their mean falls with
+the square root of their number. Principal components of the mean that lie below the edge of the noise's spectrum are
+left out. The attack fails under uniform noise mod 2^32, whose mean says nothing. It does not check whether messages are
+repetitions: if they are not, its claim is wrong (attacks/adversaries/principal_components.py handles several prompts
+under one mask). Source: Marchenko and Pastur, 1967, for the edge √T + √d of the spectrum of a (T, d) noise matrix.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _MOST_MESSAGES = 512
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims, for each set of messages that may be repetitions, its cleaned mean as the rows of the first few of
-    them."""
+    """Claims, for each set of messages that may be repetitions, its cleaned mean as the rows of the set's first few
+    messages."""
     sets: dict[tuple[int, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):
         if message.num_rows > 0:
@@ -40,13 +40,13 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def clean_mean(repeats: torch.Tensor) -> torch.Tensor:
-    """Returns the mean over repetitions without the principal components that noise alone would make.
+    """Returns the mean over repetitions without the principal components that noise alone would produce.
 
     Args:
         repeats: float64, shape (num_repeats, num_rows, d), at least two repetitions.
 
     Returns:
-        Shape (num_rows, d).
+        The cleaned mean, shape (num_rows, d).
     """
     num_repeats, num_rows, d = repeats.shape
     mean = repeats.mean(0)

@@ -1,7 +1,7 @@
-"""Linear systems mod 2: one elimination, many right sides.
+"""Solves linear systems mod 2; one elimination serves many right sides.
 
-Guarantees: results are exact. A right side that the matrix cannot produce is reported as inconsistent, so that noise
-passes with probability 2^-(num_equations − rank).
+Results are exact. A right side that the matrix cannot produce is reported as inconsistent. A random right side is
+consistent with probability 2^-(num_equations − rank).
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ Bits = npt.NDArray[np.uint8]
 
 
 class BinarySystem:
-    """M·x = b over GF(2) for a fixed M, reduced once.
+    """Solves M·x = b over GF(2) for a fixed M, which is reduced once.
 
     Attributes:
-        rank: the rank of M; every x is unique where it equals the number of unknowns.
+        rank: the rank of M; a solution x is unique if this equals the number of unknowns.
     """
 
     def __init__(self, matrix: Bits) -> None:
-        """Args: matrix: 0 and 1, shape (num_equations, num_unknowns)."""
+        """Reduces the matrix.
+
+        Args:
+            matrix: 0 and 1, shape (num_equations, num_unknowns).
+        """
         num_equations, self._num_unknowns = matrix.shape
         rows = _pack(np.concatenate((matrix, np.eye(num_equations, dtype=np.uint8)), axis=1))
         self.rank = _eliminate(rows, self._num_unknowns)
         wide = np.unpackbits(rows.view(np.uint8), axis=1, count=self._num_unknowns + num_equations)
-        # what elimination did to the right side, shape (num_equations, num_equations); float32 sums stay below 2^24
+        # how elimination changed the right side, shape (num_equations, num_equations); float32 sums stay below 2^24
         self._transform = wide[:, self._num_unknowns :].astype(np.float32)
 
     @property
     def has_full_rank(self) -> bool:
-        """Whether a solution is unique."""
+        """Returns whether a solution is unique."""
         return bool(self.rank == self._num_unknowns)
 
     def consistent(self, sides: Bits) -> npt.NDArray[np.bool_]:
@@ -40,13 +44,13 @@ class BinarySystem:
             sides: 0 and 1, shape (num_equations, count).
 
         Returns:
-            shape (count,).
+            bool, shape (count,).
         """
         left = self._transform[self.rank :] @ sides.astype(np.float32)
         return np.asarray(~np.any(left.astype(np.int64) & 1, axis=0))
 
     def solve(self, side: Bits) -> Bits | None:
-        """Returns the only x with M·x = side, shape (num_unknowns,); None where there is none, or more than one."""
+        """Returns the only x with M·x = side, shape (num_unknowns,); None if there is none, or more than one."""
         if not self.has_full_rank or not self.consistent(side[:, None]).all():
             return None
         solution = self._transform[: self.rank] @ side.astype(np.float32)
@@ -61,7 +65,7 @@ def _pack(bits: Bits) -> npt.NDArray[np.uint64]:
 
 
 def _eliminate(rows: npt.NDArray[np.uint64], num_columns: int) -> int:
-    """Reduces the first columns in place, pivots on top in order; returns the rank."""
+    """Reduces the first columns in place, with the rows of pivots on top in order; returns the rank."""
     octets, rank = rows.view(np.uint8), 0
     for column in range(num_columns):
         has_bit = (octets[:, column // 8] >> (7 - column % 8)) & 1

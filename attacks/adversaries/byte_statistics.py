@@ -1,17 +1,17 @@
-"""Tests whether ring messages look uniform and independent: those under a mask do, and hardly any others.
+"""Tests whether ring messages look uniform and independent, as masked messages do and hardly any others.
 
-Two things are tested for each group and direction. Chi-square: each of the four bytes against the uniform distribution
-(255 degrees of freedom). Serial correlation: each number, as int32, and each of its three lower bytes with its
-neighbours, which are the next feature of the row, the same feature of the next row, and the features before and behind
-it there. (The top byte says what the number says, up to one part in 256.) With n independent pairs the correlation has
-standard deviation 1/√n; the bound grows with the number of correlations that are tested. Means are those of uniform
-numbers, and not of the data, so that numbers that are off to one side correlate, too.
+It runs two tests on each group and direction. Chi-square compares each of the four bytes with the uniform distribution
+(255 degrees of freedom). Serial correlation compares each number, as int32, and each of its three lower bytes with its
+neighbours: the next feature of the row, the same feature of the next row, and the features before and after that one.
+(The top byte says what the number says, up to one part in 256.) With n independent pairs the correlation has standard
+deviation 1/√n. The bound grows with the number of correlations that are tested. The means that are subtracted are those
+of uniform numbers, and not those of the data, so that numbers that are off to one side correlate, too.
 
-A mask that is missing on a group or in a direction, too narrow, scaled wrongly or used for neighbouring rows or
-features shows here without any knowledge of what it hides. The test finds faults of scaling and encoding, and is no
-evidence of security: any generator's output passes, a public one's too. It does not find a mask that is used again
-further away, which `slot-reuse` does, nor one that leaves low bits unmasked where activations fill them: those look
-uniform.
+Without knowing what a mask hides, the tests show if it is missing on a group or in a direction, too narrow, scaled
+wrongly, or used for neighbouring rows or features. They find faults of scaling and encoding and are no evidence of
+security: any generator's output passes, even a public one's. They do not find a mask that is used again further away,
+which `slot-reuse` does. They do not find a mask that leaves low bits unmasked either, if activations fill these bits,
+because such bits look uniform.
 
 Source: Knuth, The Art of Computer Programming, volume 2, 3.3.1 (chi-square) and 3.3.2, J (serial correlation).
 """
@@ -31,22 +31,23 @@ from attacks.seen.public_model import PublicModel
 from attacks.seen.view import Message, View
 
 _DEVIATIONS = 12.0
-"""Standard deviations of chi-square that count as a fault: by chance less than once in 2^66 (Wilson and Hilferty's
-approximation), hence less than once in 2^46 over a million tests."""
+"""Standard deviations of chi-square that count as a fault. By chance this happens less than once in 2^66 (Wilson and
+Hilferty's approximation), hence less than once in 2^46 over a million tests."""
 FALSE_POSITIVE_BITS = 40
-"""The bound on all correlations of a view together is exceeded by chance with probability 2^-40."""
+"""Chance exceeds the bound on all correlations of a view together with probability 2^-40."""
 FEWEST = 4096
-"""Numbers below which the distribution of chi-square is not yet close to its limit."""
+"""The fewest numbers that are tested; with fewer, the distribution of chi-square is not yet close to its limit."""
 _FEWEST_PAIRS = 1024
-"""Pairs of neighbours below which a correlation is left out: from here on its tail is a normal one's, up to a
-twentieth, at 8 standard deviations (products of uniform numbers have an excess kurtosis of 0.24)."""
+"""The fewest pairs of neighbours for which a correlation is tested. From here on its tail is that of a normal
+distribution, to within a twentieth, at 8 standard deviations (products of uniform numbers have an excess kurtosis of
+0.24)."""
 _MOST_MESSAGES, _RUN = 256, 8
-"""(messages that are tested of a group and direction, length of a run): they are spread over the recording in runs,
-since neighbours may be in two messages."""
+"""At most about `_MOST_MESSAGES` messages are tested of a group and direction. They are taken in runs of `_RUN`
+messages that are spread over the recording, since neighbours may be in two messages."""
 _PARTS = 4
-"""Parts that are tested: the numbers and their three lower bytes."""
+"""The number of parts that are tested: the number itself and its three lower bytes."""
 STEPS = {"along rows": (0, 1), "along columns": (1, 0), "one place on": (1, 1), "one place back": (1, -1)}
-"""(rows, features) from a number to its neighbour, by the step's name."""
+"""Maps the name of a step to the (rows, features) from a number to its neighbour."""
 FACT = "groups whose numbers are not uniform, or not independent"
 SUMMARY = "how uniform numbers are"
 _NORMAL = NormalDist()
@@ -54,13 +55,13 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class Figures:
-    """The test values of one group and direction.
+    """Holds the test values of one group and direction.
 
     Attributes:
         num_numbers: how many numbers were tested.
-        chi_square: excess over the mean in standard deviations, by byte; float64, shape (4,).
-        serial: correlation in standard deviations, float64, shape (numbers and lower bytes, steps); NaN where there
-            are too few neighbours.
+        chi_square: excess of each byte's chi-square over its mean, in standard deviations; float64, shape (4,).
+        serial: correlations of the number and of its lower bytes, in standard deviations; float64, shape (parts,
+            steps); NaN if there are too few neighbours.
     """
 
     group: int
@@ -70,7 +71,7 @@ class Figures:
     serial: torch.Tensor = field(repr=False)
 
     def faults(self, bound: float) -> list[str]:
-        """Returns, in words, the values that chance does not explain."""
+        """Returns the names of the tests whose values chance does not explain."""
         worst = self.serial.abs().nan_to_num(0.0).amax(dim=0).tolist()
         names = [name for name, z in zip(STEPS, worst, strict=True) if z > bound]
         return ["bytes", *names] if float(self.chi_square.max()) > _DEVIATIONS else names
@@ -78,11 +79,11 @@ class Figures:
 
 @dataclass(frozen=True)
 class Uniformity:
-    """The test values of a view.
+    """Holds the test values of a view.
 
     Attributes:
-        looked_at: groups and directions with enough numbers.
-        skipped: how many numbers each of the others has.
+        looked_at: the values of groups and directions with enough numbers.
+        skipped: for each of the other groups and directions, how many numbers it has.
     """
 
     looked_at: tuple[Figures, ...]
@@ -90,22 +91,22 @@ class Uniformity:
 
     @property
     def num_serial(self) -> int:
-        """The number of correlations that were tested."""
+        """Returns the number of correlations that were tested."""
         return sum(int((~one.serial.isnan()).sum()) for one in self.looked_at)
 
     @property
     def worst_chi_square(self) -> float:
-        """The largest chi-square, in standard deviations."""
+        """Returns the largest chi-square, in standard deviations."""
         return max((float(one.chi_square.max()) for one in self.looked_at), default=0.0)
 
     @property
     def worst_serial(self) -> float:
-        """The largest correlation in absolute value, in standard deviations."""
+        """Returns the largest correlation in absolute value, in standard deviations."""
         return max((float(one.serial.abs().nan_to_num(0.0).max()) for one in self.looked_at), default=0.0)
 
     @property
     def bound(self) -> float:
-        """Standard deviations that the largest of this many correlations exceeds by chance only once in 2^40."""
+        """Returns the bound, in standard deviations, that the largest correlation exceeds by chance once in 2^40."""
         return -_NORMAL.inv_cdf(2.0**-FALSE_POSITIVE_BITS / (2 * max(self.num_serial, 1)))
 
     def faults(self) -> list[str]:
@@ -114,7 +115,7 @@ class Uniformity:
         return [f"{place} ({', '.join(words)})" for place, words in found.items() if words]
 
     def in_words(self) -> str:
-        """Returns the values beside those that chance gives for as many tests, and how much was not tested."""
+        """Returns a line of text: the values, what chance gives for as many tests, and how much was not tested."""
         count, few = 4 * len(self.looked_at), f"fewer than {FEWEST:,} numbers"
         low, high = largest_chi_squares(count)
         low_z, high_z = largest_correlations(self.num_serial)
@@ -128,13 +129,13 @@ class Uniformity:
 
 
 def largest_correlations(count: int) -> tuple[float, float]:
-    """Returns the 99% interval of the largest of so many correlations in absolute value, in standard deviations."""
+    """Returns the 99% interval of the largest of `count` correlations in absolute value, in standard deviations."""
     low, high = (-_NORMAL.inv_cdf(_tail(count, share) / 2) for share in (0.005, 0.995))
     return low, high
 
 
 def largest_chi_squares(count: int) -> tuple[float, float]:
-    """Returns the same interval for chi-squares of 255 degrees of freedom.
+    """Returns the 99% interval of the largest of `count` chi-squares of 255 degrees of freedom, in standard deviations.
 
     Source: Wilson and Hilferty, "The distribution of chi-square", PNAS 17, 1931.
     """
@@ -145,13 +146,13 @@ def largest_chi_squares(count: int) -> tuple[float, float]:
 
 
 def _tail(count: int, share: float) -> float:
-    """Returns the tail probability of one value at the bound below which the largest of `count` stays in this share of
-    cases."""
+    """Returns the tail probability of one value at a bound: the largest of `count` values stays below this bound in the
+    given share of cases."""
     return -math.expm1(math.log(share) / max(count, 1))
 
 
 class _Tally:
-    """Adds up messages of one group and direction, in order."""
+    """Adds up the messages of one group and direction, in order of arrival."""
 
     def __init__(self) -> None:
         self.num_numbers = 0
@@ -162,7 +163,7 @@ class _Tally:
         self._last: torch.Tensor | None = None
 
     def add(self, rows: torch.Tensor) -> None:
-        """Args: rows: int32, shape (num_rows, features)."""
+        """Adds a message's rows, int32, shape (num_rows, features)."""
         if rows.numel() == 0 or (self._last is not None and torch.equal(rows, self._last)):
             return  # a request that was sent again, byte by byte, is no fault of the mask
         joined = rows if self._last is None else torch.cat((self._last[-1:], rows))
@@ -178,7 +179,7 @@ class _Tally:
         self._last = rows
 
     def figures(self, group: int, direction: str) -> Figures:
-        """Returns the test values of what was added."""
+        """Returns the test values of all messages that were added."""
         expected = self.num_numbers / 256
         chi_square = ((self._counts - expected) ** 2 / expected).sum(dim=1)
         serial = self._products / (self._squares / self.num_numbers) / self._pairs.sqrt()
@@ -187,7 +188,7 @@ class _Tally:
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes, uint8, shape (num_rows, features, 4), the low byte first."""
+    """Returns the bytes of each number, uint8, shape (num_rows, features, 4), the low byte first."""
     return rows.contiguous().view(torch.uint8).view(*rows.shape, 4)
 
 
@@ -199,9 +200,9 @@ def _byte_counts(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the numbers, then their lower bytes, minus the mean of uniform ones; float32, the shape of the rows.
+    """Yields the numbers, then each of their lower bytes, minus the mean of uniform ones; float32, the shape of `rows`.
 
-    No result is zero, so that rows that hold only zeros have a correlation, too.
+    No result is zero, so that rows of zeros have a correlation, too.
     """
     yield rows.to(torch.float32) + 0.5
     for byte in range(_PARTS - 1):
@@ -209,14 +210,14 @@ def _parts(rows: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _neighbours(values: torch.Tensor, down: int, right: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns each number that has a neighbour at this step, and that neighbour."""
+    """Returns each number that has a neighbour at this step, and the neighbours in the same order."""
     height, width = values.shape[0] - down, values.shape[1] - abs(right)
     from_left, to_left = max(-right, 0), max(right, 0)
     return values[:height, from_left : from_left + width], values[down:, to_left : to_left + width]
 
 
 def look(view: View) -> Uniformity:
-    """Computes both statistics of each group and direction of the ring messages of a view."""
+    """Computes both statistics for each group and direction of the ring messages of a view."""
     streams: dict[tuple[int, str], list[Message]] = {}
     for message in view.with_tensors().select("product"):
         if message.arithmetic == "ring":
@@ -234,7 +235,7 @@ def look(view: View) -> Uniformity:
 
 
 def _spread(messages: list[Message]) -> Iterator[Message]:
-    """Yields at most about `_MOST_MESSAGES` messages."""
+    """Yields at most about `_MOST_MESSAGES` messages, in runs that are spread over the recording."""
     step = -(-len(messages) // _MOST_MESSAGES)
     return (message for place, message in enumerate(messages) if place // _RUN % step == 0)
 

@@ -1,10 +1,10 @@
 """Recovers the whole adapter of a model whose activations are visible, block by block from the embedding upwards.
 
-Tokens come from the first layer's input, residuals from `residual.py`, attention from `attention.py`, the MLP from
-`mlp.py`. A layer that its public weights already explain is reported as unchanged. Where there are too few tokens for a
-layer that was changed, the recursion ends and nothing is claimed above it. The last down_proj can be read where the
-output head is a base layer; otherwise no provider sees what comes after it, and only the gradients of a training step
-of the same adapter reveal it (`gradient_equations`).
+Tokens come from the first layer's input, residuals from `residual.py`, attention from `attention.py` and the MLP from
+`mlp.py`. A layer is reported as unchanged if its public weights already explain its rows. If there are too few tokens
+for a layer that was changed, the recursion ends and nothing is claimed above that layer. The last down_proj can be read
+if the output head is a base layer. Otherwise no provider sees what comes after that layer, and only the gradients of a
+training step of the same adapter reveal it (`gradient_equations`).
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from attacks.seen.public_model import Block, Layer, Norm, PublicModel
 from attacks.seen.view import View
 
 _UNCHANGED = 1e-5
-"""Relative error up to which public weights explain the rows: fp32 rounding of a layer leaves 1e-6 to 1e-7."""
+"""The relative error up to which public weights explain the rows; fp32 rounding of a layer leaves 1e-6 to 1e-7."""
 
 
 _ROUNDED, _ROUNDED_TWICE = 1e-4, 2e-3
-"""The same bound for rows that were rounded to the ring's integers, and for an MLP or attention between two such: the
-errors of SmolLM2 are at 3e-4."""
+"""`_UNCHANGED` in ring arithmetic: for rows that were rounded to the ring's integers, and for an MLP or attention
+between two such roundings. SmolLM2 has errors of 3e-4 there."""
 _MAX_DESCENT_S = 60.0
-"""Seconds after which nothing is claimed about layers that need a descent: on SmolLM2, where accumulated rounding makes
-one necessary, it takes minutes a block."""
+"""Seconds after which nothing is claimed about layers that need a descent. On SmolLM2, where accumulated rounding makes
+a descent necessary, it takes minutes per block."""
 _THROUGH_MLP = 10.0
-"""By what factor the error of an MLP with public weights may exceed that of the stream before it."""
+"""The factor by which the error of an MLP with public weights may exceed that of the residual stream before it."""
 _MEMBERS = 3
-"""The number of members: q, k and v."""
+"""The number of members of an attention group: q, k and v."""
 _EXPLAINED = 1e-4
 _HOPELESS = 0.3
-"""Relative misfit of a residual beyond which rows are masked: rows that are not leave 1e-4 or less, masked ones 0.6 or
+"""The relative misfit of a residual beyond which rows are masked: unmasked rows leave 1e-4 or less, masked rows 0.6 or
 more."""
 
 
 class _Stop(Exception):
-    """Ends the recursion over blocks, which cannot go on."""
+    """Is raised to end the recursion over blocks when it cannot go on."""
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
@@ -66,14 +66,17 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _is_readable(prompt: Prompt, model: PublicModel) -> bool:
-    """Whether a prompt's tokens can be read: all first rows are there, and no more than the model has positions."""
+    """Returns whether a prompt's tokens can be read.
+
+    All rows of the first layer must be recorded, and the model must have a position for each of them.
+    """
     longest = prompt.num_tokens if model.positions is None else model.positions.shape[0]
     return _is_whole(prompt, model.blocks[0].q.group) and 0 < prompt.num_tokens <= longest
 
 
 def _to_size(prompt: Prompt, model: PublicModel) -> Prompt:
-    """Scales rows that a norm layer made, which ring arithmetic shows up to a factor, to the size that the norm gave
-    them."""
+    """Scales rows that a norm layer made to the size that the norm gave them; ring arithmetic shows them only up to a
+    factor."""
     norms = {**model.normed_inputs(), **({} if model.head_group is None else {model.head_group: model.final_norm})}
     rows = {
         group: ring_scales.rescaled(norms[group], rows) if group in norms else rows
@@ -88,14 +91,14 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
     Args:
         model: the public model.
         seen: the prompts of the view.
-        scaled: whether each row comes up to a secret factor, as in ring arithmetic.
+        scaled: whether each row is known only up to a secret factor, as in ring arithmetic.
     """
     starts = [model.residual_start(lookup(prompt.rows[model.blocks[0].q.group], model)) for prompt in seen]
     stream = torch.cat(starts)
     sound = torch.ones(stream.shape[0], dtype=torch.bool)
     deadline = time.monotonic() + _MAX_DESCENT_S
     for index, block in enumerate(model.blocks):
-        # o_proj and down_proj come first: they show the factors of rows, and which rows an adversary opened wrongly
+        # o_proj and down_proj come first: they show the factors of rows, and which rows were unmasked wrongly
         after_o = _fit_o(block, seen, stream, sound, scaled)
         if after_o is not None:
             sound = after_o.sound
@@ -132,13 +135,13 @@ def _steal(model: PublicModel, seen: list[Prompt], scaled: bool) -> Iterator[Cla
 
 
 def _put(seen: list[Prompt], group: int, rows: torch.Tensor) -> list[Prompt]:
-    """Returns the prompts with other rows of one group, which are given flattened."""
+    """Returns the prompts with the rows of one group replaced; `rows` holds those of all prompts, one after another."""
     parts = rows.split([prompt.num_tokens for prompt in seen])
     return [replace(prompt, rows={**prompt.rows, group: part}) for prompt, part in zip(seen, parts, strict=True)]
 
 
 def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
-    """Returns the norm after a block, and the group that receives its output."""
+    """Returns the norm after a block, and the group that receives the norm's output."""
     if index + 1 < len(model.blocks):
         return model.blocks[index + 1].attention_norm, model.blocks[index + 1].q.group
     if model.head_group is None:
@@ -147,8 +150,8 @@ def _next(model: PublicModel, index: int) -> tuple[Norm, int]:
 
 
 def _variants(seen: list[Prompt], group: int) -> list[torch.Tensor]:
-    """Returns a group's inputs, by each of its requests in a pass: where they differ, one may be the unchanged
-    input."""
+    """Returns a group's inputs, one tensor for each of its requests in a pass. If these differ, one of them may be the
+    unchanged input."""
     found = [_rows(seen, group)]
     for place in range(min(len(prompt.repeats.get(group, ())) for prompt in seen)):
         found.append(torch.cat([prompt.repeats[group][place] for prompt in seen]))
@@ -168,7 +171,7 @@ def _rows(seen: list[Prompt], group: int) -> torch.Tensor:
 def _fit_o(
     block: Block, seen: list[Prompt], stream: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> residual.Fit | None:
-    """Fits o_proj, between the stream and the MLP's norm; returns None where too little was seen."""
+    """Fits o_proj, which lies between the stream and the MLP's norm; returns None if too little was seen."""
     try:
         given, normed = _rows(seen, block.o.group), _rows(seen, block.up[0].group)
         return _fit(block.o, given, stream, block.mlp_norm, normed, sound, scaled)
@@ -179,13 +182,13 @@ def _fit_o(
 def _fit_down(
     model: PublicModel, index: int, seen: list[Prompt], before: residual.Fit, scaled: bool
 ) -> residual.Fit | None:
-    """Fits down_proj, between `before` and the next block's norm or the head's; returns None where too little was
-    seen."""
+    """Fits down_proj, which lies between `before` and the norm of the next block or of the head; returns None if too
+    little was seen."""
     down = model.blocks[index].down
     try:
         norm, group = _next(model, index)
         given = _rows(seen, down.group)
-        # the output head gets only the last token of a prompt that is answered: such prompts are left out
+        # if generation follows a prompt, the output head gets only the prompt's last token: such prompts are left out
         whole = torch.cat([torch.full((one.num_tokens,), _is_whole(one, group)) for one in seen])
         fits = []
         for rows in _variants([one for one in seen if _is_whole(one, group)], group):
@@ -206,7 +209,7 @@ def _fit(
     sound: torch.Tensor,
     scaled: bool,
 ) -> residual.Fit:
-    """Fits the layer from tokens that are sound so far; every tensor is about all tokens."""
+    """Fits the layer from the tokens that are sound so far; every tensor has one row per token, sound or not."""
     if not bool(sound.any()):
         raise _Stop
     given, before, normed = given[sound], before[sound], normed[sound]
@@ -233,11 +236,11 @@ def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def _steal_transforms(
     model: PublicModel, block: Block, seen: list[Prompt], normed: torch.Tensor, sound: torch.Tensor, scaled: bool
 ) -> list[Claim]:
-    """Returns ΔW of methods that change a layer's input (IA3, OFT, BOFT): then q, k and v are requested one by one.
+    """Returns ΔW for methods that change a layer's input (IA3, OFT, BOFT), which request q, k and v one by one.
 
-    The input before the change is known, so the change is the linear map from it to the input of each member. Rows that
-    are scaled are assumed to be as large as before: OFT and BOFT rotate them. BOFT's factors of outputs come from the
-    attention's output, where they explain it.
+    The input before the change is known, so the change is the linear map from it to the input of q, k or v. Scaled rows
+    are assumed to be as large as before the change, because OFT and BOFT rotate them. BOFT's factors of outputs are
+    taken from the attention's output if they explain it.
     """
     if not all(len(prompt.repeats.get(block.q.group, ())) == _MEMBERS - 1 for prompt in seen):
         return []
@@ -296,7 +299,7 @@ def _steal_attention(
 def _first_values(
     block: Block, model: PublicModel, given: list[torch.Tensor], outputs: list[torch.Tensor], tolerance: float
 ) -> torch.Tensor | None:
-    """Returns W_v + ΔW_v from position 0: the public W_v where it explains it, else from
+    """Returns W_v + ΔW_v from position 0: the public W_v if it explains that position, otherwise the result of
     `attention.fit_first_position`."""
     rows, seen = torch.stack([one[:1] for one in given]), torch.stack([one[:1] for one in outputs])
     public = [layer.weight for layer in (block.q, block.k, block.v)]
@@ -308,7 +311,7 @@ def _first_values(
 def _fit_scores(
     block: Block, model: PublicModel, v: torch.Tensor | None, given: list[torch.Tensor], outputs: list[torch.Tensor]
 ) -> attention.Heads:
-    """Fits q and k from the probabilities of the softmax; the error is infinite where that cannot be done."""
+    """Fits q and k from the probabilities of the softmax; the error is infinite if that is not possible."""
     solved = None if v is None else attention_scores.solve(block, model, v, given, outputs)
     if v is None or solved is None:
         return attention.Heads(block.q.weight, block.k.weight, block.v.weight, float("inf"))

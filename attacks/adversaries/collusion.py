@@ -1,9 +1,9 @@
-"""`collusion`: the two providers of `shares` combine what they received, and have the rows.
+"""Implements `collusion`: the two providers of the mask `shares` combine what they received, and recover the rows.
 
-One received x̃ − expand(p) mod 2^32, the other the seed p in 48 bytes; the sum of the first and expand(p) is exactly
-x̃. That the two do not collude is the assumption of this mask, and this file shows what that is worth. A single view
-holds either numbers that look uniform or seeds, so on one view this adversary claims nothing, which says nothing about
-the mask.
+One provider received x̃ − expand(p) mod 2^32 (x̃: the encoded rows), the other the seed p in 48 bytes. The sum of the
+first message and expand(p) is exactly x̃. This mask assumes that the two do not collude, and this file shows what the
+assumption is worth. A single view holds either numbers that look uniform or seeds. So this adversary claims nothing on
+one view, and that says nothing about the mask.
 
 Source: docs/masks.md, "shares"; wire/SPEC.md, section 5, for expand.
 """
@@ -22,22 +22,21 @@ from wire.errors import ConfigurationError
 from wire.ring.seeded_rows import SeededRows
 
 _Key = tuple[int, str, int]
-"""(group, direction, number of rows), which both providers see of the same call."""
+"""The key of a call, which both providers see: (group, direction, number of rows)."""
 
 
 def collude(view_1: View, view_2: View) -> list[StolenRows]:
-    """Returns x̃ of every message of the first view whose seed the second view has; numbered as in the first view.
+    """Returns x̃ of every message of the first view whose seed is in the second view, numbered as in the first view.
 
-    Seeds are matched in the order of arrival among calls of one group, direction and number of rows: this is right for
+    Seeds are matched in the order of arrival among calls of one group, direction and number of rows. This is right for
     one stream of calls, such as one tenant at a time.
-    stream of calls, such as one tenant at a time.
 
     Args:
-        view_1: the view of one tenant at the provider that got masked rows.
-        view_2: the view of the same tenant at the provider that got seeds.
+        view_1: the view of one tenant at the provider that received masked rows.
+        view_2: the view of the same tenant at the provider that received seeds.
 
     Raises:
-        ConfigurationError: the two views are of different weights.
+        ConfigurationError: the two views are of different models.
     """
     if view_1.manifest.groups != view_2.manifest.groups:
         raise ConfigurationError("the two recordings are of different models: their manifests differ")

@@ -1,8 +1,8 @@
-"""The space that a layer's input rows span: an orthonormal basis, and the layer that maps the rows into it.
+"""Computes an orthonormal basis of a matrix's column space, and solves linear equations with that matrix.
 
-It is computed by two Cholesky factorisations (CholeskyQR2: Yamamoto et al., ETNA 44, 2015), a tenth of the work of a
-singular value decomposition. Where the columns are nearly dependent, that decomposition is used, and singular values
-below `_LEAST` are left out.
+The matrix holds a layer's input rows. It is decomposed by two Cholesky factorisations (CholeskyQR2: Yamamoto et al.,
+ETNA 44, 2015), which take a tenth of the work of a singular value decomposition. If the columns are nearly dependent,
+the singular value decomposition is used instead, and singular values below `_LEAST` are left out.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 
 _LEAST = 1e-12
-"""Share of the largest singular value below which others are left out."""
+"""Singular values below this share of the largest one are left out."""
 _OFF = 0.1
-"""The largest deviation from the identity that the first factorisation may leave in the Gram matrix: more means a
-condition number beyond 1e7, for which two factorisations do not suffice."""
+"""The largest deviation from the identity that the first factorisation may leave in the Gram matrix. A larger one means
+a condition number beyond 1e7, for which two factorisations do not suffice."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A = left · diag(sizes) · right, with `left` orthonormal.
+    """Holds a decomposed matrix A = left · diag(sizes) · right, with an orthonormal `left`.
 
     Attributes:
-        left: shape (num_rows, rank).
+        left: a basis of the column space, shape (num_rows, rank).
     """
 
     left: torch.Tensor
@@ -45,7 +45,7 @@ def columns(given: torch.Tensor) -> Columns:
 
 
 def _by_cholesky(given: torch.Tensor) -> Columns | None:
-    """Uses Cholesky factorisations; returns None where the columns are too nearly dependent for them."""
+    """Decomposes by Cholesky factorisations; returns None if the columns are too nearly dependent for them."""
     sizes = given.norm(dim=0)
     if given.shape[0] < given.shape[1] or not bool((sizes > 0).all()):
         return None

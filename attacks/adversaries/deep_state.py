@@ -1,9 +1,10 @@
-"""Reads prompts from a deeper layer: the second block's input, without the first layer's rows.
+"""Recovers prompts from a deeper layer: from the second block's input, without the first layer's rows.
 
-Position by position, every token of the vocabulary is appended to what was found so far and sent through the public
-first block; the token is chosen whose state has the direction nearest to the row. The adapter moves states a little and
-the right token stays the nearest. This works on rows up to a factor, so on ring rows too. What it tries is bounded by
-`_BUDGET` and `_MAX_PROMPTS`, and claims end there: the judge shows the rate over tried tokens beside their share.
+Position by position, every token of the vocabulary is appended to the tokens found so far and sent through the public
+first block. The token whose state has the direction nearest to the row is chosen. The adapter moves states only a
+little, so the right token stays the nearest. Rows need to be known only up to a factor, so the attack works on ring
+rows, too. `_BUDGET` and `_MAX_PROMPTS` bound what is tried, and claims end there. The judge shows the rate over tried
+tokens beside the share of tokens that were tried.
 Source: "Hidden No More" (ICML 2025) and SipIt (2025), which invert states of any layer in the same way.
 """
 
@@ -23,23 +24,24 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 from attacks.seen.view import View
 
 _BUDGET = 2_000_000_000_000
-"""Multiplications spent on one view: a token of SmolLM2 takes 1.7e11."""
+"""The most multiplications that are spent on one view; a token of SmolLM2 takes 1.7e11."""
 _CANDIDATES = 4096
 _MAX_PROMPTS = 16
 _DTYPE = torch.float32
 _MAX_HOPELESS = 3
-"""Prompts that may fail at their first token before all others are given up."""
+"""After this many prompts that fail at their first token, all others are given up."""
 _CHANCE = 1.3
-"""Factor of chance: a first token's best candidate must have a cosine this many times larger than the nearest of as
-many random directions has; otherwise it says nothing, and its prompt is given up."""
+"""A factor over chance. A first token's best candidate must have a cosine this many times as large as that of the
+nearest of as many random directions. Otherwise it says nothing, and its prompt is given up."""
 _WIDE = 256
-"""Hidden size from which on prompts are given up so: in few dimensions chance comes near, and trying costs little."""
+"""The hidden size from which on prompts are given up in this way. In fewer dimensions chance comes
+near to the right token's cosine, and trying is cheap."""
 
 
 def invert(rows: torch.Tensor, model: PublicModel, max_tokens: int) -> list[int]:
     """Returns token ids of the first `max_tokens` rows of the second block's input, shape (num_tokens, hidden).
 
-    It returns only one where even the first row, which follows no other, is near no candidate's state.
+    If even the first row, which follows no other, is near no candidate's state, only that row's token is returned.
     """
     found: list[int] = []
     block, norm = model.blocks[0], model.blocks[1].attention_norm
@@ -69,11 +71,12 @@ def _step(
     """Computes the first block on candidates for one position.
 
     Args:
-        embedded: shape (num_candidates, hidden).
-        keys, values: those of the tokens before, shape (num_kv_heads, position, head_dim), keys already rotated.
+        embedded: embeddings of the candidates, shape (num_candidates, hidden).
+        keys, values: keys and values of the earlier tokens, shape (num_kv_heads, position, head_dim), keys already
+            rotated.
 
     Returns:
-        States after the block, shape (num_candidates, hidden); key and value of the candidates, shape
+        States after the block, shape (num_candidates, hidden); keys and values of the candidates, each of shape
         (num_kv_heads, num_candidates, head_dim).
     """
     start = embedded if model.positions is None else embedded + model.positions[position]
@@ -93,7 +96,7 @@ def _step(
 
 
 def _heads(layer: Layer, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Returns a projection by head, shape (heads, num_candidates, head_dim)."""
+    """Returns a projection, split by head, shape (heads, num_candidates, head_dim)."""
     return layer(rows).view(rows.shape[0], -1, head_dim).transpose(0, 1)
 
 
@@ -118,8 +121,8 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _beginning(model: PublicModel) -> PublicModel:
-    """Returns what `invert` needs of the model, in lower precision: the nearest candidate does not depend on the last
-    digits."""
+    """Returns the part of the model that `invert` needs, in lower precision: the nearest candidate does not depend on
+    the last digits."""
     positions = None if model.positions is None else model.positions.to(_DTYPE)
     blocks = tuple(block.to(_DTYPE) for block in model.blocks[:2])
     return replace(model, embedding=model.embedding.to(_DTYPE), positions=positions, blocks=blocks)

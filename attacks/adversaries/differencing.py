@@ -1,8 +1,7 @@
-"""A mask used twice cancels in the difference of two messages.
+"""Computes the difference of two messages, in which a mask that was used for both cancels.
 
-It claims z − z' for a few pairs of messages of one group and direction, which is x − x' where both had the same mask.
-In
-the ring the difference is taken mod 2^32 and centred. Source: the two-time pad.
+It claims z − z' for a few pairs of messages of one group and direction. If both messages had the same mask, this is
+x − x'. In the ring the difference is taken mod 2^32 and centred. Source: the two-time pad.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _FEW_PAIRS = 8
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims differences of messages with equally many rows, of the first groups; see `Adversary.attack`."""
+    """Claims differences of messages with equally many rows, for the first few groups; see `Adversary.attack`."""
     claims: list[Claim] = []
     for messages in islice(_alike(view), _FEW_GROUPS):
         for one, other in islice(combinations(messages, 2), _FEW_PAIRS):
@@ -32,7 +31,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _alike(view: View) -> list[list[Message]]:
-    """Returns messages of one group, direction, arithmetic and number of rows, where there are two; the largest sets
+    """Returns sets of two or more messages with one group, direction, arithmetic and number of rows, the largest sets
     first."""
     found: dict[tuple[int, str, str, int], list[Message]] = defaultdict(list)
     for message in view.with_tensors().select("product"):

@@ -1,8 +1,9 @@
-"""Scores of the real-or-other game: which of two known texts is behind a message?
+"""Holds the scores of the real-or-other game, which asks which of two known texts is behind a message.
 
-Each score knows both candidates exactly, as the integers x̃ that a tenant would encode, and everything public; a
+Each score knows both candidates exactly, as the integers x̃ that a tenant would encode, and everything public. A
 positive score favours the second candidate. attacks/programs/game.py plays the game and has a control for each score:
-traffic on which that score must win. A score at 0.5 shows that this statistic finds nothing, and no more.
+traffic on which that score must win. If a score is right in half of the runs, that shows only that this statistic finds
+nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import torch
 
 _LOW_BITS = 4
 _COLUMNS = 8
-"""Features that `public_matrix` reads: 4,096 numbers of 512 rows are plenty for its control, and more cost time."""
+"""Features that `public_matrix` reads. 4,096 numbers of 512 rows are plenty for its control, and more cost time."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the adversary knows before the message comes.
+    """Holds what the adversary knows before the message comes.
 
     Attributes:
         candidates: both encoded inputs x̃, int32, shape (num_rows, features) each.
-        phases: exp(2πi·x̃/q) of both, complex64, same shapes.
-        public_hat: transforms of the public matrix's phases, complex64, shape (rank, 2·num_rows, columns).
+        phases: exp(2πi·x̃/q) of both candidates, complex64, same shapes.
+        public_hat: Fourier transforms of the public matrix's phases, complex64, shape (rank, 2·num_rows, columns).
     """
 
     candidates: tuple[torch.Tensor, torch.Tensor]
@@ -36,7 +37,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Seen:
-    """One run's view.
+    """Holds the adversary's view of one run.
 
     Attributes:
         sent: the message, int32, shape (num_rows, features), a whole block of the mask.
@@ -61,7 +62,7 @@ def known(candidates: tuple[torch.Tensor, torch.Tensor], public: torch.Tensor) -
     """
     num_rows = candidates[0].shape[0]
     forward = _phase(public[:, :_COLUMNS].reshape(-1, num_rows, min(_COLUMNS, public.shape[1])))
-    # A, then −A: multiplication by X negates the coefficient that overflows, so that 2·num_rows turns come back to A
+    # A, then −A: multiplication by X negates the coefficient that overflows, so 2·num_rows multiplications give A again
     extended = torch.cat((forward, forward.conj()), dim=1)
     phases = _phase(candidates[0]), _phase(candidates[1])
     return Known(candidates, phases, torch.fft.fft(extended, dim=1))
@@ -76,36 +77,36 @@ def _phase(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def size(known: Known, seen: Seen) -> float:
-    """Tests whether the message minus a candidate is small: compares centred squares, which one-time masks leave
+    """Compares the sizes of the message minus each candidate, as centred squares; a one-time mask makes both sizes
     alike."""
     first, second = (_squares(seen.sent - candidate) for candidate in known.candidates)
     return first - second
 
 
 def phase(known: Known, seen: Seen) -> float:
-    """Compares the first harmonic of the message minus each candidate: a mask that is not uniform mod q leaves a mean
-    cosine."""
+    """Compares the first harmonic of the message minus each candidate; a mask that is not uniform mod q leaves a mean
+    cosine that is not zero."""
     first, second = known.phases
     # Re Σ exp(i·sent)·(exp(−i·second) − exp(−i·first))
     return float(torch.vdot((second - first).flatten(), _phase(seen.sent).flatten()).real)
 
 
 def low_bits(known: Known, seen: Seen) -> float:
-    """Compares χ² of the lowest bits of the message minus each candidate: a mask on a coarse grid leaves one value."""
+    """Compares χ² of the lowest bits of the message minus each candidate; a mask on a coarse grid leaves one value."""
     first, second = (_unevenness(seen.sent - candidate) for candidate in known.candidates)
     return second - first
 
 
 def public_matrix(known: Known, seen: Seen) -> float:
-    """Compares the largest correlation, in phase, with a turned row of A: a secret with very few trits would leave
-    one."""
+    """Compares the largest correlation, in phase, of the message minus each candidate with a row of A times a power of
+    X; a secret with very few non-zero trits would leave such a correlation."""
     first, second = (_largest(known, seen.sent[:, :_COLUMNS] - each[:, :_COLUMNS]) for each in known.candidates)
     return second - first
 
 
 def difference(known: Known, seen: Seen) -> float:
-    """Tests the message minus an earlier one with a known text, mod q: small for the right candidate if masks
-    repeat."""
+    """Compares the sizes, mod q, of the message minus each candidate minus the mask of an earlier message with a known
+    text; if masks repeat, the size is small for the right candidate."""
     masks = seen.sent - seen.before + seen.before_plain  # int32 wraps, as the ring does
     first, second = (_squares(masks - candidate) for candidate in known.candidates)
     return first - second
@@ -121,7 +122,7 @@ def _unevenness(residual: torch.Tensor) -> float:
 
 
 def _largest(known: Known, residual: torch.Tensor) -> float:
-    """Returns the maximum, over rows of A and turns X^j, of Σ cos(2π(residual − X^j·A)/q)."""
+    """Returns the maximum, over rows of A and powers X^j, of Σ cos(2π(residual − X^j·A)/q)."""
     hat = torch.fft.fft(_phase(residual), n=known.public_hat.shape[1], dim=0)  # (2·num_rows, columns)
     joined = (hat * known.public_hat.conj()).sum(2)  # (rank, 2·num_rows)
     return float(torch.fft.ifft(joined, dim=1).real.max())
@@ -136,4 +137,4 @@ SCORES: Mapping[str, Score] = MappingProxyType(
         "difference": difference,
     }
 )
-"""The scores are fixed before any game is played; the report has them all, not only the best."""
+"""The scores are fixed before any game is played; the report shows all of them, not only the best."""

@@ -1,19 +1,19 @@
-"""`gradient-equations`: recovers what an adapter adds to down_proj from the gradients of a training step.
+"""Implements `gradient-equations`: recovers what an adapter adds to down_proj from the gradients of a training step.
 
-The provider receives the gradient g of down_proj's output and computes g·Wᵀ; it does not receive g·ΔWᵀ, which the
-tenant adds by itself. But the sum continues backward through the activation, m = act(gate)·up, and comes back as the
-gradients of gate and up:
+The provider receives the gradient g of down_proj's output and computes g·Wᵀ. It does not receive g·ΔWᵀ, which the
+tenant adds by itself. But the tenant propagates the sum backward through the activation, m = act(gate)·up, and
+the results come to the provider as the gradients of gate and up:
 
-    g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up,
+    g_gate = g (W + ΔW)ᵀ ∘ ∂m/∂gate,    g_up = g (W + ΔW)ᵀ ∘ ∂m/∂up.
 
-This is linear in ΔW, column by column. gate and up with their own adapters follow from the same step's forward rows
-(mlp.py). As many tokens with a gradient are needed as the layer has outputs. This also reaches the last down_proj,
-about which forward rows say nothing where the output head stays with the tenant. It claims the adapter of the latest
-step that shows one; a fresh adapter changes nothing, so nothing is claimed about it.
+These equations are linear in ΔW, column by column. gate and up with their own adapters follow from the same step's
+forward rows (mlp.py). The attack needs as many tokens with a gradient as the layer has outputs. It also reaches the
+last down_proj, about which forward rows say nothing if the output head stays with the tenant. It claims the adapter of
+the latest step that shows one. A fresh adapter changes nothing, so nothing is claimed about it.
 
-It does not recover o_proj, whose gradient comes back through a softmax; nor q, k, v, gate and up, whose gradients come
-back through a norm that divides each token by a size which is not in the step; nor anything in ring arithmetic, where
-each row has a secret factor.
+It does not recover o_proj, whose gradient comes back through a softmax. It does not recover q, k, v, gate and up, whose
+gradients come back through a norm that divides each token by a size which is not in the step. It recovers nothing in
+ring arithmetic, where each row has a secret factor.
 Source: our derivation, from the chain rule.
 """
 
@@ -33,27 +33,31 @@ from attacks.seen.public_model import Block, Layer, PublicModel
 from attacks.seen.view import View
 
 _UNCHANGED = 1e-5
-"""Relative error up to which public weights explain the gradients, as in closed_form.py."""
+"""The relative error up to which public weights explain the gradients, as in closed_form.py."""
 _EXPLAINED = 1e-3
-"""The same bound for weights that were found: unmasked rows leave 1e-5 or less, masked ones 0.1 or more."""
+"""The relative error up to which weights that the attack found explain the gradients; unmasked rows leave 1e-5 or
+less, masked rows 0.1 or more."""
 _RANK = 1e-5
-"""Share of the largest singular value up to which a direction of the gradients counts as none; float32 rounding is at
+"""Directions of the gradients count only above this share of the largest singular value; float32 rounding is at
 1e-7."""
 _NOTHING = 1e-3
-"""Share of the largest gradient below which a token has none: an opened mask leaves 1e-7 of a token without one."""
+"""A token counts as having no gradient if it is below this share of the largest one; in a token without a gradient,
+removing a mask leaves 1e-7."""
 _COLUMNS = 64
-"""Columns that are solved together."""
+"""The number of columns that are solved together."""
 _MAX_S = 60.0
-"""Seconds for gate and up of all blocks: columns that never converge would take hours on a real model."""
+"""Seconds for gate and up of all blocks; columns that never converge would take hours on a real model."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """One MLP's rows in one step, float64: inputs of (gate, up) and of down, and gradients of their outputs.
+    """Holds one MLP's rows in one step, float64: inputs of (gate, up) and of down, and gradients of their outputs.
 
     Attributes:
-        given: shape (num_tokens, hidden); inner: (num_tokens, intermediate).
-        of_up: for each of `Block.up`, shape (num_tokens, intermediate); of_down: (num_tokens, hidden).
+        given: the input of gate and up, shape (num_tokens, hidden).
+        inner: the input of down, shape (num_tokens, intermediate).
+        of_up: for each layer of `Block.up`, the gradient of its output, shape (num_tokens, intermediate).
+        of_down: the gradient of down's output, shape (num_tokens, hidden).
     """
 
     given: torch.Tensor
@@ -80,11 +84,11 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 def last_down(
     view: View, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> StolenDelta | None:
-    """Returns the last down_proj, from a step of an adapter that is known in all other layers; None where there is no
-    such step.
+    """Returns ΔW of the last down_proj, from a step of an adapter that is known in all other layers; None if there is
+    no such step.
 
     Args:
-        stolen: ΔW by layer, found from other traffic; a step is used where they explain its MLPs in both directions.
+        stolen: ΔW by layer, found from other traffic; a step is used if they explain its MLPs in both directions.
     """
     *lower, last = model.blocks
     if last.down.name in stolen or any(layer.name not in stolen for layer in last.up):
@@ -104,7 +108,8 @@ def last_down(
 def _is_of(
     step: ForwardPass, block: Block, model: PublicModel, opened: Opened | None, stolen: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Whether stolen weights explain what the step shows of a block's MLP; a block without gradients shows nothing."""
+    """Returns whether stolen weights explain a block's MLP in the step; a block without gradients counts as
+    explained."""
     rows = _read(step, block, opened)
     if rows is None or any(layer.name not in stolen for layer in (*block.up, block.down)):
         return True
@@ -118,7 +123,7 @@ def _with(layers: Sequence[Layer], stolen: Mapping[str, torch.Tensor]) -> tuple[
 
 
 def _steps(view: View) -> Iterator[ForwardPass]:
-    """Yields training steps in float arithmetic, the latest first; those of methods that change inputs are left out."""
+    """Yields training steps in float arithmetic, the latest first, except for methods that change a layer's input."""
     for step in reversed(forward_passes(view.with_tensors())):
         messages = [*step.forward.values(), *step.backward.values()]
         if step.is_training and not step.repeats and all(one.arithmetic == "float" for one in messages):
@@ -126,7 +131,7 @@ def _steps(view: View) -> Iterator[ForwardPass]:
 
 
 def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | None:
-    """Returns the block's rows; None where a part is missing, as in layers below the lowest adapted one."""
+    """Returns the block's rows; None if a part is missing, as in layers below the lowest adapted one."""
     groups = (step.forward, block.up[0].group), (step.forward, block.down.group), \
         (step.backward, block.up[0].group), (step.backward, block.down.group)  # fmt: skip
     parts = [rows_of(messages.get(group), opened) for messages, group in groups]
@@ -138,7 +143,7 @@ def _read(step: ForwardPass, block: Block, opened: Opened | None) -> _Rows | Non
 
 
 def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> tuple[Layer, ...] | None:
-    """Returns gate and up (or c_fc) with their adapters; None where the forward rows do not determine them."""
+    """Returns gate and up (or c_fc) with their adapters; None if the forward rows do not determine them."""
     if mlp.error_of(block.up, model.activation, rows.given, rows.inner) < _UNCHANGED:
         return block.up
     if not mlp.has_enough_rows(block.up, rows.given.shape[0]):
@@ -150,8 +155,11 @@ def _fit_up(block: Block, model: PublicModel, rows: _Rows, deadline: float) -> t
 
 
 def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Rows) -> torch.Tensor | None:
-    """Returns ΔW of down_proj, shape (intermediate, hidden), without what a LayerNorm hides; None where nothing
-    explains the gradients, or where they are too few. It is zero where the public weights explain them."""
+    """Returns ΔW of down_proj, shape (intermediate, hidden), without the part that a LayerNorm hides.
+
+    It is zero if the public weights explain the gradients. It is None if nothing explains the gradients, or if there
+    are too few.
+    """
     equations = _Equations(up, block.down, model.activation, rows)
     if equations.missed < _UNCHANGED:
         return torch.zeros_like(block.down.weight)
@@ -164,8 +172,11 @@ def _fit_down(block: Block, model: PublicModel, up: tuple[Layer, ...], rows: _Ro
 
 
 class _Equations:
-    """g_j = (g (W + ΔW)ᵀ) ∘ ∂m/∂j for j of gate and up. Tokens without a gradient are left out, and the others are
-    scaled to equal size: float32 rounds every row relative to itself."""
+    """Holds the equations g_j = (g (W + ΔW)ᵀ) ∘ ∂m/∂j for j of gate and up.
+
+    Tokens without a gradient are left out. The others are scaled to equal size, because float32 rounds every row
+    relative to itself.
+    """
 
     def __init__(self, up: tuple[Layer, ...], down: Layer, activation: str, rows: _Rows) -> None:
         sizes = rows.of_down.norm(dim=1)
@@ -180,12 +191,12 @@ class _Equations:
 
     @property
     def missed(self) -> float:
-        """‖predicted − seen‖ / ‖seen‖ with the public layer; NaN where there is no gradient."""
+        """Returns ‖predicted − seen‖ / ‖seen‖ with the layer as given; NaN if there is no gradient."""
         return float(self._off.norm() / self._seen.norm())
 
     @property
     def rank(self) -> int:
-        """The number of independent directions of the gradients."""
+        """Returns the number of independent directions of the gradients."""
         sizes = torch.linalg.svdvals(self._g)
         return int((sizes > sizes[0] * _RANK).sum()) if len(sizes) else 0
 

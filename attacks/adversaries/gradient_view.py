@@ -1,12 +1,12 @@
-"""`gradient-view`: reads the batch of a training step from its activations x and gradients g.
+"""Implements `gradient-view`: recovers the batch of a training step from its activations x and gradients g.
 
 Tokens come from the first layer's rows, as in layer-0 lookup. Labels come from the output head's gradient, which is
-softmax minus one-hot: the one negative number of a row shows the token that was trained on, and which rows were. Where
-a layer has both directions in float arithmetic, xᵀg is the full gradient of its weight in that step; in ring arithmetic
-each row has a secret factor, which does not affect tokens and labels and hides the sum.
+softmax minus one-hot. The one negative number of a row shows the label; a row without one was not trained on. If a
+layer has both directions in float arithmetic, xᵀg is the full gradient of its weight in that step. In ring arithmetic
+each row has a secret factor, which does not affect tokens and labels but hides the sum.
 
-Limits: models whose head stays with the tenant show no labels here; the lowest adapted layer has no backward call.
-Source: DAGER (NeurIPS 2024) recovers a batch from the gradient alone; here both of its factors are in the view.
+Limits: a model whose head stays with the tenant shows no labels here; the lowest adapted layer has no backward call.
+Source: DAGER (NeurIPS 2024) recovers a batch from the gradient alone; here the view holds both factors of the gradient.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from attacks.seen.view import Message, View
 TOKENS = "training tokens"
 LABELS = "training labels"
 NO_LABEL = -100
-"""transformers' own number for a position that is not trained on."""
+"""The label that transformers gives to a position that is not trained on."""
 _NOTHING = 1e-3
-"""Share of the largest row below which a row counts as zero: normed rows have one size, up to a factor of a few units
-in ring arithmetic."""
+"""A row below this share of the largest one counts as zero; normed rows have one size, up to a factor of a few units in
+ring arithmetic."""
 _SINGLE = 0.25
-"""Share of a row's magnitudes that its one negative number must have: softmax minus one-hot sums to zero, so it has
-half of them. Noise has many negative numbers."""
+"""The share of a row's magnitudes that its one negative number must have. Softmax minus one-hot sums to zero, so this
+number has half of them. Noise has many negative numbers."""
 
 
 def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None) -> torch.Tensor | None:
-    """Returns xᵀg of one group in one training pass, float64, shape (in_features, out_features); None where a part is
+    """Returns xᵀg of one group in one training pass, float64, shape (in_features, out_features); None if a part is
     missing.
 
     Args:
@@ -47,14 +47,14 @@ def weight_gradient(step: ForwardPass, group: int, opened: Opened | None = None)
 
 
 def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
-    """Returns token ids of a whole batch, shape (num_rows,): its sequences follow each other, padded to one length.
+    """Returns token ids of a whole batch, shape (num_rows,); its sequences follow each other, padded to one length.
 
     Args:
         rows: the first layer's input, shape (num_rows, hidden), each row up to a positive factor.
     """
     if model.positions is None:
         sizes = rows.norm(dim=1)
-        # padding's embedding is zero in many models: the row is zero, or what an opened mask left of zero
+        # many models have a zero embedding for padding: its row is zero, or what removing a mask left of zero
         nothing = model.embedding.norm(dim=1).argmin()
         return torch.where(sizes > _NOTHING * sizes.max(), lookup(rows, model), nothing)
     lengths = [length for length in range(1, len(rows) + 1) if len(rows) % length == 0]
@@ -68,29 +68,29 @@ def batch_tokens(rows: torch.Tensor, model: PublicModel) -> torch.Tensor:
 
 
 def _fit(rows: torch.Tensor, ids: torch.Tensor, length: int, model: PublicModel) -> float:
-    """Returns the mean cosine with the first layer's input for these tokens in sequences of one length."""
+    """Returns the mean cosine of the rows with the first layer's input for these tokens in sequences of one length."""
     starts = torch.cat([model.residual_start(part) for part in ids.split(length)])
     return float(torch.cosine_similarity(model.blocks[0].attention_norm(starts), rows, dim=-1).mean())
 
 
 def batch_labels(gradients: torch.Tensor) -> torch.Tensor:
-    """Returns each row's label, shape (num_rows,), from the head's (num_rows, vocab) gradient; NO_LABEL for zeros and
-    noise."""
+    """Returns each row's label, shape (num_rows,), from the head's gradient, shape (num_rows, vocab); NO_LABEL for rows
+    of zeros or noise."""
     least, labels = gradients.min(dim=-1)
     labels[-least <= _SINGLE * gradients.abs().sum(dim=-1)] = NO_LABEL
     return labels
 
 
 def rows_of(message: Message | None, opened: Opened | None) -> torch.Tensor | None:
-    """Returns a message's request, float64, or its rows in `opened` where an adversary opened the mask; None where it
-    is missing."""
+    """Returns a message's request, float64, or its rows in `opened` if an adversary unmasked the view; None if they are
+    missing."""
     if message is None:
         return None
     return message.request().to(torch.float64) if opened is None else opened.get(message.seq)
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims tokens and labels of the first training pass, comma-separated, row by row."""
+    """Claims the tokens and labels of the first training pass, comma-separated, row by row."""
     step = next((one for one in forward_passes(view.with_tensors()) if one.is_training and one.num_rows), None)
     if step is None:
         return []

@@ -1,13 +1,13 @@
 """Measures at toy size how the time of the primal attack grows with the dimension.
 
 An extrapolation from here is an illustration and not an estimate. At toy size LLL or small blocks suffice, and their
-time grows slowly; at dimension 1536 the block size needed is in the hundreds, where sieving and its 2^0.292β dominate.
-A line through toy points contains nothing of that, nor of better algorithms. The published bits of noise/params.py come
-from the lattice-estimator and are shown beside it.
+time grows slowly. At dimension 1536 the block size β that is needed is in the hundreds, where sieving and its 2^0.292β
+dominate. A line through toy points contains nothing of that, nor of better algorithms. The published bits of
+noise/params.py come from the lattice-estimator and are shown beside the line.
 
-With the true σ = 3.2 and q = 2^32 LLL alone succeeds at every dimension that is quick to measure. A measurement of
-growth therefore uses a larger error, `HARD_SIGMA`: another and harder problem, in which small dimensions need BKZ. The
-line moves by dozens of bits with σ and with the dimensions that it goes through; its default result is in
+With the true σ = 3.2 and q = 2^32, LLL alone succeeds at every dimension that is quick to measure. A measurement of
+growth therefore uses a larger error, `HARD_SIGMA`. This is another and harder problem, in which small dimensions need
+BKZ. The line moves by dozens of bits with σ and with the dimensions that it goes through. Its default result is in
 docs/security-evaluation.md, "What failing to break does not prove".
 """
 
@@ -35,25 +35,25 @@ from attacks.adversaries.lattice_reduction import (
 from noise.params import PARAMETERS
 
 HARD_SIGMA = float(1 << 24)
-"""σ of the harder problem. Over three seeds LLL finds the secret up to dimension 48, block size 16 to 20 at 64 and 68,
-28 to 32 at 76."""
+"""σ of the harder problem. Over three seeds, LLL finds the secret up to dimension 48. Dimensions 64 and 68 need block
+sizes of 16 to 20, and dimension 76 needs 28 to 32."""
 BLOCK_SIZES = (2, 10, 16, 20, 24, 28, 32)
-"""Block sizes of BKZ; 2 stands for LLL. Larger ones take minutes without pruning strategies, which fpylll's wheel
-lacks."""
+"""Block sizes of BKZ that are tried in turn; 2 stands for LLL. Larger ones take minutes without pruning strategies,
+which fpylll's wheel lacks."""
 OPS_A_SECOND_LOG2 = 31.0
-"""log2 of the operations that one core does in a second, to compare seconds with bits of work."""
+"""log2 of the operations that one core does in a second; it converts seconds into bits of work."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One measurement.
+    """Holds one measurement.
 
     Attributes:
         dimension: n, the number of unknowns.
         sigma: σ of the error.
         num_samples: the number of equations used.
-        seconds: time until the secret was found or given up, smaller block sizes included.
-        block_size: the block size that found it, 2 for LLL; None where none did.
+        seconds: time until the secret was found or given up, including the time of smaller block sizes.
+        block_size: the block size that found the secret, 2 for LLL; None if none did.
     """
 
     dimension: int
@@ -108,8 +108,8 @@ def _reduce(matrix: Any, block_size: int) -> None:
 
 
 def best_num_samples(dimension: int, sigma: float) -> int:
-    """Returns the fewest samples at which LLL should succeed; where no number does, the one with the largest gap after
-    LLL."""
+    """Returns the fewest samples at which LLL should succeed; if no number suffices, the number with the largest gap
+    after LLL."""
     fewest = samples_for_lll(dimension, sigma)
     if fewest is not None:
         return fewest
@@ -119,7 +119,8 @@ def best_num_samples(dimension: int, sigma: float) -> int:
 def fit(measured: Sequence[Growth]) -> tuple[float, float]:
     """Returns slope and intercept of log2(seconds) against the dimension, over measurements that found the secret.
 
-    They are NaN where the points give no rising line: too few, or too small to stand out of the machine's noise.
+    Both are NaN if the points give no rising line: there are too few, or times too small to stand out of the machine's
+    noise.
     """
     points = [(one.dimension, math.log2(one.seconds)) for one in measured if one.block_size is not None]
     if len({dimension for dimension, _ in points}) < 2:
@@ -129,9 +130,9 @@ def fit(measured: Sequence[Growth]) -> tuple[float, float]:
 
 
 def extrapolate(measured: Sequence[Growth]) -> dict[str, tuple[float, int]]:
-    """Returns, by name of a shipped set: log2 of operations on the fitted line, and the published bits.
+    """Returns, by name of a shipped parameter set, log2 of operations on the fitted line and the published bits.
 
-    The first is an illustration and not an estimate: see the module's docstring.
+    The operations are an illustration and not an estimate: see the module's docstring.
     """
     slope, intercept = fit(measured)
     return {

@@ -1,12 +1,13 @@
-"""`lattice-reduction`: the primal attack on a lattice mask of toy dimension, and how its time grows.
+"""Implements `lattice-reduction`: runs the primal attack on a lattice mask of toy dimension.
 
-Rows guessed to be zero are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is reduced once for a matrix A: row
-t has the secret X^-t·s in the same lattice (ring_lwe.py), so that one reduction serves every row of every block. A
-guess then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces again; the result contains (ν·s,
-−e, −τ) if z was a sample. ν and τ bring s, e and the last coordinate to one size.
+Rows guessed to be zero are LWE samples z = M·s + e. The lattice {(ν·s, M·s + q·k)} is reduced once for a matrix A. Row
+t has the secret X^-t·s in the same lattice (ring_lwe.py), so one reduction serves every row of every block. A guess
+then adds the row (0, z, τ) to the reduced basis (Kannan's embedding) and reduces again. If z was a sample, the result
+contains (ν·s, −e, −τ). The factors ν and τ bring s, e and the last coordinate to one size.
 
-Above `MOST_DIMENSION` it does not try: it states the published estimate of the parameters with that dimension instead.
-It needs fpylll, which is optional. Its wheel has no pruning strategies, so BKZ here is slower than the best.
+Above `MOST_DIMENSION` the adversary does not try. It states the published estimate of the parameters with that
+dimension instead. It needs fpylll, which is optional. fpylll's wheel has no pruning strategies, so BKZ here is slower
+than the best implementations.
 
 Source: Kannan, "Minkowski's convex body theorem and integer programming", 1987; Bai, Galbraith, "Lattice decoding
 attacks on binary LWE", ACISP 2014 (the scaling ν); Alkim, Ducas, Pöppelmann, Schwabe, "Post-quantum key exchange",
@@ -31,20 +32,20 @@ from wire.errors import ConfigurationError
 from wire.ring.seeded_rows import SeededRows
 
 MOST_DIMENSION = 64
-"""The largest dimension k·N that is tried; the first reduction takes half a second there."""
+"""The largest dimension k·N that is tried; the first reduction takes half a second at this dimension."""
 BUDGET = 1 << 23
-"""Work for all guesses together, of which each takes (k·N)³ units: enough for 32 guesses at dimension 64, 2,000 at
-16."""
+"""The work that all guesses together may take. One guess takes (k·N)³ units, so this is enough for 32 guesses at
+dimension 64 and 2,000 at dimension 16."""
 MOST_REDUCTIONS = 6
 LLL_ROOT_FACTOR = 1.0219
-"""Nguyen, Stehlé, "LLL on the average", ANTS 2006: the usual root Hermite factor of LLL."""
+"""The usual root Hermite factor of LLL: Nguyen, Stehlé, "LLL on the average", ANTS 2006."""
 TERNARY_SIGMA = math.sqrt(2 / 3)
 ERROR_BOUND = 12
-"""Multiple of σ up to which a number counts as an error: the centred binomial with σ = 3.24 is bounded by 21."""
+"""The multiple of σ up to which a number counts as an error; the centred binomial with σ = 3.24 is bounded by 21."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Opens blocks with one row (several where there are few features) of known, or zero, plaintext."""
+    """Unmasks blocks that have one row (several if there are few features) of known or zero plaintext."""
     claims: list[Claim] = [estimate(seed) for seed in public_seeds(view) if seed.num_rows > MOST_DIMENSION]
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
     if not seeds:
@@ -71,7 +72,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def estimate(seed: SeededRows) -> StolenFact:
-    """States what the attack would cost: the bits published for the shipped set of this dimension."""
+    """States what the attack would cost: the bits published for the shipped parameter set of this dimension."""
     bits = [chosen.bits for chosen in PARAMETERS.values() if chosen.dimension == seed.num_rows]
     if not bits:
         return StolenFact("lattice reduction", f"not tried at dimension {seed.num_rows}, which no shipped set has")
@@ -79,7 +80,7 @@ def estimate(seed: SeededRows) -> StolenFact:
 
 
 class _Target:
-    """The reduced lattice of one matrix."""
+    """Holds the reduced lattice of one public matrix."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int, num_samples: int) -> None:
         self._seed, self._degree = seed, degree
@@ -91,14 +92,14 @@ class _Target:
 
     @classmethod
     def of(cls, seed: SeededRows, degree: int, num_features: int) -> _Target | None:
-        """Reduces the lattice; returns None where a block has too few samples for LLL."""
+        """Reduces the lattice; returns None if a block has too few samples for LLL."""
         num_samples = samples_for_lll(seed.num_rows, NOMINAL_SIGMA)
         if num_samples is None or num_samples > min(degree, 8) * num_features:
             return None
         return cls(seed, degree, num_features, num_samples)
 
     def open(self, stream: Stream, budget: int) -> int:
-        """Tries windows of a stream; returns the units that it used."""
+        """Tries windows of a stream; returns the units of work that were used."""
         stream.restart()
         spent, cost = 0, self._seed.num_rows**3
         for start in stream.windows(self._num_rows):
@@ -116,7 +117,7 @@ class _Target:
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
         if not bool(masks.any()):
-            return None  # rows of zeros are not masked at all
+            return None  # rows that are zero as sent were not masked at all
         embedded = embed(self._basis, masks, self._seed.num_rows, NOMINAL_SIGMA)
         load_fpylll().LLL.reduction(embedded)
         return read_secret(embedded, self._equations, masks, self._scale, NOMINAL_SIGMA)
@@ -126,7 +127,7 @@ class _Target:
 
 
 def load_fpylll() -> Any:
-    """Returns the library, imported on first use.
+    """Returns the fpylll library, imported on first use.
 
     Raises:
         ConfigurationError: the library is not installed.
@@ -138,15 +139,16 @@ def load_fpylll() -> Any:
 
 
 def secret_scale(sigma: float) -> int:
-    """Returns ν, which makes a ternary secret as large as the error."""
+    """Returns ν, the factor that makes a ternary secret as large as the error."""
     return max(1, round(sigma / TERNARY_SIGMA))
 
 
 def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float) -> float:
     """Returns log2 of the margin that a reduction of this quality leaves between the short vector and the length at
-    which it is lost.
+    which the vector is lost.
 
-    The last Gram-Schmidt vectors are about root_factor^-d·vol^(1/d), and must be longer than the error in one place.
+    The last Gram-Schmidt vectors have a length of about root_factor^-d·vol^(1/d) in a lattice of dimension d, and must
+    be longer than the error's share of one coordinate.
     """
     size = dimension + num_samples
     volume = 32 * num_samples + dimension * math.log2(secret_scale(sigma))
@@ -154,8 +156,8 @@ def log2_gap(dimension: int, num_samples: int, sigma: float, root_factor: float)
 
 
 def samples_for_lll(dimension: int, sigma: float) -> int | None:
-    """Returns the fewest samples at which LLL should find the secret with four bits to spare; None where no number
-    does."""
+    """Returns the fewest samples at which LLL should find the secret with four bits to spare; None if no number
+    suffices."""
     for num_samples in range(4, 4 * dimension + 8):
         if log2_gap(dimension, num_samples, sigma, LLL_ROOT_FACTOR) >= 4:
             return num_samples
@@ -170,7 +172,7 @@ def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
         scale: ν.
 
     Returns:
-        fpylll's IntegerMatrix, n + num_samples rows and columns, secrets in the first n columns.
+        fpylll's IntegerMatrix with n + num_samples rows and columns; the secrets are in the first n columns.
     """
     num_samples, n = equations.shape
     basis = torch.zeros(n + num_samples, n + num_samples, dtype=torch.int64)
@@ -184,7 +186,7 @@ def reduced_basis(equations: torch.Tensor, scale: int) -> Any:
 
 
 def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
-    """Returns Kannan's embedding of a target: one row and one column more."""
+    """Returns Kannan's embedding of a target: the basis with one more row and one more column."""
     size, tau = basis.nrows, max(1, round(sigma))
     rows = [[*basis[row], 0] for row in range(size)]
     target = [0] * dimension + masks.tolist() + [tau]
@@ -194,8 +196,8 @@ def embed(basis: Any, masks: torch.Tensor, dimension: int, sigma: float) -> Any:
 def read_secret(
     embedded: Any, equations: torch.Tensor, masks: torch.Tensor, scale: int, sigma: float
 ) -> torch.Tensor | None:
-    """Returns the ternary s that a row of a reduced embedding gives, checked against every equation; int64, shape
-    (n,)."""
+    """Returns the ternary s that a row of a reduced embedding gives, int64, shape (n,); None if no row gives one that
+    satisfies every equation."""
     n, tau = equations.shape[1], max(1, round(sigma))
     for row in range(min(4, embedded.nrows)):
         numbers = list(embedded[row])

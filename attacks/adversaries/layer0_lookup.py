@@ -1,7 +1,7 @@
-"""Reads every prompt token from the first layer's input, which is a function of one token (and of its position).
+"""Recovers every prompt token from the first layer's input, which is a function of one token (and of its position).
 
-It compares each row with the normed embedding of every token, up to a factor: so it also reads ring rows, whose scale
-is secret. Source for states of later layers: "Hidden No More" (ICML 2025).
+It compares each row with the normed embedding of every token, up to a factor. So it also works on ring rows, whose
+scale is secret. Source for states of later layers: "Hidden No More" (ICML 2025).
 """
 
 from __future__ import annotations

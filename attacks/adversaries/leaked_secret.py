@@ -1,8 +1,8 @@
-"""`leaked-secret`: shows what a block's secret is worth to an adversary that has it: all rows, up to the error.
+"""Implements `leaked-secret`: recovers all rows of a block, up to the error, from the block's secret.
 
-No view holds a secret, so on a recording this adversary claims nothing, which says nothing about the mask. It is in the
-catalogue for its control, which tests the mathematics by which the other adversaries of the lattice mask open a block,
-on the true secret and on a wrong one.
+No view holds a secret, so this adversary claims nothing on a recording, and that says nothing about the mask. It is in
+the catalogue for its control. The control tests the mathematics by which the other adversaries of the lattice mask
+unmask a block, on the true secret and on a wrong one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attacks.seen.view import View
 
 
 def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -> torch.Tensor:
-    """Returns x̃ + e of the first rows of a block.
+    """Returns x̃ + e, the encoded rows plus the error, for the first rows of a block.
 
     Args:
         rows: int32 or int64, shape (num_rows, features), num_rows ≤ N, as recorded.
@@ -25,7 +25,7 @@ def open_block(rows: torch.Tensor, public: PublicMatrix, secret: torch.Tensor) -
         secret: ternary, shape (k, N) or (k·N,).
 
     Returns:
-        int64, shape of `rows`, centred.
+        The unmasked rows, int64, shape of `rows`, centred mod 2^32.
     """
     flat = secret.reshape(-1).to(torch.int64)
     masks = torch.stack([public.mask(flat, offset) for offset in range(rows.shape[0])])

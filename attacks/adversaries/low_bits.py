@@ -1,9 +1,10 @@
-"""Where a float mask has a coarser grid than the data, the low bits of the sum are the data's own.
+"""Recovers the low bits of rows under a float mask that has a coarser grid than the data.
 
-A bfloat16 mask has 8 significant bits; a float32 row plus such a mask keeps the row modulo the mask's grid. The grid
-of an element is 2^-7 times the power of two below |n|, which is the one below |z| where the mask is strong, except for
-a few elements next to a power of two. It claims the centred residue, which is x itself wherever |x| is below half the
-grid. In the ring there is no finer grid: rows are integers, and so are masks. Source: the definition of bfloat16.
+A bfloat16 mask has 8 significant bits. A float32 row x plus such a mask n, z = x + n, keeps the row modulo the mask's
+grid. The grid of an element is 2^-7 times the power of two below |n|. If the mask is strong, that is the power of two
+below |z|, except for a few elements next to a power of two. The adversary claims the centred residue, which is x itself
+wherever |x| is below half the grid. In the ring there is no finer grid: rows are integers, and so are masks. Source:
+the definition of bfloat16.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def grid(rows: torch.Tensor) -> torch.Tensor:
 
 
 def residue(rows: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
-    """Returns rows modulo the spacing, between minus and plus half of it."""
+    """Returns rows modulo the spacing, between minus and plus half of the spacing."""
     return rows - torch.round(rows / spacing) * spacing
 
 

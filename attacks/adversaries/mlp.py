@@ -1,8 +1,8 @@
 """Recovers what an adapter adds to gate and up (or c_fc) from an MLP's input and the input of its last layer.
 
-m = act(x W_gate) · (x W_up) holds column by column: each column has its own unknowns (two columns of weights, or one
-without a gate) and one equation per token, and the adapter is a small change of known weights, from which
-Levenberg-Marquardt starts.
+m = act(x W_gate) · (x W_up) holds column by column. Each column has its own unknowns (two columns of weights, or one if
+there is no gate) and one equation per token. The adapter is a small change of known weights, so Levenberg-Marquardt
+starts from these weights.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from attacks.seen.public_model import Layer
 
 _FIRST_STEPS, _MAX_STEPS = 8, 80
 _HOPELESS = 0.5
-"""Relative error of nearly all columns after the first steps from which on the fit is given up: no MLP made these
-rows."""
+"""The fit is given up if nearly all columns have a larger relative error than this after the first steps: no MLP made
+these rows."""
 _COLUMNS = 64
-"""Columns that are solved together: 64 systems of 1,152 unknowns take 0.7 GB."""
+"""The number of columns that are solved together; 64 systems of 1,152 unknowns take 0.7 GB."""
 _FIRST_DAMPING, _LAST_DAMPING = 1e-3, 1e10
 _RELAX, _TIGHTEN = 5.0, 4.0
 _STUCK, _RESTARTS = 1e-3, 24
 _SETTLED = 1e-2
-"""Relative gain of a step below which a column that fits is finished."""
+"""A column that fits is finished after a step whose relative gain is below this."""
 _PATIENCE, _STALLED = 12, 0.02
-"""(steps, share): a column that does not fit must improve by this share within so many steps, or it is given up."""
+"""A column that does not fit is given up unless it improves by a share of `_STALLED` within `_PATIENCE` steps."""
 _EXACT = 1e-9
-"""Relative error at which a column is finished: float32 rounding of the data is far above."""
+"""The relative error at which a column is finished; float32 rounding of the data is far above it."""
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -40,7 +40,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def has_enough_rows(layers: tuple[Layer, ...], num_rows: int) -> bool:
-    """Whether there is an equation per token for each unknown of a column, and two to spare."""
+    """Returns whether there is an equation (one per token) for each unknown of a column, and two to spare."""
     return num_rows >= sum(layer.weight.shape[0] for layer in layers) + 2
 
 
@@ -51,15 +51,15 @@ def fit_mlp(
     outputs: torch.Tensor,
     deadline: float = float("inf"),
 ) -> tuple[tuple[torch.Tensor, ...], float] | None:
-    """Returns W + ΔW of every layer and ‖predicted − seen‖ / ‖seen‖; None for an unknown activation, for rows that no
-    MLP made, or where the time is over.
+    """Returns W + ΔW of every layer and ‖predicted − seen‖ / ‖seen‖; None if the activation is unknown, if no MLP made
+    the rows, or if the deadline passed.
 
     Args:
         layers: (gate, up) or (c_fc,), in the order of the product.
         activation: the activation, by transformers' name.
-        given: float64, shape (num_tokens, hidden), with as many tokens as `has_enough_rows` asks for.
+        given: float64, shape (num_tokens, hidden), with as many tokens as `has_enough_rows` needs.
         outputs: the last layer's input, shape (num_tokens, intermediate).
-        deadline: on the clock of `time.monotonic`; columns that never converge would take hours on a real model.
+        deadline: a time on the clock of `time.monotonic`; columns that never converge would take hours on a real model.
     """
     act = _ACTIVATIONS.get(activation)
     if act is None:
@@ -80,12 +80,12 @@ def fit_mlp(
 
 
 def is_known(activation: str) -> bool:
-    """Whether `predict` supports an activation."""
+    """Returns whether `predict` supports an activation."""
     return activation in _ACTIVATIONS
 
 
 def predict(activation: str, terms: list[torch.Tensor]) -> torch.Tensor:
-    """Returns act(gate) · up, or act(c_fc).
+    """Returns act(gate) · up for two terms, or act(c_fc) for one.
 
     Raises:
         KeyError: the activation is not known.
@@ -111,9 +111,10 @@ def _retry(
     errors: torch.Tensor,
     deadline: float,
 ) -> None:
-    """Restarts columns that stopped in a wrong minimum, from some dozen other starts at a time; changes them in place.
+    """Restarts columns that stopped in a wrong minimum, from some dozen other starts.
 
-    An adapter has low rank, so the starts are drawn from the span of the changes that were found in other columns.
+    It changes `weights` and `errors` in place. An adapter has low rank, so the starts are drawn from the span of the
+    changes that were found in other columns.
     """
     stuck = (errors > outputs.norm(dim=0) * _STUCK).nonzero()[:, 0]
     if not 0 < len(stuck) <= outputs.shape[1] // 4:
@@ -145,7 +146,7 @@ _ALL = slice(None)
 
 
 class _Columns:
-    """Some columns of one MLP; each has its own problem, damping and history."""
+    """Fits some columns of one MLP; each column has its own problem, damping and history."""
 
     def __init__(
         self,
@@ -165,8 +166,8 @@ class _Columns:
         """Runs Levenberg-Marquardt (Nocedal and Wright, Numerical Optimization, section 10.3) on all columns together.
 
         Args:
-            offsets: added to the public weights for the start.
-            deadline: on the clock of `time.monotonic`.
+            offsets: what is added to the public weights for the start.
+            deadline: a time on the clock of `time.monotonic`.
         """
         weights = self._start
         if offsets is not None:

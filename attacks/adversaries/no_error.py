@@ -1,11 +1,12 @@
-"""`no-error`: a lattice mask whose error was left out (σ = 0) falls to linear algebra.
+"""Implements `no-error`: recovers the secret of a lattice mask that has no error (σ = 0), by linear algebra.
 
-Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they show which
-coefficients of s are not zero; (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from 1 = …01; the rest is
-checked mod 2^32. Every row of a view is tried as zero at once: the elimination depends on A alone.
+Rows whose x̃ is known, or guessed to be zero, are then exact equations z = M·s mod 2^32. Mod 2 they give s₀ = s mod 2,
+which shows which coefficients of s are not zero. (z − M·s₀)/2 mod 2 gives the next bit, which tells −1 = …11 from
+1 = …01. The rest is checked mod 2^32. Every row of a view is tried as zero at once, because the elimination depends on
+the public matrix alone.
 
-With an error, the least bits of z are wrong in about half of the equations: a wrong guess passes the first check with
-probability 2^-32 and the last one never.
+With an error, the least bits of z are wrong in about half of the equations. A wrong guess then passes the first check
+with probability 2^-32 and never passes the last one.
 """
 
 from __future__ import annotations
@@ -23,17 +24,18 @@ from attacks.seen.view import View
 from wire.ring.seeded_rows import SeededRows
 
 SURPLUS = 32
-"""Equations beyond the number of unknowns: a wrong guess would have to satisfy all of them by chance."""
+"""Equations beyond the number of unknowns; a wrong guess would have to satisfy all of them by chance."""
 MOST_DIMENSION = 2048
-"""The largest dimension that is tried: elimination takes 1 s there."""
+"""The largest dimension that is tried; elimination takes 1 s at this dimension."""
 BUDGET = 1 << 32
-"""Work for all eliminations together, of which each takes equations³ units: enough for two at dimension 1536."""
+"""The work that all eliminations together may take. One takes equations³ units: this is enough for two at dimension
+1536."""
 MOST_WINDOWS = 1 << 15
 MOST_WINDOW_ROWS = 64
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Opens blocks that have enough rows of known, or zero, plaintext."""
+    """Unmasks blocks that have enough rows of known or zero plaintext."""
     systems: dict[tuple[bytes, int, int], _System] = {}
     left = BUDGET
     claims: list[Claim] = []
@@ -56,7 +58,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 class Equations:
-    """The equations of as many rows as are needed to find one secret, or the difference of two."""
+    """Holds the equations of as many rows as are needed to find one secret, or the difference of two."""
 
     def __init__(self, seed: SeededRows, degree: int, num_features: int) -> None:
         self._seed, self._degree = seed, degree
@@ -68,10 +70,10 @@ class Equations:
 
 
 class _System(Equations):
-    """What finds one secret."""
+    """Finds one secret."""
 
     def open(self, stream: Stream) -> None:
-        """Tries every window of a stream."""
+        """Tries every window of a stream, and unmasks the blocks whose secret it finds."""
         if not self._binary.has_full_rank:
             return
         stream.restart()
@@ -82,14 +84,14 @@ class _System(Equations):
         for index in np.flatnonzero(self._binary.consistent(bits(sides))):
             start, masks = starts[int(index)], sides[:, int(index)]
             if bool(stream.is_done[start]) or not bool(masks.any()):
-                continue  # a row of zeros is not masked at all
+                continue  # a row that is zero as sent was not masked at all
             secret = self._secret(masks)
             if secret is not None:
                 public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
                 stream.open_around(public, secret, start, self._num_rows)
 
     def _secret(self, masks: torch.Tensor) -> torch.Tensor | None:
-        """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,)."""
+        """Returns the ternary s with M·s = masks mod 2^32: int64, shape (k·N,); None if there is none."""
         low = self._binary.solve(bits(masks))
         if low is None:
             return None
@@ -104,7 +106,7 @@ class _System(Equations):
 
 
 def bits(numbers: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Returns the least bits, 0 and 1, in the same shape."""
+    """Returns the least significant bits, 0 and 1, in the same shape."""
     return np.asarray((numbers & 1).to(torch.uint8).numpy())
 
 

@@ -1,6 +1,6 @@
-"""Shared by the two adversaries of pooled noise: which vectors may hide a message, and the strength of each.
+"""Holds what the two adversaries of pooled noise share: which vectors may hide a message, and the strength of each.
 
-A message is Z = X + c·n with one vector n that the provider has seen and one unknown strength c = σ·rms(X).
+A message is Z = X + c·n, with one vector n that the provider has seen and one unknown strength c = σ·rms(X).
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from attacks.seen.view import Message, View
 
 _USUAL_SIGMA = 1.0
 _POOLS_BEFORE = 2
-"""Pools before the current one that are tried: a message on its way while the pool was renewed may still use it."""
+"""The number of latest pools that are tried: a message on its way while the pool was renewed may still use the one
+before."""
 _FEW_MESSAGES = 32
 """The number of messages from which σ is estimated."""
 _NONE = 1e30
 """Stands for a strength that is not possible."""
 _ROUND = 5e-3
-"""Relative tolerance of σ; the eps of a norm layer, which is ignored, moves an estimate by up to some thousandths."""
+"""The relative tolerance of σ; the eps of a norm layer, which is ignored, moves an estimate by some thousandths."""
 
 
 @dataclass(frozen=True)
 class Masked:
-    """A message, and the vectors with which it may have been masked.
+    """Holds a message, and the vectors with which it may have been masked.
 
     Attributes:
         rows: float64, shape (num_rows, d).
         pool: the vectors, float64, shape (K, d).
-        norm: the norm layer that made the unmasked rows; None where none did.
+        norm: the norm layer that made the unmasked rows; None if none did.
     """
 
     seq: int
@@ -43,7 +44,7 @@ class Masked:
 
 
 def masked_messages(view: View, public: PublicModel) -> list[Masked]:
-    """Returns every float message for whose group and direction noise effects were computed before it."""
+    """Returns every float message whose group and direction had noise effects computed before it."""
     norms = public.normed_inputs()
     effects: dict[tuple[int, str], list[Message]] = defaultdict(list)
     masked: list[Masked] = []
@@ -58,7 +59,7 @@ def masked_messages(view: View, public: PublicModel) -> list[Masked]:
 
 
 def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) -> Masked | None:
-    """Returns the message with its pool; None where no fitting vector was seen before it, or it holds no numbers."""
+    """Returns the message with its pool; None if no fitting vector was seen before it, or it holds no finite rows."""
     rows = message.request().to(torch.float64)
     vectors = [effect.request().to(torch.float64) for effect in effects[-_POOLS_BEFORE:]]
     vectors = [vector for vector in vectors if vector.shape[1] == rows.shape[1] and vector.shape[0] > 0]
@@ -68,14 +69,14 @@ def _with_pool(message: Message, effects: Sequence[Message], norm: Norm | None) 
 
 
 def usual_sigma(masked: Sequence[Masked]) -> float:
-    """Returns σ, estimated from messages of several normed rows; 1 where there are none."""
+    """Returns σ, estimated from messages of several normed rows; 1 if there are none."""
     several = [one for one in masked if one.norm is not None and one.rows.shape[0] > 1]
     estimates = [sigma for one in several[:_FEW_MESSAGES] if (sigma := _sigma(one)) is not None]
     return _settled(statistics.median(estimates)) if estimates else _USUAL_SIGMA
 
 
 def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
-    """Returns rows that a norm made, without the vector and strength that leave them most nearly normed."""
+    """Returns rows that a norm made, minus the vector at the strength that leaves them most nearly normed."""
     roots = strengths(one.rows, one.pool, sigma)
     misfit = torch.stack([_misfit(norm, one.rows, one.pool, strength) for strength in roots])
     side, k = divmod(int(misfit.argmin()), one.pool.shape[0])
@@ -83,11 +84,11 @@ def take_off_normed(one: Masked, norm: Norm, sigma: float) -> torch.Tensor:
 
 
 def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Returns both c of each vector from ‖Z − c·n‖² = T·d·(c/σ)², shape (2, K); 1e30 stands for one that is not
-    positive.
+    """Returns both solutions c of ‖Z − c·n‖² = T·d·(c/σ)² for each vector n, shape (2, K); 1e30 stands for one that is
+    not positive.
 
-    The first solution is right unless ⟨X, n⟩ < −‖X‖²/c, that is for rows that point against the noise: the slope is
-    −2(‖X‖²/c + ⟨X, n⟩).
+    T is the number of rows, d that of features. The first solution is right unless ⟨X, n⟩ < −‖X‖²/c, that is, for all
+    rows that do not point against the noise: the slope is −2(‖X‖²/c + ⟨X, n⟩).
     """
     num_rows, d = rows.shape
     square = num_rows * (pool.pow(2).sum(1) - d / sigma**2)
@@ -98,7 +99,7 @@ def strengths(rows: torch.Tensor, pool: torch.Tensor, sigma: float) -> torch.Ten
 
 
 def _sigma(one: Masked) -> float | None:
-    """Returns σ of a message of several normed rows: one c must give all of them the norm of a normed row."""
+    """Returns σ of a message of several normed rows: one c must give each of them the norm of a normed row."""
     if one.norm is None:
         return None
     scaled = one.norm.direction(one.rows)
@@ -125,6 +126,6 @@ def _misfit(norm: Norm, rows: torch.Tensor, pool: torch.Tensor, found: torch.Ten
 
 
 def _settled(sigma: float) -> float:
-    """Rounds σ to two digits where that is within the error of the norm's eps: settings are round numbers."""
+    """Rounds σ to two digits if that is within the error of the norm's eps: settings are round numbers."""
     near = float(f"{sigma:.2g}")
     return near if near > 0 and abs(sigma - near) <= _ROUND * near else max(sigma, 1e-6)

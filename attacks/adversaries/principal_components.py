@@ -1,12 +1,11 @@
-"""A mask is used again over changing content, with fresh noise on top: what varies between messages is the content.
+"""Recovers differences between messages under one mask that is used again, with fresh noise on top.
 
-Messages of one group, direction, arithmetic and number of rows are taken as points. A mask that they all share is part
-of their mean and vanishes with it. Changes between a few prompts that are repeated, in any order, lie along a few
-directions, and fresh noise along all. So the principal components that exceed the noise, with the mean removed, give
-the differences between messages. It claims nothing where no component stands out, as under uniform noise mod 2^32,
-which
-varies alike in all directions. Source: Gavish and Donoho, "The optimal hard threshold for singular values is 4/√3",
-2014, for the threshold where the noise's strength is not known.
+What varies between such messages is their content. Messages of one group, direction, arithmetic and number of rows are
+taken as points. A mask that they all share is part of their mean, and is removed with the mean. Changes between a few
+prompts that are repeated, in any order, lie along a few directions; fresh noise lies along all. So the principal
+components that exceed the noise give the differences between messages. The adversary claims nothing if no component
+stands out, as under uniform noise mod 2^32, which varies alike in all directions. Source: Gavish and Donoho, "The
+optimal hard threshold for singular values is 4/√3", 2014, for the threshold if the noise's strength is not known.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim
 
 def _differences(messages: list[Message]) -> list[StolenDifference]:
     first = messages[0].request()
-    # int32 wraps mod 2^32, so that a mask of the ring that all share vanishes with the first message
+    # int32 wraps mod 2^32, so that a ring mask that all messages share vanishes when the first message is subtracted
     points = torch.stack([(message.request() - first).to(torch.float64).flatten() for message in messages])
     found = components(points) if bool(torch.isfinite(points).all()) else None
     if found is None:
@@ -57,7 +56,7 @@ def _differences(messages: list[Message]) -> list[StolenDifference]:
 
 
 def components(points: torch.Tensor) -> torch.Tensor | None:
-    """Returns the variation of the points that stands out of the noise; None where none does.
+    """Returns the variation of the points that stands out of the noise; None if nothing does.
 
     Args:
         points: float64, shape (num_points, d).

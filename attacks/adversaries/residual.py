@@ -1,16 +1,16 @@
 """Recovers what o_proj and down_proj add to the residual stream, and so ΔW of both, by linear algebra.
 
-A row u of the next normed input gives the residual after the layer up to one factor c per token: r' = c·v, v = u/γ.
-Before the layer it was r, and the layer's input a is on the wire, so
+A row u of the next normed input gives the residual after the layer up to one factor c per token: r' = c·v with
+v = u/γ (γ: the norm's weight). Before the layer the residual was r, and the layer's input a is on the wire, so
 
     c_t · v_t = r_t + a_t (W + ΔW) + b        for every token t, unknown c_t and ΔW.
 
-Multiplied by the projector P orthogonal to the columns of A, ΔW vanishes: P · diag(c) · V = P · (R + b), with the
-normal equations (P ∘ VVᵀ) c = diag(P (R + b) Vᵀ). Then ΔW = A⁺ (diag(c) V − R − b) − W, and c_t v_t is the residual for
-the next layer. More tokens than the layer has inputs are needed. LayerNorm removes each row's mean, so there all
-quantities are taken without it: what an adapter adds to a mean changes nothing that the model computes. Rows that
-another adversary opened wrongly, a few among many right ones, are found by their misfit and left out (trimmed least
-squares).
+Let A, V and R hold the rows a_t, v_t and r_t, and let P be the projector orthogonal to the columns of A. Multiplied by
+P, the term of ΔW vanishes: P · diag(c) · V = P · (R + b), with the normal equations (P ∘ VVᵀ) c = diag(P (R + b) Vᵀ).
+Then ΔW = A⁺ (diag(c) V − R − b) − W, and c_t v_t is the residual for the next layer. This needs more tokens than the
+layer has inputs. LayerNorm removes each row's mean, so with LayerNorm all quantities are taken without the mean: what
+an adapter adds to a mean changes nothing that the model computes. If another adversary unmasked a few rows wrongly
+among many right ones, these rows are found by their misfit and left out (trimmed least squares).
 Source: our derivation, from the residual recursion of the architecture.
 """
 
@@ -25,21 +25,21 @@ from attacks.adversaries.columns import columns
 from attacks.seen.public_model import Layer, Norm
 
 _EXACT = 1e-4
-"""Relative error up to which no row of a fit is wrong; float32 rounding leaves less."""
+"""The relative error up to which no row of a fit is wrong; float32 rounding leaves less."""
 _FAR = 4.0
-"""Multiple of the median misfit of a token beyond which a row counts as wrong."""
+"""A row counts as wrong if its misfit is beyond this multiple of the median misfit of a token."""
 FEWEST = 0.75
-"""Share of the tokens that must remain: wrong rows are the exception."""
+"""The share of the tokens that must remain; wrong rows are the exception."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A layer with its adapter, and the residual after it.
+    """Holds a layer with its adapter, and the residual after the layer.
 
     Attributes:
         weight: W + ΔW, shape (in_features, out_features), without the part that the next norm removes.
         after: the residual after the layer, shape (num_tokens, hidden); of no use for tokens that are not sound.
-        error: ‖what the layer adds − what it would have to add‖ over sound tokens, relative; small where the rows are
+        error: ‖what the layer adds − what it would have to add‖ over sound tokens, relative; small if the rows are
             unmasked.
         sound: bool, shape (num_tokens,): the tokens whose rows fit.
         scales: float64, shape (num_tokens,): the factors by which the layer's input must be multiplied; 1 in float
@@ -54,7 +54,10 @@ class Fit:
 
 
 def has_enough_rows(layer: Layer, num_rows: int) -> bool:
-    """Whether T·d equations suffice for in·d unknowns of the layer and T factors, with two tokens to spare."""
+    """Returns whether T·d equations suffice for in·d unknowns of the layer and T factors, with two tokens to spare.
+
+    T is the number of rows; the layer has `in` inputs and d outputs.
+    """
     inputs, d = layer.weight.shape
     return num_rows * (d - 1) >= inputs * d + 2 * d
 
@@ -62,7 +65,7 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Returns the relative distance of each token from the public layer's result, and the fit of that layer."""
+    """Returns the relative distance of each token from the public layer's result, and a fit with the public weights."""
     predicted = before + layer(given)
     missed = (norm(predicted) - normed).norm(dim=1) / normed.norm(dim=1)
     ones = torch.ones(given.shape[0], dtype=given.dtype)
@@ -70,13 +73,14 @@ def explained(
 
 
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
-    """Solves for the layer.
+    """Solves for the layer's weight and the residual after the layer.
 
     Args:
         layer: o_proj or down_proj.
-        given: its input, float64, shape (num_tokens, in_features), with as many tokens as `has_enough_rows` asks for.
-        before: the residual before it, shape (num_tokens, hidden).
-        norm, normed: the norm that follows, and its output, shape (num_tokens, hidden).
+        given: the layer's input, float64, shape (num_tokens, in_features), with at least as many tokens as
+            `has_enough_rows` needs.
+        before: the residual before the layer, shape (num_tokens, hidden).
+        norm, normed: the norm that follows the layer, and the norm's output, shape (num_tokens, hidden).
     """
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     seen = norm.direction(normed)
@@ -105,7 +109,7 @@ def _solve(given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> tupl
 
 
 def _factors(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """Returns c, shape (num_tokens,): least squares of ‖P (diag(c) V − known)‖ by its normal equations.
+    """Returns the c, shape (num_tokens,), that minimises ‖P (diag(c) V − known)‖, by the normal equations.
 
     Args:
         left: an orthonormal basis of the columns of A.

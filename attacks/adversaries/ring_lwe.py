@@ -1,13 +1,13 @@
-"""Shared by the adversaries of the lattice mask: the public matrix, rows as equations in the secret, and opening.
+"""Holds what the adversaries of the lattice mask share: the public matrix, rows as equations, and unmasking.
 
 All arithmetic is on exact integers mod 2^32. Row t of a block is z_t = x̃_t + coefficient t of Σ_i A_i·s_i + e_t in
-Z[X]/(X^N + 1). Its equations are those of row 0 in the secret X^-t·s, so that an attack may take any row as row 0: it
-need not know where blocks begin, and one preparation of A serves every row of every block. Opening goes from that row
-in both directions while the resulting rows are small: a wrong secret or another block leaves numbers uniform mod 2^32.
+Z[X]/(X^N + 1), with a public A_i, a secret s_i and an error e_t. Its equations are those of row 0 with the secret
+X^-t·s. So an attack may take any row as row 0: it need not know where blocks begin, and one preparation of A serves
+every row of every block. Unmasking goes from that row in both directions while the resulting rows are small. A wrong
+secret, or a row of another block, leaves numbers that are uniform mod 2^32.
 
 Source: docs/architecture.md, "Masks"; Lyubashevsky, Peikert, Regev, "On ideal lattices and learning with errors over
-rings",
-EUROCRYPT 2010, section 1 (a ring sample is N samples).
+rings", EUROCRYPT 2010, section 1 (a ring sample is N samples).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from wire.ring.seeded_rows import SeededRows
 
 MODULUS = 1 << 32
 SMALL = 1 << 24
-"""Bound below which numbers count as unmasked: encoded activations and gradients stay below 2^20 or so; a number
+"""Numbers below this bound count as unmasked. Encoded activations and gradients stay below 2^20 or so; a number that is
 uniform mod 2^32 is this small once in 128."""
 MAX_DIMENSION = MAX_RANK * MAX_RING_DEGREE
 MOST_SEEDS = 4
-"""The most seeds that are attacked: a seed is replaced after 2^33 secrets, so a recording with more seeds was made by
+"""The most seeds that are attacked. A seed is replaced after 2^33 secrets, so a recording with more seeds was made by
 several tenants or keys."""
 MOST_BYTES = 256 << 20
-"""Bytes of recorded rows, as int64, that are attacked; streams beyond them are left out."""
+"""The most bytes of recorded rows, as int64, that are attacked; streams beyond this are left out."""
 
 
 def centred(numbers: torch.Tensor) -> torch.Tensor:
-    """Maps int64 of any size to int64 in [−2^31, 2^31) that are the same mod 2^32."""
+    """Maps int64 numbers to those in [−2^31, 2^31) that are the same mod 2^32."""
     return (numbers + MODULUS // 2).remainder(MODULUS) - MODULUS // 2
 
 
@@ -46,10 +46,10 @@ def centred(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def public_seeds(view: View) -> list[SeededRows]:
-    """Returns the matrices A of a view, one for each seed for which hints were requested, the latest first, at most
-    `MOST_SEEDS`.
+    """Returns the public matrices of a view, the latest first, at most `MOST_SEEDS`: one for each seed of a hint.
 
-    Rows of one seed were requested in ranges: the end of the last range is the dimension k·N.
+    A hint is the product of a public matrix and a weight. Rows of one seed are requested in ranges, so the end of the
+    last range is the dimension k·N.
     """
     dimensions: dict[bytes, int] = {}
     for message in reversed(view.with_tensors().select("hint")):
@@ -64,8 +64,8 @@ def public_seeds(view: View) -> list[SeededRows]:
 
 
 def ring_degrees(dimension: int) -> list[int]:
-    """Returns the possible N for a dimension k·N: that of the shipped set, else every power of two that the scheme
-    allows."""
+    """Returns the possible N for a dimension k·N: that of the shipped parameter set, or else every power of two that
+    the scheme allows."""
     shipped = [chosen.ring_degree for chosen in PARAMETERS.values() if chosen.dimension == dimension]
     powers = [1 << log for log in range(MAX_RING_DEGREE.bit_length() - 1, 0, -1)]
     return shipped[:1] or [n for n in powers if dimension % n == 0 and dimension // n <= MAX_RANK]
@@ -73,11 +73,11 @@ def ring_degrees(dimension: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PublicMatrix:
-    """The public matrix A for one ring degree and number of features.
+    """Holds the public matrix A for one ring degree and number of features.
 
     Attributes:
         matrix: int64, shape (k·N, features); row i·N + j holds coefficient j of polynomial i.
-        degree: N.
+        degree: N, the ring degree.
     """
 
     matrix: torch.Tensor
@@ -90,11 +90,11 @@ class PublicMatrix:
 
     @property
     def dimension(self) -> int:
-        """k·N, the number of unknowns of a block."""
+        """Returns k·N, the number of unknowns of a block."""
         return self.matrix.shape[0]
 
     def equations(self, offset: int) -> torch.Tensor:
-        """Returns M with (row at this offset) = M·s + e mod 2^32.
+        """Returns the M with which the row at this offset is M·s + e mod 2^32.
 
         Args:
             offset: the row's distance from the row that is taken as row 0, −N < offset < N.
@@ -130,8 +130,8 @@ class PublicMatrix:
 
 
 def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns X^-places times each polynomial, −N < places < N: coefficients shifted out on one side return negated on
-    the other."""
+    """Returns X^-places times each polynomial, −N < places < N; coefficients shifted out on one side come back negated
+    on the other."""
     if places < 0:
         return -turned(polynomials, places + polynomials.shape[1])  # X^N = −1
     return torch.cat((polynomials[:, places:], -polynomials[:, :places]), dim=1)
@@ -142,14 +142,15 @@ def turned(polynomials: torch.Tensor, places: int) -> torch.Tensor:
 
 @dataclass
 class Stream:
-    """Ring rows of one group and direction, in order of arrival: blocks follow each other in them.
+    """Holds ring rows of one group and direction in order of arrival; blocks follow each other in them.
 
     Attributes:
         rows: int64, shape (num_rows, features).
         spans: seq, first and last row (exclusive) of each message.
-        known: row → its plaintext x̃; where it is empty any row may be tried as zero.
-        opened: int64, the shape of `rows`, meaningful where `is_open`.
-        is_done: rows that were opened since `restart`, which need no further attempt.
+        known: maps a row to its plaintext x̃; if it is empty, any row may be tried as zero.
+        opened: the unmasked rows, int64, the shape of `rows`; meaningful for rows in `is_open`.
+        is_open: bool, shape (num_rows,): the rows that were unmasked.
+        is_done: bool, shape (num_rows,): the rows that were unmasked since `restart` and need no further attempt.
     """
 
     rows: torch.Tensor = field(repr=False)
@@ -161,19 +162,19 @@ class Stream:
 
     @property
     def num_features(self) -> int:
-        """The number of numbers in a row."""
+        """Returns the number of features of a row."""
         return self.rows.shape[1]
 
     def restart(self) -> None:
-        """Prepares for another N or seed: a wrong N may have opened a part of a block, which is right but not the
-        whole."""
+        """Prepares for another N or seed: a wrong N may have unmasked a part of a block, which is right but not the
+        whole block."""
         self.is_done[:] = False
 
     def windows(self, num_rows: int) -> list[int]:
-        """Returns the first rows of runs to try, none of them done: runs known throughout or, where nothing is known,
-        any run of a message.
+        """Returns the first rows of the runs to try, none of them done. If rows are known, only runs of known rows are
+        tried, otherwise all runs within a message.
 
-        Those that begin a message come first: positions before the answer have no label, so their gradient is zero.
+        Runs that begin a message come first: positions before the answer have no label, so their gradient is zero.
         """
         starts, is_done = [], self.is_done.tolist()
         for _, first, stop in self.spans:
@@ -185,21 +186,24 @@ class Stream:
         return [start for _, start in sorted(starts)]
 
     def masks(self, start: int, num_rows: int, most: int) -> torch.Tensor:
-        """Returns the mask that a run's rows have if its plaintext is as known, or zero: int64, shape (at most
-        `most`,)."""
+        """Returns the mask of a run's rows, assuming their known plaintext or, if nothing is known, zeros: int64,
+        shape (at most `most`,)."""
         parts = [self.rows[row] - self.known.get(row, 0) for row in range(start, start + num_rows)]
         return centred(torch.cat(parts)[:most])
 
     def open_around(self, public: PublicMatrix, secret: torch.Tensor, at: int, num_tried: int) -> bool:
-        """Unmasks rows of the block that contains row `at`, as far as the results are small.
+        """Unmasks the rows around row `at` in both directions, as far as the results are small.
 
         Args:
             public: the matrix A.
             secret: the secret as seen from row `at`.
             at: the first row of the window that gave the secret.
-            num_tried: the number of rows of that window. Nothing is opened unless more rows turn out small: one row's
-                equations are the same for every N, up to the order and the signs of the secret, so that a wrong N shows
-                only on the next row.
+            num_tried: the number of rows of that window. Nothing is unmasked unless more rows turn out small: the
+                equations of one row are the same for every N, up to the order and the signs of the secret, so that a
+                wrong N shows only on the next row.
+
+        Returns:
+            Whether rows were unmasked.
         """
         rows: dict[int, torch.Tensor] = {}
         for step in (1, -1):
@@ -217,7 +221,7 @@ class Stream:
         return True
 
     def claims(self) -> list[Claim]:
-        """Returns claims about messages that were opened as a whole."""
+        """Returns claims about messages of which all rows were unmasked."""
         return [
             StolenRows(seq, self.opened[first:stop].to(torch.float64))
             for seq, first, stop in self.spans
@@ -226,13 +230,13 @@ class Stream:
 
 
 def streams(view: View, opened: Opened | None = None, forward_first: bool = False) -> Iterator[Stream]:
-    """Yields the rows to attack: backward first, high groups first, since their gradients are zero where there is no
+    """Yields the rows to attack: backward first, high groups first, since their gradients are zero if a position has no
     label.
 
     Args:
         view: the view of one tenant.
-        opened: rows that are known already; then only those serve as known plaintext.
-        forward_first: reverses the order: low groups receive the same rows again wherever a prompt is repeated.
+        opened: rows that are known already; if given, only these serve as known plaintext.
+        forward_first: reverses the order: low groups receive the same rows again whenever a prompt is repeated.
     """
     by_place: dict[tuple[str, int], list[Message]] = {}
     for message in view.with_tensors().products():
@@ -248,7 +252,7 @@ def streams(view: View, opened: Opened | None = None, forward_first: bool = Fals
 
 
 def ring_request(message: Message) -> torch.Tensor | None:
-    """Returns the int32 rows of a message, None where there are none.
+    """Returns the int32 rows of a message; None if there are none.
 
     Raises:
         ConfigurationError: the rows cannot be read.

@@ -1,13 +1,15 @@
-"""`residual.py` for ring arithmetic, where each row of a layer's input is known only up to a secret positive factor.
+"""Solves `residual.py`'s equations in ring arithmetic, which shows a layer's input rows only up to secret factors.
 
-With x = s·x̃ the equation of a token becomes c_t v_t = r_t + b + s_t ã_t (W + ΔW). Divided by s_t it is linear in
-p_t = 1/s_t, q_t = c_t/s_t and the layer; P, the projector orthogonal to the columns of Ã, eliminates the layer:
+The notation is that of residual.py. With a_t = s_t·ã_t and an unknown s_t > 0, the equation of a token becomes
+c_t v_t = r_t + b + s_t ã_t (W + ΔW). Divided by s_t it is linear in p_t = 1/s_t, q_t = c_t/s_t and the layer. P, the
+projector orthogonal to the columns of Ã, eliminates the layer:
 
-    P (diag(q) V − diag(p) (R + b)) = 0,
+    P (diag(q) V − diag(p) (R + b)) = 0.
 
-These are 2·T unknowns whose direction is determined if there are more than in·d/(d − 2) tokens: the eigenvector of the
-smallest eigenvalue. Its length is a factor λ of the whole layer. An adapter of low rank, below half of the layer's,
-leaves most eigenvalues of W⁺(W + ΔW) at one, which determines λ.
+For T tokens these are 2·T unknowns, whose direction is determined if T is more than in·d/(d − 2), for a layer with `in`
+inputs and d outputs. The direction is the eigenvector of the smallest eigenvalue. The vector's length is unknown, which
+leaves a factor λ of the whole layer. An adapter whose rank is below half of the layer's leaves most eigenvalues of
+W⁺(W + ΔW) at one, which determines λ.
 Source: our derivation.
 """
 
@@ -23,18 +25,18 @@ from attacks.adversaries.residual import Fit
 from attacks.seen.public_model import Layer, Norm
 
 _SEEN, _ALIKE = 128, 1e-3
-"""(directions in which λ is looked for first, the most by which eigenvalues may differ there if it was found)."""
+"""λ is first looked for in `_SEEN` directions. It is found if most eigenvalues there differ by less than `_ALIKE`,
+relative to λ."""
 _ITERATIONS, _SETTLED = 12, 1e-13
-"""(the most steps of the inverse iteration, the change of its vector below which it is done)."""
+"""The inverse iteration ends after `_ITERATIONS` steps, or when its vector changes by less than `_SETTLED`."""
 _SHIFT = 1e-13
-"""Shift, as a share of the largest diagonal element: it keeps the factorisation positive definite."""
+"""What is added to the diagonal, as a share of its largest element, to keep the factorisation positive definite."""
 
 
 def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
-    """Returns a norm layer's output from its rows up to a positive factor each, ignoring its eps. Shape (num_rows,
-    hidden).
+    """Returns a norm layer's output, shape (num_rows, hidden), from rows that are known up to a positive factor each.
 
-    The factor is the larger root of ‖(s·x̃ − β)/γ‖² = d.
+    The factor is the larger root s of ‖(s·x̃ − β)/γ‖² = d. The norm's eps is ignored.
     """
     scaled = rows / norm.weight
     square = scaled.pow(2).sum(1, keepdim=True).clamp_min(1e-300)
@@ -47,7 +49,10 @@ def rescaled(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
 
 
 def has_enough_rows(layer: Layer, num_rows: int) -> bool:
-    """Whether T·d equations suffice for in·d unknowns of the layer and 2·T factors, with four tokens to spare."""
+    """Returns whether T·d equations suffice for in·d unknowns of the layer and 2·T factors, with four tokens to spare.
+
+    T is the number of rows; the layer has `in` inputs and d outputs.
+    """
     inputs, d = layer.weight.shape
     return num_rows * (d - 2) >= inputs * d + 4 * d
 
@@ -55,8 +60,8 @@ def has_enough_rows(layer: Layer, num_rows: int) -> bool:
 def explained(
     layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor
 ) -> tuple[torch.Tensor, Fit]:
-    """Returns each token's distance from the public layer's result, relative to the residual, and the fit of that
-    layer."""
+    """Returns each token's distance from the public layer's result, relative to the residual, and a fit with the public
+    weights."""
     known = norm.visible(before if layer.bias is None else before + layer.bias)
     fit = _with_weight(norm.visible(layer.weight), given, known, norm.direction(normed))
     predicted = known + given * fit.scales[:, None] @ fit.weight
@@ -64,7 +69,9 @@ def explained(
 
 
 def fit_layer(layer: Layer, given: torch.Tensor, before: torch.Tensor, norm: Norm, normed: torch.Tensor) -> Fit:
-    """Solves for the layer and the factors; arguments are those of `residual.fit_layer`, of which `given` is scaled.
+    """Solves for the layer and the factors.
+
+    The arguments are those of `residual.fit_layer`, but the rows of `given` are known only up to a factor each.
 
     Args:
         normed: the norm's output, scaled to its true size by `rescaled`.
@@ -95,7 +102,7 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
     if int(failed):
         system.diagonal().add_(1e3 * _SHIFT * system.diagonal().max())
         factor, _ = torch.linalg.cholesky_ex(system)
-    vector = sizes[:, None] / sizes.norm()  # all factors alike
+    vector = sizes[:, None] / sizes.norm()  # the start: all factors are equal
     for _ in range(_ITERATIONS):
         before, vector = vector, torch.cholesky_solve(vector, factor)
         vector = vector / vector.norm()
@@ -107,8 +114,8 @@ def _null_vector(left: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) ->
 
 
 def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
-    """Returns λ of weight ≈ λ·(public + low rank): the value of most eigenvalues of the ratio, and of a few directions
-    of it."""
+    """Returns λ of weight ≈ λ·(public + low rank): the value that most eigenvalues of their ratio have, looked for in a
+    few directions first."""
     wide = public.shape[0] < public.shape[1]
     ratio = weight @ torch.linalg.pinv(public) if wide else torch.linalg.pinv(public) @ weight
     if ratio.shape[0] > _SEEN:
@@ -123,7 +130,7 @@ def _factor(public: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _with_weight(weight: torch.Tensor, given: torch.Tensor, known: torch.Tensor, seen: torch.Tensor) -> Fit:
-    """Returns c and s of each token for a known layer: least squares of c·v − s·(ã W) = r, two unknowns."""
+    """Returns the fit of a known layer: least squares of c·v − s·(ã W) = r in c and s of each token."""
     moved = given @ weight
     vv, mm, vm = seen.pow(2).sum(1), moved.pow(2).sum(1), (seen * moved).sum(1)
     vr, mr = (seen * known).sum(1), (moved * known).sum(1)

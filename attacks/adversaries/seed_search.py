@@ -1,13 +1,15 @@
-"""Masks from a generator with a guessable seed: every candidate is tried until the rows behind one look like data.
+"""Recovers rows under masks from a generator with a guessable seed, by trying all seeds until rows look like data.
 
 It covers two conventions of a careless tenant that seeds a torch.Generator anew for each message: float rows plus
 `torch.randn` of their shape, and int32 rows plus `torch.randint` over the whole ring. A third is a lattice mask whose
 ternary secret comes from `torch.randint`: each candidate is tried on the first row of every stream, where a block
-begins, with errors that may be as good as they like. The seeds that are tried are small numbers, and the seconds before
-the first message arrived (from the recorder's file times; a recording that was copied without them has lost these). A
-float candidate must correlate with the rows and leave rows of the norm that a norm layer gives; in the ring it must
-leave small numbers. Where one generator masks many messages, only the first is found. torch's generator on the CPU
-keeps the low 32 bits of a seed, so that a seed of 64 bits is no harder to find. Source: our derivation.
+begins, and the errors may come from any source.
+
+The seeds that are tried are small numbers, and the seconds before the first message arrived. (These come from the
+recorder's file times, which a copy of a recording may have lost.) A float candidate must correlate with the rows and
+leave rows of the norm that a norm layer gives. In the ring a candidate must leave small numbers. If one generator masks
+many messages, only the first of them is found. torch's generator on the CPU keeps the low 32 bits of a seed, so that a
+seed of 64 bits is no harder to find. Source: our derivation.
 """
 
 from __future__ import annotations
@@ -26,30 +28,30 @@ from attacks.seen.view import Message, View
 SMALL_SEEDS = range(4096)
 _SECONDS_BEFORE = 300
 _NEAR = 8
-"""Distance from a found seed within which seeds are tried first: a tenant that reseeds for each message mostly counts
+"""Seeds within this distance of a found seed are tried first: a tenant that reseeds for each message mostly counts
 up."""
 _FULL_SEARCHES = 4
-"""Messages for which all seeds are tried: one hit is enough to continue from."""
+"""The number of messages for which all seeds are tried; one hit is enough to continue from."""
 _MOST_MESSAGES = 64
 _SIZES = range(256, 1 << 16)
-"""Numbers that a message may have: fewer give chance hits, more take long to draw 4,396 times."""
+"""How many numbers a message may have: fewer give chance hits, and more take long to draw 4,396 times."""
 _SIGNIFICANT = 5.0
 """Standard deviations above chance that count as a hit: 4,396 candidates reach it once in a thousand searches."""
 _NORM_TOLERANCE = 1e-2
 """Relative tolerance of a row's squared norm, which leaves room for the eps of a norm layer."""
 _TRIED_COLUMNS, _MOST_MATRICES = 8, 8
-"""(numbers of a row that are tried for each secret: by chance all of them are small once in 2^56; the most
-matrices)."""
+"""For each secret, `_TRIED_COLUMNS` numbers of a row are tried; by chance all of them are small once in 2^56. At most
+`_MOST_MATRICES` matrices are tried."""
 _SMALL = 2.0**28
-"""Mean magnitude below which ring rows count as data: data are far below 2^31, and uniform numbers have a mean of
-2^30."""
+"""Ring rows count as data if their mean magnitude is below this: data are far below 2^31, and uniform numbers have a
+mean of 2^30."""
 
 Guess = Callable[[torch.Generator], torch.Tensor | None]
-"""Maps a seeded generator to unmasked rows; None where they do not look like data."""
+"""A guess maps a seeded generator to unmasked rows, or to None if they do not look like data."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Tries small seeds and those of the clock; see `Adversary.attack`."""
+    """Tries small seeds and seeds from the clock; see `Adversary.attack`."""
     seeds = [*SMALL_SEEDS, *arrival_seconds(view)]
     return [*search(view, public, seeds), *(secrets(view, seeds) if opened is None else ())]
 
@@ -103,7 +105,7 @@ def search(view: View, public: PublicModel, seeds: Sequence[int]) -> list[Claim]
 
 
 def _testable(view: View, norms: Mapping[int, Norm]) -> Iterable[tuple[Message, Guess]]:
-    """Yields messages whose rows can be told from noise, each with its guess."""
+    """Yields messages whose rows can be told from noise, each with the guess to try on it."""
     num_messages = 0
     for message in view.with_tensors().select("product"):
         norm = norms.get(message.group) if message.direction == "forward" else None
@@ -129,7 +131,7 @@ def _first_hit(guess: Guess, seeds: Iterable[int]) -> tuple[int, torch.Tensor] |
 
 
 def _ring_guess(request: torch.Tensor) -> Guess:
-    """Returns the guess for int32 rows under a mask that is uniform mod 2^32."""
+    """Returns a guess for int32 rows under a mask that is uniform mod 2^32."""
 
     def guess(generator: torch.Generator) -> torch.Tensor | None:
         mask = torch.randint(-(2**31), 2**31, request.shape, dtype=torch.int32, generator=generator)
@@ -142,10 +144,10 @@ def _ring_guess(request: torch.Tensor) -> Guess:
 
 
 def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
-    """Returns the guess for float32 rows that a norm made, under a Gaussian mask of strength 1 or of one strength per
+    """Returns a guess for float32 rows that a norm made, under a Gaussian mask of strength 1 or of one strength per
     message."""
     length = float(request.norm())
-    needed = _SIGNIFICANT * length  # for ⟨Z, N⟩, which for another seed's N is Gaussian with deviation ‖Z‖
+    needed = _SIGNIFICANT * length  # bounds ⟨Z, N⟩, which is Gaussian with deviation ‖Z‖ if N is of another seed
 
     def guess(generator: torch.Generator) -> torch.Tensor | None:
         mask = torch.randn(request.shape, generator=generator)
@@ -157,7 +159,7 @@ def _float_guess(request: torch.Tensor, norm: Norm) -> Guess:
 
 
 def _with_norms(norm: Norm, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
-    """Returns rows without the mask if one strength gives all of them the norm of normed rows."""
+    """Returns rows without the mask if one strength gives all of them the norm of normed rows, otherwise None."""
     scaled = norm.direction(rows)
     noise = mask / norm.weight
     square, half = noise.pow(2).sum(), (scaled * noise).sum()

@@ -1,20 +1,19 @@
-"""`shared-error`: lattice masks with one error for several blocks, or pieces of one, fall to linear algebra.
+"""Implements `shared-error`: recovers rows of lattice masks that use one error for several blocks, or pieces of one.
 
-Where two rows at the same place of two blocks hide the same x̃ (a prompt that is sent again, a gradient of zero, or
-rows that are known) and have the same error, both cancel: z₁ − z₂ = A·(s₁ − s₂) mod 2^32, exactly. Enough such pairs
-together (1,568 equations for 1,536 unknowns at the shipped dimension: 49 rows of 32 features, or one row of 1,568) give
-u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod 2 as in `no-error`. It is confirmed mod 2^32 on 32 more
-equations than there are unknowns: chance passes with probability below 2^-1000. Then every other pair of rows of the
-two blocks gives the difference of its activations, and, where one is known, the other.
+Two rows at the same position of two blocks may hide the same x̃, such as that of a prompt that is sent again or of a
+gradient of zero. (Known rows are subtracted first.) If they also have the same error, both cancel: z₁ − z₂ = A·(s₁ −
+s₂) mod 2^32, exactly. Enough such pairs together give u = s₁ − s₂, whose numbers are −2 … 2, by three eliminations mod
+2 as in `no-error`. At the shipped dimension enough is 1,568 equations for 1,536 unknowns: 49 rows of 32 features, or
+one row of 1,568. The result is confirmed mod 2^32 on 32 more equations than there are unknowns, which chance passes
+with probability below 2^-1000. Then every other pair of rows of the two blocks gives the difference of its activations.
+If one of the two rows is known, this gives the other.
 
-In one block row t + L has the secret X^-L·s where row t has s, so that pieces with the same error give v = (1 − X^-L)·s
-by the same system. With m = N/gcd(N, L) the sum of X^-iL·v over i < m is (1 − X^-mL)·s = 2·s: the secret itself, and
-all rows of the block.
+In one block, row t + L has the secret X^-L·s if row t has s. So pieces of a block with the same error give
+v = (1 − X^-L)·s by the same system. With m = N/gcd(N, L), the sum of X^-iL·v over i < m is (1 − X^-mL)·s = 2·s. This
+gives the secret itself, and with it all rows of the block.
 
-Rows at the same place of their blocks are N apart in a stream, or a multiple of it, where every row of a block is used
-in order. Blocks of different layers are not compared: nothing that they hide repeats.
-
-Source: our derivation; the two-time pad (`slot-reuse`), with a mask that differs by a lattice sample.
+If every row of a block is used in order, rows at the same position of their blocks are N or a multiple of N apart in a
+stream. Blocks of different layers are not compared, because nothing that they hide repeats.
 """
 
 from __future__ import annotations
@@ -45,15 +44,16 @@ SHARED = "messages of blocks that share their errors"
 MOST_SYSTEMS = 3
 """The most layer widths that are attacked; an elimination takes a second at dimension 1536."""
 MOST_WINDOWS, MOST_IN_STREAM = 1 << 20, 1 << 17
-"""The most windows, that is places in a stream times distances, of a view and of one stream; each takes 10 µs."""
+"""The most windows of a view and of one stream. A window is a position in a stream with a distance; one takes 10 µs."""
 MOST_BLOCKS, MOST_PIECES = 8, 8
-"""(how many blocks apart two compared blocks may be, into how many pieces a block may be cut)."""
+"""Two compared blocks may be up to `MOST_BLOCKS` blocks apart, and a block may be cut into up to `MOST_PIECES`
+pieces."""
 MOST_CLAIMS = 256
 _CHUNK = 1024
 MOST_DISTANCES = 36
 """The most distances that `distances` returns, for blocks of 512 rows and windows of up to 64."""
 _BITS = 3
-"""Bits that tell numbers from −2 to 2 apart."""
+"""The number of bits that tell numbers from −2 to 2 apart."""
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
@@ -80,7 +80,8 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def distances(degree: int, num_rows: int) -> list[int]:
-    """Returns the possible distances of rows at the same place of two blocks, or of two pieces that hold `num_rows`."""
+    """Returns the possible distances of rows at the same position of two blocks, or of two pieces of at least
+    `num_rows` rows."""
     blocks = [degree * number for number in range(1, MOST_BLOCKS + 1)]
     sizes = sorted({-(-degree // number) for number in range(2, MOST_PIECES + 1)}, reverse=True)
     pieces = {size * number for size in sizes for number in range(1, -(-degree // size)) if size >= num_rows}
@@ -88,11 +89,11 @@ def distances(degree: int, num_rows: int) -> list[int]:
 
 
 class _System(Equations):
-    """What finds one difference."""
+    """Finds the difference of two secrets."""
 
     def open(self, stream: Stream) -> list[Claim]:
-        """Tries pairs of windows of a stream: returns claims about blocks; rows of one block are opened in the
-        stream."""
+        """Tries pairs of windows of a stream. It returns claims about pairs of blocks, and unmasks rows of a single
+        block in the stream."""
         if not self._binary.has_full_rank:
             return []
         stream.restart()
@@ -112,7 +113,8 @@ class _System(Equations):
         return said
 
     def _starts(self, stream: Stream, distance: int) -> list[int]:
-        """Returns the first rows of window pairs that both exist; only known rows where any are known."""
+        """Returns the first rows of window pairs that both exist. If any rows are known, only windows of
+        known rows are returned."""
         starts = range(len(stream.rows) - distance - self._num_rows + 1)
         if not stream.known:
             return list(starts[: MOST_IN_STREAM // MOST_DISTANCES])
@@ -125,8 +127,8 @@ class _System(Equations):
     def _solved(
         self, stream: Stream, starts: Sequence[int], distance: int, known: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields windows whose difference is A·u: first row and u. Rows that are done, or `known` meanwhile, are
-        skipped."""
+        """Yields the first row of each window whose difference is A·u, with u. Rows that are done, or in `known`
+        meanwhile, are skipped."""
         differences = stream.rows[:-distance] - stream.rows[distance:] if starts else stream.rows[:0]
         for row, plain in stream.known.items() if starts else ():
             for place, sign in ((row, -1), (row - distance, 1)):
@@ -147,7 +149,7 @@ class _System(Equations):
                     yield start, found
 
     def _solve(self, side: torch.Tensor) -> torch.Tensor | None:
-        """Returns the u in {−2 … 2} with M·u = side mod 2^32, int64, shape (k·N,); None where there is none."""
+        """Returns the u in {−2 … 2} with M·u = side mod 2^32, int64, shape (k·N,); None if there is none."""
         total = torch.zeros(self._equations.shape[1], dtype=torch.int64)
         rest = side
         for place in range(_BITS):
@@ -163,7 +165,7 @@ class _System(Equations):
 
 
 def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | None:
-    """Returns the ternary s with (1 − X^-distance)·s = found, polynomial by polynomial; None where there is none."""
+    """Returns the ternary s with (1 − X^-distance)·s = found, polynomial by polynomial; None if there is none."""
     term = total = found.view(-1, degree)
     for _ in range(degree // math.gcd(degree, distance) - 1):
         term = turned(term, distance)
@@ -175,8 +177,8 @@ def undone(found: torch.Tensor, distance: int, degree: int) -> torch.Tensor | No
 
 
 class _Differences:
-    """Differences between a stream's rows and those at a distance, as far as they are known: `rows` by the first of the
-    two."""
+    """Collects known differences between a stream's rows and those at a distance. `rows` maps the first row of two to
+    their difference."""
 
     def __init__(self, stream: Stream, distance: int) -> None:
         self._stream, self._distance = stream, distance
@@ -184,7 +186,7 @@ class _Differences:
         self._starts: list[int] = []
 
     def extend(self, public: PublicMatrix, found: torch.Tensor, start: int) -> None:
-        """Extends a window in both directions while differences are small, and opens rows whose partner is known."""
+        """Extends a window in both directions while differences are small, and unmasks rows whose partner is known."""
         self._starts.append(start)
         stream = self._stream
         for step in (1, -1):
@@ -207,7 +209,7 @@ class _Differences:
                 stream.is_open[place] = True
 
     def claims(self) -> list[Claim]:
-        """Returns a fact for each pair of blocks, and the differences of messages that have the same place in both."""
+        """Returns a fact for each pair of blocks, and the differences of messages at the same position in both."""
         spans = self._stream.spans
         begins = {first: (seq, stop) for seq, first, stop in spans}
         owner = {row: seq for seq, first, stop in spans for row in range(first, stop)}

@@ -1,15 +1,16 @@
-"""`slot-reuse`: two requests of one group and direction under the same mask rows differ by their activations alone.
+"""Implements `slot-reuse`: finds two requests under the same mask rows, which differ by their activations alone.
 
-It takes the difference mod 2^32 of every pair of rows; fresh masks leave it uniform, and one mask used twice leaves x̃
-− x̃′, below 2^21 or so. A pair of fresh rows looks reused with probability (2^25/2^32)^d = 2^-7d at d features; where
-that, times the number of pairs, is not below 2^-40 the adversary claims nothing. At d = 64 and 10,000 rows it is
-2^-423. Requests sent again byte by byte tell nothing, and are skipped.
+It takes the difference mod 2^32 of every pair of rows of one group and direction. Fresh masks leave it uniform, and one
+mask used twice leaves x̃ − x̃′, which is below 2^21 or so. A pair of fresh rows looks reused with probability
+(2^25/2^32)^d = 2^-7d at d features. The adversary claims nothing unless this probability, times the number of pairs, is
+below 2^-40; at d = 64 and 10,000 rows the product is 2^-423. Requests sent again byte by byte tell nothing, and are
+skipped.
 
-All layers share the public matrix and read its first columns, so that one secret used in two layers, or in both
+All layers share the public matrix and read its first columns. So a secret that is used in two layers, or in both
 directions of one, shows in the same way: the rows of two messages agree in as many columns as both have, up to
-activations and errors. There are too many rows to compare each with each; rows are sorted by the high bits of some
-columns, which puts most pairs that share a secret next to each other. What such a pair tells is reported and not used:
-the difference of two layers' inputs is of no more use here than that of the same layer's.
+activations and errors. There are too many rows to compare each with each. Rows are therefore sorted by the high bits of
+some columns, which puts most pairs that share a secret next to each other. Such a pair is reported and not used
+further: the difference of two layers' inputs is of no more use here than that of the same layer's.
 
 Source: the two-time pad; docs/threat-model.md, "What would break it, and what stops that", first row.
 """
@@ -29,16 +30,19 @@ from attacks.seen.view import View
 
 FALSE_POSITIVE_BITS = 40
 MOST_NEIGHBOURS = 512
-"""Rows that are compared with each row, of those that are near it in the first feature: 2^-7 of all rows by chance."""
+"""The number of rows that are compared with each row, nearest first in the first feature; by chance, 2^-7 of all rows
+are near."""
 MOST_PAIRS = 1 << 14
-"""The most near pairs that are used: in traffic without a mask all pairs are near."""
+"""The most near pairs that are used; in traffic without a mask all pairs are near."""
 MOST_CLAIMS = 256
 SHARED_ROWS = "messages that share mask rows in other places"
 SHARED_SECRET = "messages of different layers or directions that share a secret"  # noqa: S105 - a fact's name
 _HIGH_BITS, _KEY_COLUMNS = 7, 8
-"""(high bits, columns) by which rows are sorted: numbers that differ by 2^20 have the same high bits 31 times of 32."""
+"""Rows are sorted by the high bits of the first columns: `_HIGH_BITS` bits each of `_KEY_COLUMNS` columns. Numbers that
+differ by 2^20 have the same high bits 31 times of 32."""
 _MOST_COLUMNS, _NOTHING = 64, 1 << 40
-"""(columns that are compared between layers, the number that stands for a column that a narrower layer lacks)."""
+"""Up to `_MOST_COLUMNS` columns are compared between layers; `_NOTHING` stands for a column that a narrower layer
+lacks."""
 
 
 def false_positive_log2(num_rows: int, num_features: int) -> float:
@@ -48,7 +52,7 @@ def false_positive_log2(num_rows: int, num_features: int) -> float:
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Claims differences of messages whose masks were the same, and a fact for pairs that overlap in other rows."""
+    """Claims differences of messages whose masks were the same, and a fact for messages that share other mask rows."""
     claims: list[Claim] = []
     for stream in streams(view) if opened is None else ():
         if false_positive_log2(len(stream.rows), stream.num_features) > -FALSE_POSITIVE_BITS or is_plain(stream.rows):
@@ -60,7 +64,7 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def shared_secrets(view: View) -> list[Claim]:
-    """Claims a fact for each of some pairs of groups, or of directions of one, in which a secret was used twice."""
+    """Claims a fact for each pair of groups, or of directions of one, that was found to use one secret."""
     places: dict[tuple[str, int], int] = {}
     heads, owners, messages = [], [], []
     for message in view.with_tensors().products():
@@ -88,7 +92,7 @@ def shared_secrets(view: View) -> list[Claim]:
 
 
 def _alike(rows: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yields pairs of rows whose first columns have the same high bits; two pairs where three rows do."""
+    """Yields pairs of rows whose first columns have the same high bits; three such rows give two pairs."""
     high = rows[:, :_KEY_COLUMNS].remainder(MODULUS) >> (32 - _HIGH_BITS)
     key = (high << (_HIGH_BITS * torch.arange(_KEY_COLUMNS))).sum(1)
     ordered, order = key.sort()
@@ -105,9 +109,10 @@ def _shows_sharing(one: torch.Tensor, other: torch.Tensor, num_rows: int) -> boo
 
 
 def is_plain(rows: torch.Tensor) -> bool:
-    """Whether more than half of the numbers are below 2^28, where masks leave an eighth: then nothing was masked.
+    """Returns whether more than half of the numbers are below 2^28, so that nothing was masked; masks leave an eighth.
 
-    Such rows are all near each other; comparing them took minutes on a real model and says nothing about slots.
+    Such rows are all near each other. Comparing them took minutes on a real model, and says nothing about slots (slot:
+    one row of a mask).
     """
     return bool((centred(rows).abs() < 1 << 28).double().mean() > 0.5)
 
@@ -146,7 +151,7 @@ def near_pairs(rows: torch.Tensor) -> torch.Tensor:
     first_column = rows[order, 0]
     found, num_pairs = [torch.empty(0, 2, dtype=torch.int64)], 0
     for step in range(1, min(MOST_NEIGHBOURS, len(rows) - 1) + 1):
-        # the sorted rows are compared with those `step` places on; the last ones wrap around, as numbers mod 2^32 do
+        # the sorted rows are compared with those `step` positions on; the last ones wrap, as numbers mod 2^32 do
         near = torch.nonzero(_is_small(first_column - first_column.roll(-step))).flatten()
         if near.numel() == 0:
             break

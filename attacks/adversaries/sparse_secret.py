@@ -1,14 +1,15 @@
-"""`sparse-secret`: a lattice mask whose secrets have a few non-zero trits falls to a search that meets in the middle.
+"""Implements `sparse-secret`: recovers lattice secrets that have few non-zero trits, by a meet in the middle.
 
-At the shipped dimension a ternary secret has about 1,024 non-zero trits. The mask from a secret of weight w is a signed
-sum of w columns of its row's equations, z = x̃ + e + Σ ±a_i, and x̃ + e is small. All sums of up to two columns (4.7
-million at dimension 1536) are sorted once for each public matrix by the high bits of eight numbers of the row. The row
-minus each single column is looked up among them (w ≤ 3), and on a few rows the row minus each two (w ≤ 4). No plaintext
-is needed. Rows whose x̃ crosses a boundary of those bits are missed, about one in eight; a block has many.
+At the shipped dimension a ternary secret has about 1,024 non-zero trits. The mask from a secret of weight w (w non-zero
+trits) is a signed sum of w columns of its row's equations: z = x̃ + e + Σ ±a_i, and x̃ + e is small. For each public
+matrix, all sums of up to two columns (4.7 million at dimension 1536) are sorted once by the high bits of eight numbers
+of the row. The row minus each single column is looked up among them (w ≤ 3). On a few rows, the row minus each sum of
+two columns is looked up, too (w ≤ 4). No plaintext is needed. A row is missed if its x̃ crosses a boundary of those
+bits, which about one row in eight does; a block has many rows.
 
-A secret is accepted where all features of the row on which it was found and of a neighbouring row are small. At 16
-features a wrong one passes in a row with probability 2^-112; 2^44 are tried on a row, so that over 1,024 rows one is
-accepted with probability 2^-58.
+A secret is accepted if all features are small on the row on which it was found and on a neighbouring row. At 16
+features a wrong secret passes on one row with probability 2^-112. 2^44 secrets are tried on a row, so that over 1,024
+rows a wrong one is accepted with probability 2^-58.
 
 Source: Odlyzko's meet in the middle on NTRU, described in Howgrave-Graham, Silverman, Whyte, "A meet-in-the-middle
 attack on an NTRU private key", NTRU report 004, 2003.
@@ -31,13 +32,13 @@ from wire.ring.seeded_rows import SeededRows
 
 LEAST_FEATURES = 16
 MOST_DIMENSION = 2048
-"""The largest dimension that is tried: it has 8.4 million sums of two columns, 70 MB sorted."""
+"""The largest dimension that is tried. It has 8.4 million sums of two columns, which take 70 MB sorted."""
 MOST_TABLES = 2
 """The most public matrices that are searched; each takes two seconds at dimension 1536."""
 MOST_ROWS, MOST_ROWS_OF_FOUR = 1024, 2
-"""(rows that are looked up for weight 3, at 3 ms each; rows for weight 4, at a second or two each)."""
+"""The most rows that are looked up for weight 3, at 3 ms each, and the most for weight 4, at a second or two each."""
 _STEP = 32
-"""Distance in a stream between rows that are tried: 16 rows of a block."""
+"""The distance in a stream between rows that are tried; it gives 16 rows of a block."""
 _COLUMNS, _HIGH_BITS = 8, 6
 _CHUNK = 1 << 20
 
@@ -47,7 +48,7 @@ Terms = npt.NDArray[np.int32]
 
 
 def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list[Claim]:
-    """Opens blocks whose secret has at most four non-zero trits."""
+    """Unmasks blocks whose secret has at most four non-zero trits."""
     if opened is not None:
         return []  # it needs no known rows, and ran without them before
     seeds = [seed for seed in public_seeds(view) if seed.num_rows <= MOST_DIMENSION]
@@ -71,16 +72,16 @@ def attack(view: View, model: PublicModel, opened: Opened | None = None) -> list
 
 
 def _rows_to_try(stream: Stream) -> Iterator[int]:
-    """Yields the first row of each message and rows in between, those that begin a stream first."""
+    """Yields the first row of each message and rows at regular distances, in the order of the stream."""
     firsts = {first for _, first, _ in stream.spans[:MOST_ROWS]}
     yield from sorted(firsts | set(range(0, len(stream.rows), _STEP)))
 
 
 class Table:
-    """Sums of at most two signed columns of a row's equations, sorted."""
+    """Holds the sums of at most two signed columns of a row's equations, sorted."""
 
     def __init__(self, seed: SeededRows, degree: int) -> None:
-        """Makes the table: two seconds and 150 MB at dimension 1536, half of which is kept."""
+        """Computes the table. This takes two seconds and 150 MB at dimension 1536, half of which is kept."""
         self._seed, self._degree = seed, degree
         equations = PublicMatrix.of(seed, degree, _COLUMNS).equations(0)
         plus = np.ascontiguousarray(equations.t().numpy().astype(np.uint32))  # (k·N, _COLUMNS), mod 2^32
@@ -96,7 +97,7 @@ class Table:
         return np.asarray(self._singles[terms[:, 0]] + self._singles[terms[:, 1]])
 
     def open(self, stream: Stream, row: int, up_to_four: bool) -> bool:
-        """Looks a row up, and opens the block around it if a secret is found."""
+        """Looks a row up, and unmasks the block around it if a secret is found; returns whether one was."""
         public = PublicMatrix.of(self._seed, self._degree, stream.num_features)
         equations = public.equations(0)
         return any(
@@ -106,13 +107,13 @@ class Table:
         )
 
     def _candidates(self, numbers: torch.Tensor, up_to_four: bool) -> Iterator[torch.Tensor]:
-        """Yields secrets that agree with a row in the bits that were sorted by: int64, shape (k·N,)."""
+        """Yields secrets that agree with a row in the bits by which the table is sorted: int64, shape (k·N,)."""
         target = numbers.numpy().astype(np.uint32)
         count = len(self._terms) if up_to_four else len(self._singles)
         for start in range(0, count, _CHUNK):
             rest = self._terms[start : min(start + _CHUNK, count)]
             wanted = _keys(target - self._sums(rest))
-            order = np.argsort(wanted)  # neighbours are looked up near each other: a third of the time
+            order = np.argsort(wanted)  # sorted keys are looked up in a third of the time
             first = np.searchsorted(self._keys, wanted[order])
             is_there = self._keys[np.minimum(first, len(self._keys) - 1)] == wanted[order]
             for index in np.flatnonzero(is_there):
@@ -130,8 +131,8 @@ class Table:
 
 
 def _terms(dimension: int) -> Terms:
-    """Returns pairs of signed columns: 0 is none, i + 1 is column i, i + 1 + dimension is its opposite; single columns
-    first."""
+    """Returns pairs of signed columns, single columns first. 0 stands for none, i + 1 for column i, and
+    i + 1 + dimension for the opposite of column i."""
     singles = np.arange(2 * dimension + 1, dtype=np.int32)
     one, other = (places.astype(np.int32) + 1 for places in np.triu_indices(dimension, k=1))
     signs = [(a, b) for a in (0, dimension) for b in (0, dimension)]

@@ -1,9 +1,9 @@
-"""One fixed mask that is never seen: normed rows lie on a sphere, and the mask is its centre.
+"""Recovers one fixed mask that is never seen: normed rows lie on a sphere, and the mask is the sphere's centre.
 
-z_t = x_t + n with ‖(x_t − β)/γ‖² = d for every row, so u_t = (z_t − β)/γ lies at distance √d from v = n/γ, and 2(u_t −
-u_s)ᵀ v = ‖u_t‖² − ‖u_s‖² is linear in v: d + 1 rows determine it. LayerNorm rows also have mean 0, which is one more
-equation. It does not win where rows span too little, or where the mask changes. Source: Coope, "Circle fitting by
-linear and nonlinear least squares", 1993, for the linear form of a sphere fit.
+Each row is z_t = x_t + n with ‖(x_t − β)/γ‖² = d. So u_t = (z_t − β)/γ lies at distance √d from v = n/γ, and
+2(u_t − u_s)ᵀ v = ‖u_t‖² − ‖u_s‖² is linear in v: d + 1 rows determine v. LayerNorm rows also have mean 0, which is one
+more equation. The attack does not win if rows span too few directions, or if the mask changes. Source: Coope, "Circle
+fitting by linear and nonlinear least squares", 1993, for the linear form of a sphere fit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attacks.seen.view import View
 
 _MOST_MESSAGES = 64
 _ROWS_PER_FEATURE = 3
-"""Rows used for each feature: more than d + 1 rows average out the rounding of float32; beyond this they cost more than
-they gain."""
+"""The number of rows used for each feature. More than d + 1 rows average out the rounding of float32; beyond this
+number they cost more than they gain."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows of the first messages of every group that a norm made; a best guess wherever it can be computed."""
+    """Claims rows of the first messages of every group that a norm made: a best guess, if one can be computed."""
     norms = public.normed_inputs()
     claims: list[Claim] = []
     for group, norm in norms.items():
@@ -57,7 +57,7 @@ def fit(norm: Norm, rows: torch.Tensor) -> torch.Tensor | None:
     if norm.bias is not None:  # mean 0: the centre has the mean that all points have
         equations = torch.cat([equations, equations.norm() / d * torch.ones(1, d, dtype=equations.dtype)])
         values = torch.cat([values, values.new_zeros(1)])
-    # gelsd gives the smallest solution where rows do not span all directions
+    # gelsd gives the smallest solution if rows do not span all directions
     centre: torch.Tensor = torch.linalg.lstsq(equations, values[:, None], rcond=1e-9, driver="gelsd").solution[:, 0]
     mask: torch.Tensor = (centre + middle) * norm.weight
     return mask

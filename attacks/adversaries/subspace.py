@@ -1,8 +1,8 @@
-"""Noise within a small span: principal components show the span, and rows projected off it have no noise.
+"""Removes noise that lies within a small span: principal components show the span, and rows are projected off it.
 
-Strong noise of rank r makes the first r eigenvalues of the rows' second moment stand out; the rows projected off their
-eigenvectors are x without its part in the span. Noise in all directions cannot be projected off, and then the claim is
-as wrong as the message. Source: our derivation; principal component analysis.
+Strong noise of rank r makes the first r eigenvalues of the rows' second moment stand out. The rows projected off their
+eigenvectors are x without its part in the span. Noise in all directions cannot be projected off; then the claim is as
+wrong as the message. Source: our derivation; principal component analysis.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from attacks.seen.view import View
 
 _MOST_MESSAGES = 64
 _MOST_STREAMS = 24
-"""The most groups and directions that are attacked; a tiny model has fewer. Eigenvectors of 1,536 features take
-seconds, and a model has 240."""
+"""The most groups and directions that are attacked. A tiny model has fewer. A real model has 240, and eigenvectors of
+1,536 features take seconds."""
 _LARGEST_SHARE = 4
-"""Divisor of d: a span of more than d/4 dimensions is not small."""
+"""The divisor of d in the bound on a span: a span of more than d/4 dimensions is not small."""
 
 
 def attack(view: View, public: PublicModel, opened: Opened | None) -> list[Claim]:
-    """Claims rows projected off the noise's span, of the first messages of the first groups; see `Adversary.attack`."""
+    """Claims rows projected off the noise's span, in the first messages of the first groups; see `Adversary.attack`."""
     claims: list[Claim] = []
     products = view.with_tensors().select("product")
     streams = list(dict.fromkeys((message.group, message.direction) for message in products))
@@ -41,7 +41,7 @@ def noise_span(rows: torch.Tensor) -> torch.Tensor | None:
     """Returns an orthonormal basis of the directions that stand out most, shape (d, r) with 1 <= r <= d/4.
 
     Args:
-        rows: float64, shape (num_rows, d); the result is None where they are too few to tell.
+        rows: float64, shape (num_rows, d); the result is None if there are too few rows to tell.
     """
     num_rows, d = rows.shape
     largest = min(d, num_rows) // _LARGEST_SHARE

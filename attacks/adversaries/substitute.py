@@ -1,17 +1,17 @@
-"""A functional copy of the adapter by training: the public model with low-rank factors is fitted to the recorded rows.
+"""Trains a functional copy of the adapter: fits the public model with low-rank factors to the recorded rows.
 
 Tokens come from the first layer's input. From there each block is trained in turn, with W + ΔW of low rank in every
 base layer, until the inputs of its layers and of the next block have the directions of the recorded ones. Only
-directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter; the scale of a
-layer whose output is known by direction alone follows from the low rank of ΔW. Rows that do not fit, such as those that
-another adversary opened wrongly, are left out.
+directions of rows are compared, so that the secret scale of a row in ring arithmetic does not matter. If only the
+direction of a layer's output is known, the layer's scale follows from the low rank of ΔW. Rows that do not fit are left
+out, such as those that another adversary unmasked wrongly.
 
-It claims nothing where the first layer's rows are no tokens, where nothing fits (a mask), or where there are fewer
-tokens than factors need. It does not guarantee a minimum: training ends after 300 steps a block, or after `_MAX_S` in
-all. On SmolLM2 90 s were enough for two of 30 blocks, and gave no copy: cosines with ΔW of 0.5 for v_proj, 0.25 for
-o_proj, 0.03 for down_proj (192 tokens, one core), so that a low value there says how short the training was. A ΔW of
-higher rank than `_RANK` is approximated. Methods that change a layer's input (OFT, BOFT) do not have this form: a group
-that is requested several times in a pass ends the attack.
+It claims nothing if the first layer's rows are no tokens, if nothing fits (a mask), or if there are fewer tokens than
+the factors need. It does not guarantee a minimum: training ends after 300 steps a block, or after `_MAX_S` in all. On
+SmolLM2, 90 s were enough for two of 30 blocks, and gave no copy: cosines with ΔW were 0.5 for v_proj, 0.25 for o_proj
+and 0.03 for down_proj (192 tokens, one core). So a low value there shows how short the training was. A ΔW of higher
+rank than `_RANK` is approximated. Methods that change a layer's input (OFT, BOFT) do not have this form: a group that
+is requested several times in a pass ends the attack.
 Source: substitute models of Papernot et al., "Practical black-box attacks" (AsiaCCS 2017), here taught by hidden
 states; the rest is ours.
 """
@@ -33,39 +33,40 @@ from attacks.seen.public_model import Layer, PublicModel
 from attacks.seen.view import View
 
 _RANK = 8
-"""Rank of the factors: that of the full profile's adapter, and twice that of the quick one's."""
+"""The rank of the factors: that of the full profile's adapter, and twice that of the quick profile's adapter."""
 _STEPS, _CHUNK = (40, 60, 200), 10
-"""(steps of the three parts of a block's training, steps between two looks at the clock)."""
+"""A block's training has three parts with so many steps each; the clock is checked every `_CHUNK` steps."""
 _HISTORY = 50
-"""Pairs that L-BFGS keeps, as in attention.py."""
+"""The number of pairs that L-BFGS keeps, as in attention.py."""
 _MAX_S = 30.0
-"""Seconds of training in all: a chosen budget, not a measured need."""
+"""Seconds of training in all; they are a chosen budget, not a measured need."""
 _MAX_NUMBERS = 1 << 17
-"""The most numbers of the first layer's rows that are used: 227 tokens of SmolLM2, 4,096 of a model with d = 32."""
+"""The most numbers of the first layer's rows that are used: 227 tokens of SmolLM2, or 4,096 of a model with d = 32."""
 _WIDE = 256
-"""Hidden size from which on float32 is used."""
+"""The hidden size from which on float32 is used."""
 _HOPELESS = 0.5
-"""Distance of unit rows from which on a fit is given up: an unrelated row is at 1.4, the nearest of 1,000 tokens at 0.9
-(d = 32)."""
+"""The distance of unit rows from which on a fit is given up: an unrelated row is at 1.4, the nearest of 1,000 tokens at
+0.9 (d = 32)."""
 _UNCHANGED = 1e-5
-"""Distance up to which public weights explain the rows; float32 and ring rounding leave 1e-6."""
+"""The distance up to which public weights explain the rows; float32 and ring rounding leave 1e-6."""
 _FAR, _MOST_LEFT_OUT = 6.0, 0.25
-"""(multiple of the median distance of a group's rows beyond which, after the first steps, a row counts as wrong; the
-largest share of such rows)."""
+"""After the first steps, a row counts as wrong if its distance is beyond `_FAR` times the median distance of its
+group's rows. If this would be a share of `_MOST_LEFT_OUT` or more, no row counts as wrong."""
 _DAMPING = 1e-2
-"""Damping, as a share of the mean variance of a layer's inputs: directions with less variance are not amplified
-further."""
+"""Damping, as a share of the mean variance of a layer's inputs. Directions with less variance than this are not
+amplified further."""
 _START = 0.05
-"""First guess of ΔW's singular values, as a share of W's: factors of very different sizes train slowly."""
+"""The first guess of ΔW's singular values, as a share of W's; factors of very different sizes train slowly."""
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Prompts of one length for which the same groups were recorded.
+    """Holds prompts of one length for which the same groups were recorded.
 
     Attributes:
         stream: the residual before the block, shape (num_prompts, num_tokens, hidden).
-        seen: group id to rows of length 1, or 0 where one is left out; shape (num_prompts, num_tokens, in_features).
+        seen: maps a group id to rows of length 1, or 0 for rows that are left out; shape (num_prompts, num_tokens,
+            in_features).
     """
 
     stream: torch.Tensor
@@ -93,12 +94,12 @@ def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim
 
 
 def _has_enough_rows(layer: Layer, num_tokens: int) -> bool:
-    """Whether the layer's outputs have twice as many numbers as its factors."""
+    """Returns whether the layer's outputs have twice as many numbers as its factors."""
     return num_tokens * layer.weight.shape[1] >= 2 * _RANK * sum(layer.weight.shape)
 
 
 def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]:
-    """Returns prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
+    """Returns the prompts whose first layer's rows are tokens, as many as `_MAX_NUMBERS` allows."""
     if any(one.repeats for one in forward_passes(view) if not one.is_training):
         return []
     first, norm = model.blocks[0].q.group, model.blocks[0].attention_norm
@@ -131,8 +132,14 @@ def _read(view: View, model: PublicModel, opened: Opened | None) -> list[_Batch]
 def _rows(
     view: View, opened: Opened | None, only: Collection[int] | None, numbers: Collection[int] | None = None
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Returns place in `forward_passes.prompts` → group id → rows, float64; of some groups and prompts, where None
-    means all."""
+    """Returns rows of some groups and prompts, float64: number in `forward_passes.prompts` → group id → rows.
+
+    Args:
+        view: the view of one tenant.
+        opened: rows to use in place of the recorded ones.
+        only: the groups; None means all.
+        numbers: the prompts; None means all.
+    """
     at = places(view)
     parts: dict[int, dict[int, list[torch.Tensor]]] = {}
     for message in view.select("product", "forward"):
@@ -148,7 +155,7 @@ def _rows(
 
 
 class _Substitute:
-    """One block with factors, and the norm that receives its output."""
+    """Trains one block with factors, up to the norm that receives the block's output."""
 
     def __init__(self, model: PublicModel, index: int, batches: Sequence[_Batch]) -> None:
         dtype = batches[0].stream.dtype
@@ -163,10 +170,10 @@ class _Substitute:
         self._stretch: list[torch.Tensor] = []
 
     def train(self, until: float) -> bool:
-        """Trains the block and returns whether it explains the recorded rows.
+        """Trains the block, and returns whether it explains the recorded rows.
 
         Args:
-            until: deadline on the clock of time.monotonic(); what was reached by then is kept.
+            until: the deadline on the clock of time.monotonic(); what was reached by then is kept.
         """
         changes = [torch.zeros_like(layer.weight, requires_grad=True) for layer in self._layers]
         loss = self._loss([layer.weight + change for layer, change in zip(self._layers, changes, strict=True)])
@@ -189,15 +196,15 @@ class _Substitute:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the block's output was recorded, so that the next block can be trained."""
+        """Returns whether the block's output was recorded, so that the next block can be trained."""
         return self._is_seen(self._next)
 
     def _is_seen(self, group: int) -> bool:
         return any(group in batch.seen for batch in self._batches)
 
     def advance(self) -> list[_Batch]:
-        """Returns the stream after the block: where the next norm's output was recorded it has that direction, which is
-        exact."""
+        """Returns the residual stream after the block. If the next norm's output was recorded, the stream takes that
+        output's direction, which is exact."""
         batches = []
         for batch in self._batches:
             with torch.no_grad():
@@ -212,7 +219,7 @@ class _Substitute:
         return batches
 
     def _start(self, slopes: Sequence[torch.Tensor]) -> None:
-        """Starts with ΔW = S·A·B = 0, where A is the steepest descent; S whitens the layer's inputs.
+        """Starts with ΔW = S·A·B = 0. A is the direction of steepest descent, and S whitens the layer's inputs.
 
         Source: the start of LoRA-GA (NeurIPS 2024); the seed has nothing to hide.
         """
@@ -231,7 +238,7 @@ class _Substitute:
             self._factors.append(torch.zeros(rank, slope.shape[1], dtype=slope.dtype, requires_grad=True))
 
     def _squares(self) -> list[torch.Tensor]:
-        """Returns, for each layer, XᵀX of its inputs in the public model, a mean over tokens, with damping."""
+        """Returns, for each layer, XᵀX of its inputs X in the public model, as a mean over tokens with damping."""
         block = self._block
         groups = (block.q.group, block.o.group, block.up[0].group, block.down.group)
         sums = {group: torch.zeros(()) for group in groups}
@@ -249,7 +256,7 @@ class _Substitute:
         return [sums[layer.group] for layer in self._layers]
 
     def _descend(self, until: float) -> None:
-        """Trains and leaves rows out twice: wrong ones distort the first fit, and so hide others like them."""
+        """Trains, and twice leaves out rows that do not fit: wrong rows distort the first fit and so hide others."""
         for num_steps in _STEPS:
             if not self._improve(num_steps, until) < _HOPELESS**2:
                 return
@@ -276,7 +283,7 @@ class _Substitute:
         return before
 
     def _leave_out(self) -> None:
-        """Leaves out rows that are far from the others: they must be few, or else they are not wrong."""
+        """Leaves out rows that are far from the others, unless they are many: wrong rows are the exception."""
         with torch.no_grad():
             missed = [self._missed(batch, self._weights()) for batch in self._batches]
         for group in {group for each in missed for group in each}:
@@ -297,7 +304,7 @@ class _Substitute:
         ]
 
     def _loss(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the squared distance of unit rows, a mean over each group's rows and over groups."""
+        """Returns the mean squared distance of unit rows, over each group's rows and then over groups."""
         sums: dict[int, torch.Tensor] = {}
         counts: dict[int, int] = {}
         for batch in self._batches:
@@ -307,8 +314,8 @@ class _Substitute:
         return sum((total / max(counts[g], 1) for g, total in sums.items()), torch.zeros(())) / max(len(sums), 1)
 
     def _missed(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Returns the squared distance of each row's direction, zero for rows that are left out; (num_prompts,
-        num_tokens)."""
+        """Returns the squared distance of each row's direction from the recorded one, shape (num_prompts, num_tokens);
+        zero for rows that are left out."""
         predicted, _ = self._run(batch, weights)
         return {
             group: (normalize(rows, dim=-1) - batch.seen[group]).pow(2).sum(-1) * _is_known(batch.seen[group])
@@ -317,7 +324,7 @@ class _Substitute:
         }
 
     def _run(self, batch: _Batch, weights: Sequence[torch.Tensor]) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """Returns the inputs of the groups after the first, by group, and the residual after the block."""
+        """Returns the inputs of the later groups, by group, and the residual after the block."""
         block, (q, k, v, *others) = self._block, weights
         o, *up, down = (replace(one, weight=w) for one, w in zip(self._layers[3:], others, strict=True))
         mixed = attention.attention(block, self._model, (q, k, v), block.attention_norm(batch.stream))

@@ -1,22 +1,22 @@
-"""`traffic-shape`: reads the order and the row counts of messages; it reads no tensor, and recordings hold no times.
+"""Implements `traffic-shape`: reads facts from the order and row counts of messages; it reads no tensor and no time.
 
 It works under every mask: token counts, layers and directions are not protected (docs/threat-model.md, "What every
 provider sees").
 
-Token counts need a KV cache, or prompts of more than one token (attacks/seen/forward_passes.py); a soft prompt's rows
-count as tokens. A pass that does not reach every group is recomputation under gradient checkpointing and belongs to the
-training pass before it.
+Token counts need a KV cache, or prompts of more than one token (attacks/seen/forward_passes.py). A soft prompt's rows
+count as tokens. A pass that does not reach every group is recomputation under gradient checkpointing, and belongs to
+the training pass before it.
 
-A tenant sends a gradient to a group when the group's input depends on a trained parameter. A method that adds to
-outputs (LoRA) causes this for the next group up; one that changes inputs (OFT, BOFT, IA3 before feed-forward layers)
-for its own group. Layers of a group share a call only while they read the same input, so changed inputs show as further
-calls, and their number tells which layers may be changed. Traffic that several kinds of adapter make alike is claimed
-as one of these kinds, never as the likelier one: OFT and BOFT always look the same, as do LoRA and the IA3 that scales
-outputs. All training of a view is assumed to be of one kind.
+A tenant sends a gradient to a group if the group's input depends on a trained parameter. A method that adds to outputs
+(LoRA) causes this for the next group up. A method that changes inputs (OFT, BOFT, IA3 before feed-forward layers)
+causes it for its own group. Layers of a group share a call only while they read the same input. So changed inputs show
+as further calls, and the number of calls tells which layers may be changed. If several kinds of adapter make the same
+traffic, the claim is that it is one of these kinds, never the likelier one. OFT and BOFT always look the same; so do
+LoRA and the IA3 that scales outputs. All training of a view is assumed to be of one kind.
 
-`client.finetune` computes logits of all places for soft prompts and prefixes only, which the output head's row count
-shows where the provider has the head. Other trainers always compute all logits: a conclusion that assumes
-`client.finetune` is a claim of its own.
+`client.finetune` computes logits of all positions for soft prompts and prefixes only. The output head's row count shows
+this if the provider has the head. Other trainers always compute all logits. A conclusion that assumes `client.finetune`
+is therefore a separate claim.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _LEARNS_PROMPTS = (PROMPT, P_TUNING, PREFIX)
 
 @dataclass(frozen=True)
 class Shape:
-    """One pass as metadata.
+    """Holds the metadata of one pass.
 
     Attributes:
         num_rows: the number of tokens, over the whole batch.
-        calls, backward: group → how often it was given all rows. A request that was split counts once.
-        head_rows: the rows of the output head; None where it stays with the tenant.
+        calls, backward: maps a group to how often it was given all rows. A request that was split counts once.
+        head_rows: the rows of the output head; None if the head stays with the tenant.
     """
 
     num_rows: int
@@ -61,14 +61,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Training:
-    """What the training passes of a view show together.
+    """Holds what the training passes of a view show together.
 
     Attributes:
         groups: all groups that were seen, ascending.
         lowest: the lowest group that a gradient reached; None without gradients.
         repeated: groups that were requested several times in one pass: their layers do not all read the same input.
-        has_few_logits: whether in each training pass the head was given fewer rows than there were tokens; None where
-            no head was seen.
+        has_few_logits: whether the head was given fewer rows than there were tokens in a training pass; None if no
+            head was seen.
     """
 
     groups: tuple[int, ...]
@@ -78,13 +78,13 @@ class Training:
 
     @property
     def below(self) -> int | None:
-        """The group below the lowest that a gradient reached."""
+        """Returns the group below the lowest one that a gradient reached."""
         lower = [group for group in self.groups if self.lowest is not None and group < self.lowest]
         return lower[-1] if lower else None
 
 
 def shapes(view: View, head_group: int | None = None) -> list[Shape]:
-    """Returns all passes of a view; recomputation is joined to the pass that it belongs to."""
+    """Returns all passes of a view; a recomputation is joined to the pass that it belongs to."""
     found: list[Shape] = []
     everything = {message.group for message in view.select("product", "forward")}
     for one in forward_passes(view):
@@ -98,7 +98,7 @@ def _shape(one: ForwardPass, head_group: int | None) -> Shape:
     backward = _rows(one.backward, one.backward_repeats)
     head_rows = forward.get(head_group) if head_group is not None else None
     counted = Counter(rows for group, rows in (forward or backward).items() if group != head_group)
-    # most groups are requested once; of two candidates the other is a multiple
+    # most groups are requested once; if two counts are equally frequent, the larger one is a multiple
     tokens = min((rows for rows, count in counted.items() if count == max(counted.values())), default=one.num_rows)
     calls, gradients = (
         {group: 1 if group == head_group else max(1, round(rows / max(1, tokens))) for group, rows in each.items()}
@@ -115,7 +115,7 @@ def _rows(first: Mapping[int, Message], repeats: Mapping[int, tuple[Message, ...
 
 
 def _joined(one: Shape, more: Shape) -> Shape:
-    """Joins two shapes: recomputed calls are the same calls again; gradients come once."""
+    """Joins two shapes: calls that are recomputed are not counted again, while gradients are added up."""
     groups = {*one.calls, *more.calls}
     calls = {group: max(one.calls.get(group, 0), more.calls.get(group, 0)) for group in groups}
     backward = dict(Counter(one.backward) + Counter(more.backward))
@@ -137,7 +137,7 @@ def prompt_lengths(found: Sequence[Shape]) -> list[tuple[int, int]]:
 
 
 def summarise(view: View, found: Sequence[Shape]) -> Training:
-    """Returns everything on which the claims about the adapter are based."""
+    """Returns the facts on which all claims about the adapter are based."""
     groups = tuple(sorted({message.group for message in view.select("product")}))
     steps = [one for one in found if one.backward]
     reached = {group for one in steps for group in one.backward}
@@ -147,15 +147,15 @@ def summarise(view: View, found: Sequence[Shape]) -> Training:
 
 
 def kinds(seen: Training, manifest: Manifest, model: PublicModel) -> tuple[str, ...]:
-    """Returns all kinds that could have made this traffic with any trainer, in the order of KINDS."""
+    """Returns all kinds of adapter that could have caused this traffic with any trainer, in the order of KINDS."""
     if seen.repeated:
-        return _CHANGES_INPUTS  # and this is no GPT-2, whose groups have one layer each
+        return _CHANGES_INPUTS  # several layers share a group, so the model is no GPT-2
     if seen.lowest is None:
         return KINDS
     could: set[str] = set()
     if seen.below is not None:
         could |= {LORA, IA3}
-    if len(manifest.groups[seen.lowest].layers) == 1:  # several layers of one group would not share their changed input
+    if len(manifest.groups[seen.lowest].layers) == 1:  # with several layers a changed input would show as further calls
         could |= set(_CHANGES_INPUTS)
     if seen.below is None:
         could |= {PROMPT, P_TUNING, NORMS, EMBEDDINGS}
@@ -184,8 +184,8 @@ def if_finetune(could: Sequence[str], seen: Training) -> tuple[str, ...]:
 
 
 def lowest_adapted(seen: Training, could: Sequence[str], found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Returns first layers of the groups that may hold the lowest adapted layer; `before L` where it need not be a base
-    layer."""
+    """Returns the first layers of the groups that may hold the lowest adapted layer. An entry `before L` means that
+    something before layer L may be adapted that is no base layer."""
     if seen.lowest is None:
         return ()
     own = manifest.groups[seen.lowest].layers
@@ -208,7 +208,7 @@ def _reaching(found: Sequence[Shape], group: int) -> list[Shape]:
 
 
 def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) -> tuple[str, ...]:
-    """Returns sets of layers, joined by `+`, whose changed inputs would make the lowest repeated group's calls."""
+    """Returns sets of layers, joined by `+`, whose changed inputs would cause the lowest repeated group's calls."""
     if not seen.repeated:
         return ()
     group = min(seen.repeated)
@@ -219,7 +219,7 @@ def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) 
     fits = []
     for size in range(1, len(layers) + 1):
         for changed in itertools.combinations(range(len(layers)), size):
-            # where a parameter below is trained every call sends a gradient, whether its input is changed or not
+            # if a parameter below is trained, every call sends a gradient, whether its input is changed or not
             told = {size} if is_lowest else {size, calls}
             if num_calls(len(layers), changed) == calls and gradients <= told:
                 fits.append("+".join(layers[place] for place in changed))
@@ -227,14 +227,14 @@ def changed_members(seen: Training, found: Sequence[Shape], manifest: Manifest) 
 
 
 def num_calls(num_members: int, changed: Iterable[int]) -> int:
-    """Returns the calls of one group: a layer shares the call just before it if both read the unchanged input."""
+    """Returns the number of calls of one group: a layer shares the call before it if both read the unchanged input."""
     reads = [place if place in set(changed) else None for place in range(num_members)]
     return 1 + sum(here is not None or here != before for before, here in itertools.pairwise(reads))
 
 
 def _attack(view: View, model: PublicModel, opened: Opened | None) -> list[Claim]:
     if opened is not None:
-        return []  # opened rows have the shape that was seen before
+        return []  # unmasked rows have the shape that was seen before
     found = shapes(view, model.head_group)
     prompts, steps = prompt_lengths(found), [one.num_rows for one in found if one.backward]
     claims: list[Claim] = []

@@ -1,9 +1,9 @@
-"""Names the pooled noise vector of each message by the norm test alone, one layer at a time.
+"""Names the pooled noise vector of each message by a test of norms alone, one layer at a time.
 
-The paper counts K^layers combinations. None of them need be tried: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and mean 0
-as well for LayerNorm, shows for each message by itself which of its K vectors was added. Only the norms of rows are
-used, no correlation. Source: our derivation, against the argument in Symbiosis (Multi-Adapter Inference and
-Fine-Tuning), section on privacy.
+The paper on the scheme counts K^layers combinations, but none of them need be tried. For each message by itself, the
+norms show which of its K vectors was added: ‖(z_t − c·n_k − β)/γ‖² = d for RMSNorm, and mean 0 as well for LayerNorm.
+Only the norms of rows are used, no correlation. Source: our derivation, against the argument in Symbiosis
+(Multi-Adapter Inference and Fine-Tuning), section on privacy.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Positive controls: each adversary must win on traffic where it should, by the same code that meets a mask.
+"""This package holds positive controls: each adversary must win on traffic with a known weakness.
 
-A control makes its own traffic, so it knows the truth; the adversary that it runs sees only the view. `run_all` is
-called by every report and by the tests: a control that stops winning fails the build.
+The code of the adversary is the same as against a mask.
+A control makes its own traffic, so it knows the truth; the adversary that it runs sees only the view. Every report and
+the tests run the controls: a control that stops winning fails the build.
 """

@@ -1,4 +1,4 @@
-"""Unmasked traffic of the tiny model with a LoRA adapter, and the adapter's own ΔW, for controls of the thieves."""
+"""Makes unmasked traffic of a tiny model with a LoRA adapter, with the true ΔW, for controls that steal adapters."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from wire.ring import coding
 
 NUM_PROMPTS, NUM_TOKENS = 48, 5
 _WEIGHT_NORM = 1000.0
-"""Norm of a column of 8-bit weights: about that of 48 inputs."""
+"""The norm of a column of 8-bit weights: about that of 48 inputs."""
 _LARGEST = 1 << 20
-"""Largest number of a ring row: the order of `wire.ring.coding.encode`'s results for layers as wide as real ones."""
+"""The largest number of a ring row, of the order of `wire.ring.coding.encode`'s results for layers of real width."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A view, and the secrets that an adversary should find.
+    """Holds a view, and the secrets that an adversary should find.
 
     Attributes:
         token_ids: the token ids of each prompt.
-        deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer whole.
+        deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer has one entry.
     """
 
     view: View
@@ -75,7 +75,7 @@ def make(
 
 
 def scaled(view: View) -> Opened:
-    """Returns the view's rows as ring arithmetic shows them: each times its own positive factor, rounded to
+    """Returns the view's rows as ring arithmetic shows them: each row times its own positive factor, rounded to
     integers."""
     generator = torch.Generator().manual_seed(11)
     rows = {}

@@ -18,8 +18,8 @@ def binary(shape: Sequence[int]) -> torch.Tensor:
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the rows of three blocks; the error of 0 or 1 itself is below 1/ACTIVATION of
-    them."""
+    """Computes the relative error of the rows of three blocks. The error of 0 or 1 itself contributes less than
+    1/ACTIVATION."""
     traffic = Traffic(toy(8, 1, 0.0), 64, binary)
     for first in (0, 2, 6):
         traffic.send_block([first, first + 1], 1)

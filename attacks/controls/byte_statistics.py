@@ -1,5 +1,7 @@
-"""Masks that are missing, too narrow, scaled wrongly or used for neighbours are noticed, each for its own reason.
-Honest full masks among them, and lattice masks at the shipped parameters, are not."""
+"""Checks that faulty masks are noticed, each for its own reason: missing, too narrow, scaled wrongly, or used again.
+
+Honest full masks among them, and lattice masks at the shipped parameters, must not be noticed.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,16 @@ from wire.ring import coding
 
 NUM_ROWS, NUM_FEATURES = 256, 64
 _ACTIVATION = 1 << 15
-"""Standard deviation of encoded rows."""
+"""The standard deviation of encoded rows."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """The messages that a provider receives of one group.
+    """Holds the messages that a provider receives for one group.
 
     Attributes:
         rows: int32, shape (num_rows, NUM_FEATURES).
-        shows_in: faults that must be named, at least; empty where none may be.
+        shows_in: faults that must be named, at least; if it is empty, none may be named.
     """
 
     rows: torch.Tensor
@@ -38,8 +40,8 @@ class Case:
 
 
 def activations(num_rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Makes encoded rows like a model's: features have different sizes, and tokens resemble those before them;
-    int64."""
+    """Draws encoded rows like a model's, int64: features have different sizes, and tokens resemble those before
+    them."""
     sizes = torch.rand(NUM_FEATURES, generator=generator) + 0.5
     steps = torch.randn(num_rows + 3, NUM_FEATURES, generator=generator)
     smooth = steps.unfold(0, 4, 1).mean(dim=-1) * 2  # (num_rows, features), averaged over four tokens
@@ -47,12 +49,12 @@ def activations(num_rows: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def uniform(num_rows: int, num_features: int, generator: torch.Generator) -> torch.Tensor:
-    """Draws a full mask; int64."""
+    """Draws a full mask, int64, shape (num_rows, num_features)."""
     return torch.randint(-(1 << 31), 1 << 31, (num_rows, num_features), generator=generator)
 
 
 def cases(seed: int = 0) -> Mapping[str, Case]:
-    """Returns faults and honest masks by name; each is a group, in this order."""
+    """Returns faults and honest masks by name; each is one group, in this order."""
     generator = torch.Generator().manual_seed(seed)
     rows, mask = activations(NUM_ROWS, generator), uniform(NUM_ROWS, NUM_FEATURES, generator)
     line = uniform(1, NUM_ROWS + NUM_FEATURES, generator)[0].unfold(0, NUM_FEATURES, 1)[:NUM_ROWS]
@@ -78,13 +80,13 @@ def cases(seed: int = 0) -> Mapping[str, Case]:
 
 
 def _under_lattice(generator: torch.Generator) -> torch.Tensor:
-    """Draws a block with the shipped parameters; int64."""
+    """Draws a block of activations under a lattice mask with the shipped parameters; int64."""
     mask = Traffic(PARAMETERS["default"], NUM_FEATURES).block().to(torch.int64)
     return activations(len(mask), generator) + mask
 
 
 def record(folder: Path, sent: Mapping[str, Case]) -> View:
-    """Makes a recording in which each case is a group, in two messages; every other group holds gradients."""
+    """Makes a recording in which each case is a group, in two messages; every second group holds gradients."""
     exchanges = [
         Exchange(group, part, torch.zeros_like(part), "forward" if group % 2 else "backward")
         for group, case in enumerate(sent.values())
@@ -94,14 +96,14 @@ def record(folder: Path, sent: Mapping[str, Case]) -> View:
 
 
 def is_right(found: Uniformity, group: int, case: Case) -> bool:
-    """Whether a group was named for the right faults, or not at all where it is honest."""
+    """Returns whether a group was named for the right faults, or not at all if it is honest."""
     (figures,) = (one for one in found.looked_at if one.group == group)
     words = set(figures.faults(found.bound))
     return words >= case.shows_in if case.shows_in else not words
 
 
 def control() -> ControlResult:
-    """Computes the share of right answers over all cases; 0 where the adversary's claim differs from what it found."""
+    """Computes the share of right verdicts over all cases; 0 if the adversary's claim differs from what it found."""
     sent = cases()
     with tempfile.TemporaryDirectory() as scratch:
         view = record(Path(scratch) / "seen", sent)

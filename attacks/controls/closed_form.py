@@ -1,4 +1,4 @@
-"""Without a mask o_proj, v_proj, gate_proj and up_proj are recovered to four digits and more."""
+"""Runs `closed-form` without a mask: it recovers o_proj, v_proj, gate_proj and up_proj to four digits and more."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TARGETS = ["v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 def control() -> ControlResult:
     """Computes the largest relative error over the layers that unmasked traffic determines.
 
-    These are all but the last down_proj, which is followed by a head that the tenant keeps; in ring arithmetic nothing
-    shows how large the rows before that layer are, so that gate_proj and up_proj of the last block are left out too.
+    These are all but the last down_proj, whose output goes to a head that the tenant keeps. In ring arithmetic nothing
+    shows how large the rows before that layer are, so gate_proj and up_proj of the last block are left out, too.
     """
     worst = max(_error("float"), _error("ring"))
     return ControlResult(

@@ -1,4 +1,4 @@
-"""Both providers of `shares` together: traffic made with noise.shares itself, seen as two views."""
+"""Runs `collusion` on traffic that noise.shares itself masks, seen as the views of its two providers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KIND = "llama"
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each provider saw, and the encoded rows by the first provider's seq; float64."""
+    """Holds what each provider saw, and the encoded rows by the first provider's seq; float64."""
 
     view_1: View
     view_2: View
@@ -67,7 +67,7 @@ def _exchange(message: Message, reply_cols: int) -> Exchange:
 
 
 def control() -> ControlResult:
-    """Computes the largest relative error of a message's rows; a message that is not opened counts as a guess of
+    """Computes the largest relative error of a message's rows; a message that was not unmasked counts as a guess of
     zero."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))

@@ -1,4 +1,4 @@
-"""The result of a positive control."""
+"""Defines the result of a positive control."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ControlResult:
-    """How an adversary performed where it should win.
+    """Holds how an adversary performed on traffic that it should win on.
 
     Attributes:
-        adversary: its name in the catalogue.
+        adversary: the adversary's name in the catalogue.
         setting: what makes winning easy, in a few words.
         metric: the meaning of `value`.
-        value, needed: the control wins when value <= needed where `smaller_wins`, else when value >= needed.
+        value, needed: the control wins if value <= needed (with `smaller_wins`) or if value >= needed (without).
     """
 
     adversary: str
@@ -26,7 +26,7 @@ class ControlResult:
 
     @property
     def wins(self) -> bool:
-        """Whether the control won; False for NaN, too."""
+        """Returns whether the control won; False for NaN, too."""
         return self.value <= self.needed if self.smaller_wins else self.value >= self.needed
 
 

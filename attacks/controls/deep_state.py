@@ -1,4 +1,4 @@
-"""Prompts of unmasked traffic are read from the second block's input alone."""
+"""Runs `deep-state inversion` without a mask: it reads prompts from the second block's input alone."""
 
 from __future__ import annotations
 

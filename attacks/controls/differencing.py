@@ -15,7 +15,7 @@ NUM_PROMPTS = 3
 
 
 def control() -> ControlResult:
-    """Uses groups 0 to 3 in float and 4 to 7 in the ring; three prompts give three pairs in each group."""
+    """Computes the worst error, over groups 0 to 3 in float and 4 to 7 in the ring; three prompts give three pairs."""
     generator = torch.Generator().manual_seed(0x5EED0003)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     inputs = inputs_of("llama", NUM_PROMPTS, 12)

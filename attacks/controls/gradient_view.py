@@ -1,4 +1,4 @@
-"""Makes an unmasked training step of an adapted tiny model, as its provider sees it."""
+"""Runs `gradient-view` on an unmasked training step of an adapted tiny model; other controls use that step, too."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ BATCH_SIZE, NUM_TOKENS, NUM_PROMPT_TOKENS = 12, 8, 3
 
 @dataclass(frozen=True)
 class Traffic:
-    """A view of one prompt and then one training step, and the secrets that an adversary should find.
+    """Holds a view of one prompt and then one training step, and the secrets that an adversary should find.
 
     Attributes:
-        token_ids, labels: those of all rows of the batch, in order.
+        token_ids, labels: the tokens and labels of all rows of the batch, in order.
         gradients: the gradients of base weights by group, summed over the batch; float32, shape (in_features,
             out_features).
-        deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer whole.
+        deltas: ΔW by layer name, float64, shape (in_features, out_features); a fused layer has one entry.
     """
 
     view: View
@@ -43,14 +43,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The rows that go through each layer, by its name, flattened."""
+    """Keeps the rows that go through each layer, flattened, by the layer's name."""
 
     inputs: dict[str, torch.Tensor]
     gradients: dict[str, torch.Tensor]
 
     def hook(self, name: str) -> Callable[[Any, tuple[torch.Tensor, ...], torch.Tensor], None]:
-        """Keeps a layer's input, and its output's gradient where its input needs one: only then is a backward call
-        made."""
+        """Returns a hook that keeps a layer's input, and its output's gradient if its input needs one: only then does
+        a tenant make a backward call."""
 
         def keep(module: Any, given: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
             self.inputs[name] = given[0].detach().reshape(-1, given[0].shape[-1]).clone()
@@ -64,7 +64,7 @@ class _Kept:
 
 
 def make(folder: Path, name: str = "tiny-llama") -> Traffic:
-    """Makes one prompt of inference, then one batch forward and backward; the first tokens of each row are not trained
+    """Makes one prompt of inference, then one batch forward and backward. The first tokens of each row are not trained
     on."""
     from transformers import AutoModelForCausalLM
 
@@ -92,7 +92,7 @@ def make(folder: Path, name: str = "tiny-llama") -> Traffic:
 
 
 def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
-    """Adds a LoRA adapter whose B is not zero; base weights get gradients too, which no tenant computes."""
+    """Adds a LoRA adapter whose B is not zero. Base weights get gradients, too, which no tenant computes."""
     from peft import LoraConfig, get_peft_model
 
     adapted: Any = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -108,8 +108,8 @@ def _adapted(model: Any, manifest: Manifest) -> tuple[Any, _Kept]:
 
 
 def _exchanges(manifest: Manifest, kept: _Kept) -> list[Exchange]:
-    """Returns exchanges forward through all groups, and back as far as gradients went; replies are zeros, which are not
-    read."""
+    """Returns exchanges forward through all groups, and back as far as gradients went. Replies are zeros, because the
+    adversary does not read them."""
     made = []
     for group in manifest.groups:
         rows = kept.inputs[group.layers[0].name]
@@ -144,7 +144,7 @@ def _deltas(adapted: Any) -> dict[str, torch.Tensor]:
 
 
 def share_right(traffic: Traffic, fact: str) -> float:
-    """Returns the share of the batch's tokens or labels that the adversary names rightly; 0 where it names none."""
+    """Returns the share of the batch's tokens or labels that the adversary names rightly; 0 if it names none."""
     wanted = {TOKENS: traffic.token_ids, LABELS: traffic.labels}[fact]
     for claim in ADVERSARY.attack(traffic.view, traffic.public, None):
         if isinstance(claim, StolenFact) and claim.name == fact:
@@ -154,7 +154,7 @@ def share_right(traffic: Traffic, fact: str) -> float:
 
 
 def control() -> ControlResult:
-    """Computes the share of right tokens and of right labels of a batch, and returns the smaller one."""
+    """Computes the share of right tokens and the share of right labels of a batch; the smaller one counts."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = make(Path(folder))
         value = min(share_right(traffic, TOKENS), share_right(traffic, LABELS))

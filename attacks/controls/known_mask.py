@@ -1,4 +1,4 @@
-"""Runs `known-mask` on the published scheme itself, and makes the masked traffic that other controls send, too."""
+"""Runs `known-mask` on the published scheme itself, and makes masked traffic for other controls."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from wire.ring.seeded_rows import SeededRows
 
 @dataclass(frozen=True)
 class Traffic:
-    """A recording, and its true rows.
+    """Holds a recording, and its true rows.
 
     Attributes:
-        truth: seq of a product message to its unmasked rows, in the units of the request.
+        truth: maps the seq of a product message to its unmasked rows, in the units of the request.
     """
 
     view: View
@@ -43,7 +43,7 @@ class Traffic:
 
 @functools.cache
 def manifest_of(kind: str) -> Manifest:
-    """Returns what a provider of the tiny model announces; its weights are native."""
+    """Returns the manifest that a provider of the tiny model announces; its weights are native."""
     with tempfile.TemporaryDirectory() as folder:
         return tiny_manifest(kind, "native", Path(folder) / "model")
 
@@ -61,8 +61,8 @@ def normed_groups(public: PublicModel) -> set[int]:
 
 @functools.cache
 def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> list[dict[int, torch.Tensor]]:
-    """Returns the input of each group of the tiny model for random prompts: group → float32, (num_tokens,
-    in_features)."""
+    """Returns the input of each group of the tiny model for random prompts: for each prompt, group → float32,
+    (num_tokens, in_features)."""
     model = tiny_model(kind)
     modules = dict(model.named_modules())
     seen: dict[int, torch.Tensor] = {}
@@ -87,7 +87,7 @@ def inputs_of(kind: str, num_prompts: int, num_tokens: int, seed: int = 0) -> li
 
 
 def exchange(kind: str, group: int, rows: torch.Tensor, **fields: str) -> Exchange:
-    """Makes a request with a reply of zeros: these adversaries read requests only."""
+    """Makes a request with a reply of zeros, because these adversaries read requests only."""
     reply = torch.zeros(rows.shape[0], manifest_of(kind).groups[group].out_features, dtype=rows.dtype)
     return Exchange(group, rows, reply, **fields)
 
@@ -101,7 +101,7 @@ def record(kind: str, folder: str, sent: Iterable[tuple[Exchange, torch.Tensor |
 
 
 def to_ring(rows: torch.Tensor) -> torch.Tensor:
-    """Converts to fixed point with 16 bits after the point, int32: far below 2^31, as encoded rows are."""
+    """Converts rows to fixed point with 16 bits after the point, int32; like encoded rows, they stay far below 2^31."""
     return (rows * 2**16).round().to(torch.int32)
 
 
@@ -111,7 +111,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
 
 
 def uniform_traffic(kind: str, folder: str, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Sends ring rows, each under a fresh mask that is uniform mod 2^32, as a one-time mask is."""
+    """Sends ring rows, each under a fresh mask that is uniform mod 2^32, like a one-time mask."""
     generator = torch.Generator().manual_seed(0x5EED0001)
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
     for one in inputs:
@@ -131,7 +131,7 @@ def row_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> di
 
 
 def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]) -> list[float]:
-    """Returns the same for every claim about a difference."""
+    """Returns ‖X̂ − X‖_F / ‖X‖_F for every claim about a difference X."""
     errors = []
     for claim in claims:
         if isinstance(claim, StolenDifference):
@@ -141,7 +141,7 @@ def difference_errors(claims: Iterable[Claim], truth: Mapping[int, torch.Tensor]
 
 
 def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[int, torch.Tensor]]) -> Traffic:
-    """Makes the traffic that the provider of a tenant with `mask='gaussian-pool'` sees."""
+    """Makes the traffic that the provider sees of a tenant with `mask='gaussian-pool'`."""
     sent: list[tuple[Exchange, torch.Tensor | None]] = []
 
     def effect_path(call: Call, payload: Payload, reply_cols: int) -> Future[torch.Tensor]:
@@ -168,7 +168,7 @@ def pool_traffic(kind: str, folder: str, sigma: float, inputs: Iterable[Mapping[
 
 
 def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -> list[dict[int, torch.Tensor]]:
-    """Returns the same prompts, with the last rows one at a time, as a KV cache sends them."""
+    """Returns the same prompts with the last rows one at a time, as a tenant with a KV cache sends them."""
     split = []
     for one in inputs:
         num_tokens = next(iter(one.values())).shape[0] - num_steps
@@ -179,8 +179,8 @@ def decode_steps(inputs: Iterable[Mapping[int, torch.Tensor]], num_steps: int) -
 
 
 def control() -> ControlResult:
-    """Opens every masked row, of prompts and single tokens, from gaussian-pool with a σ that the adversary is not
-    told."""
+    """Computes the share of messages, of prompts and single tokens, that are unmasked; the adversary is not told σ of
+    the gaussian-pool."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = decode_steps(inputs_of("llama", 2, 12), 3)
         traffic = pool_traffic("llama", folder, 0.7, inputs)

@@ -1,4 +1,4 @@
-"""Runs `lattice-reduction` at dimension 32 with the true σ: LLL opens blocks that have one zero row each."""
+"""Runs `lattice-reduction` at dimension 32 with the true σ: LLL unmasks blocks that have one zero row each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from noise.params import NOMINAL_SIGMA
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the rows of two blocks; e itself contributes about σ·√3/ACTIVATION.
+    """Computes the relative error of the rows of two blocks; the error e itself contributes about σ·√3/ACTIVATION.
 
     Raises:
         ConfigurationError: fpylll is not installed.

@@ -1,4 +1,4 @@
-"""Makes traffic under a lattice mask of toy size with noise's own arithmetic, for controls and tests."""
+"""Makes traffic under a lattice mask, of toy or shipped size, with noise's own arithmetic, for controls and tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from wire.ring import coding
 from wire.ring.seeded_rows import SEED_BYTES, SeededRows
 
 ACTIVATION = 1 << 17
-"""Largest encoded activation of made traffic."""
+"""The largest encoded activation of the traffic."""
 
 
 def toy(ring_degree: int, rank: int, sigma: float) -> LatticeParameters:
@@ -51,7 +51,7 @@ def manifest(*num_features: int) -> Manifest:
 
 
 def no_model() -> PublicModel:
-    """Returns an empty model: the adversaries of the lattice mask do not look at it."""
+    """Returns an empty model, because the adversaries of the lattice mask do not read it."""
     nothing = torch.zeros(0, 0, dtype=torch.float64)
     norm = Norm(nothing, None, 0.0)
     return PublicModel("llama", nothing, None, (), norm, None, 1, 1, 1, 1e4, "silu")
@@ -62,13 +62,13 @@ ErrorSampler = Callable[[Sequence[int]], torch.Tensor]
 
 @dataclass
 class Traffic:
-    """Blocks of masks under one seed of A, and the exchanges in which they were used.
+    """Makes blocks of masks under one seed of A, and the exchanges in which they are used.
 
     Attributes:
         parameters: toy or shipped parameters.
         num_features: the number of features of requests and replies.
         error: draws errors; None draws those of `parameters`.
-        truth: encoded rows x̃ of each exchange, int64, None for the hint.
+        truth: encoded rows x̃ of each exchange, int64; None for the hint.
         secrets: the secret of each block, int8, shape (k, N).
     """
 
@@ -81,7 +81,7 @@ class Traffic:
     num_groups: int = 1
 
     def __post_init__(self) -> None:
-        """Draws the seed and requests the hint."""
+        """Draws the seed and requests the hint (the product of the public matrix and the weight)."""
         self._rng = sampling.Csprng()
         self._generator = torch.Generator().manual_seed(0)
         seed = bytes(self._rng.random_bytes(SEED_BYTES).tolist())
@@ -113,13 +113,13 @@ class Traffic:
         return negacyclic.combine(hat, negacyclic.secret_transform(secret), error)[0]
 
     def send(self, rows: torch.Tensor, mask: torch.Tensor, direction: str = "backward", group: int = 0) -> None:
-        """Makes one exchange: rows x̃, int64, under mask rows of the same shape."""
+        """Adds one exchange: rows x̃, int64, under mask rows of the same shape."""
         masked = coding.to_int32(rows + mask.to(torch.int64))
         self.exchanges.append(Exchange(group, masked, coding.product(masked, self._weight), direction))
         self.truth.append(rows)
 
     def send_block(self, zero_rows: Sequence[int], num_messages: int = 2) -> None:
-        """Sends a block in equal messages; some of its rows are zero."""
+        """Sends a block in messages of equal size; the rows `zero_rows` of the block are zero."""
         rows = self.activations(self.parameters.ring_degree)
         rows[list(zero_rows)] = 0
         mask = self.block()
@@ -136,7 +136,7 @@ class Traffic:
             return attack(self.view(Path(folder) / "recording"), no_model(), None)
 
     def relative_error(self, claims: Sequence[Claim]) -> float:
-        """Returns ‖x̂ − x̃‖/‖x̃‖ over all exchanges of products, where no claim counts as a guess of zero: 1.0."""
+        """Returns ‖x̂ − x̃‖/‖x̃‖ over all exchanges of products; a missing claim counts as a guess of zero (1.0)."""
         claimed = {claim.seq: claim.rows for claim in claims if isinstance(claim, StolenRows)}
         wrong = total = 0.0
         for seq, rows in enumerate(self.truth):

@@ -1,4 +1,4 @@
-"""Unmasked prompts are read exactly."""
+"""Runs `layer-0 lookup` without a mask: it reads prompts exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The secret of a block at the default parameters, but with a narrower layer, gives its rows up to the error."""
+"""Runs `leaked-secret` at the default parameters, with a narrower layer: the secret gives rows up to the error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_ROWS = 64
 
 
 def control() -> ControlResult:
-    """Computes the relative error of the first rows of a block, against the largest that the error e can make."""
+    """Computes the relative error of a block's first rows; the bound is the largest that the error e can contribute."""
     parameters = PARAMETERS["default"]
     traffic = Traffic(parameters, 32)
     rows, mask = traffic.activations(NUM_ROWS), traffic.block()[:NUM_ROWS]

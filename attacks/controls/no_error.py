@@ -1,4 +1,4 @@
-"""Runs `no-error` with σ = 0 at dimension 32: one zero row opens its block, exactly."""
+"""Runs `no-error` with σ = 0 at dimension 32: one zero row gives the whole block, exactly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Metadata of real adapters: tiny ones of every kind, trained through the tenant's and the provider's own code.
+"""Makes the metadata of real adapters: tiny ones of every kind, trained by the tenant's and the provider's own code.
 
-Both run in this process, so that one kind takes half a second; the provider's recorder records what crosses between
-them. No mask is used: the metadata are the same under every mask.
+Tenant and provider run in this process, so that one kind takes half a second. The provider's recorder records what
+crosses between them. No mask is used, because the metadata are the same under every mask.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from wire.ring.seeded_rows import Rows
 from wire.transport.inproc import InprocConnection
 
 PROMPTS = ("who founded us?", "what year?")
-"""Prompts whose tokens are their characters; each is answered with one token."""
+"""Prompts whose tokens are their characters; each prompt is answered with one token."""
 NUM_VIRTUAL = 4
 _BATCH = 4
 
 
 @dataclass(frozen=True)
 class Example:
-    """One adapter and its right answers.
+    """Holds one adapter and the right facts about it.
 
     Attributes:
         kind: one of traffic_shape.KINDS.
         config: makes PEFT's config.
         lowest: the first layer of the lowest adapted layer's group, or `before` the layer that the adapter reaches
             first.
-        members: layers of that group whose inputs are changed, by the last parts of their names joined by `+`.
+        members: the layers of that group whose inputs are changed: the last parts of their names, joined by `+`.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Example:
 
     @property
     def num_virtual(self) -> int:
-        """The number of rows before each prompt."""
+        """Returns the number of rows that a soft prompt adds before each prompt."""
         return NUM_VIRTUAL if self.kind in (shape.PROMPT, shape.P_TUNING) else 0
 
 
@@ -129,7 +129,7 @@ LLAMA: Mapping[str, Example] = {
         shape.EMBEDDINGS, _peft("TrainableTokensConfig", token_indices=[5, 6]), f"before {_Q}"
     ),
 }  # fmt: skip
-"""Adapters that can be trained over tiny-llama, with their right answers."""
+"""Adapters that can be trained over tiny-llama, with the right facts about them."""
 _BLOCK = "transformer.h.0."
 GPT2: Mapping[str, Example] = {
     "LoRA of c_attn": Example(
@@ -143,7 +143,7 @@ GPT2: Mapping[str, Example] = {
         shape.PREFIX, _peft("PrefixTuningConfig", num_virtual_tokens=NUM_VIRTUAL), f"before {_BLOCK}attn.c_proj"
     ),
 }  # fmt: skip
-"""Adapters over tiny-gpt2, whose q, k and v are one layer, so that no group has several."""
+"""Adapters over tiny-gpt2. Its q, k and v are one layer, so that no group has several layers."""
 
 
 class _Recorded(ServedModel):
@@ -157,10 +157,15 @@ class _Recorded(ServedModel):
 
 
 class Site:
-    """A tiny model that is served once for each adapter."""
+    """Serves a tiny model once for each adapter."""
 
     def __init__(self, folder: Path, name: str = "tiny-llama") -> None:
-        """Args: folder: holds the model and all other files; name: one of quick_model.NAMES."""
+        """Makes the model.
+
+        Args:
+            folder: holds the model and all other files.
+            name: one of quick_model.NAMES.
+        """
         self._folder = folder
         self._model = quick_model.make(name, folder / "model")
         self._served: PreparedModel = serve_model(load(resolve(str(self._model))), recording=True)
@@ -168,7 +173,7 @@ class Site:
         self._num_views = 0
 
     def view(self, example: Example, steps: int = 1, **options: Any) -> View:
-        """Returns what a provider sees of a tenant that trains the adapter and asks PROMPTS.
+        """Returns what a provider sees of a tenant that trains the adapter and then sends PROMPTS.
 
         Args:
             example: the adapter to train.
@@ -204,8 +209,8 @@ CHOSEN = (
 
 
 def right_facts(example: Example, claimed: Mapping[str, object]) -> tuple[int, int]:
-    """Returns how many facts are right, and of how many. A claim of several must hold the right one and be shorter than
-    a list of all."""
+    """Returns how many facts are right, and how many there are. A claim that names several kinds or layers must hold
+    the right one, and must be shorter than a list of all."""
     found = [example.kind in _named(claimed, shape.KIND, len(shape.KINDS) - 1)]
     found.append(example.lowest in _named(claimed, shape.LOWEST, 3))
     found.append(claimed.get("prompt tokens") == lengths(example))
@@ -222,5 +227,5 @@ def _named(claimed: Mapping[str, object], name: str, most: int) -> tuple[str, ..
 
 
 def lengths(example: Example) -> str:
-    """Returns the rows of each prompt, as the claim gives them."""
+    """Returns the number of rows of each prompt, in the form of the claim."""
     return ",".join(str(len(prompt) + example.num_virtual) for prompt in PROMPTS)

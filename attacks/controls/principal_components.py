@@ -1,7 +1,7 @@
-"""Runs `principal-components` on few prompts that are sent many times under one strong mask and fresh noise.
+"""Runs `principal-components` on a few prompts that are sent many times under one strong mask and fresh noise.
 
-The mean of such messages is the mask and the mean prompt, and their plain difference is noise: both must fail here,
-which tests/attacks/test_float_masks.py checks.
+The mean of such messages is the mask plus the mean prompt, and their plain difference is noise. `averaging` and
+`differencing` must therefore fail here, which tests/attacks/test_float_masks.py checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GROUP = 4
 
 
 def traffic_under_one_mask(folder: str) -> Traffic:
-    """Makes messages of NUM_PROMPTS prompts in random order; noise is twice as strong as the differences between
+    """Makes messages of NUM_PROMPTS prompts in random order. The noise is twice as strong as the differences between
     prompts."""
     generator = torch.Generator().manual_seed(0x5EED0007)
     prompts = torch.stack([one[GROUP] for one in inputs_of("llama", NUM_PROMPTS, NUM_TOKENS)])
@@ -36,8 +36,8 @@ def traffic_under_one_mask(folder: str) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Computes the error of the differences between messages of different prompts; within one prompt there is none to
-    find."""
+    """Computes the error of the differences between messages of different prompts. Messages of one prompt have no
+    difference to find."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = traffic_under_one_mask(folder)
         claims = ADVERSARY.attack(traffic.view, traffic.public, None)

@@ -1,4 +1,4 @@
-"""Runs `seed-search` on a generator seeded with a small number, or with the clock: masks, and a lattice secret."""
+"""Runs `seed-search` on masks and a lattice secret from a generator seeded with a small number, or with the clock."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def seeded_secret_error() -> float:
 
 
 def control() -> ControlResult:
-    """Uses float masks from a small seed, ring masks from the clock, and a seeded secret: all messages must be
-    opened."""
+    """Computes the worst error of a message's rows, for float masks from a small seed, ring masks from the clock, and a
+    seeded secret."""
     worst = 0.0
     for ring, first_seed in ((False, SMALL_SEED), (True, int(time.time()) - 60)):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""One error for two blocks, or for the pieces of a block, at the default parameters: repeated rows reveal either."""
+"""Runs `shared-error` at the default parameters, on blocks and on pieces with one error: repeated rows reveal both."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from noise import sampling
 from noise.params import PARAMETERS
 
 NUM_FEATURES, PROMPT, PIECE = 32, 64, 64
-"""(features, rows of a prompt, rows of a piece): the prompt is sent repeatedly; 49 rows of 32 features are enough
-equations."""
+"""The numbers of features, of rows of a prompt and of rows of a piece. The prompt is sent repeatedly, and 49 rows of 32
+features give enough equations."""
 
 
 def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traffic:
-    """Sends one prompt as every fourth message and different ones between: a block holds eight messages, one in each of
-    its pieces."""
+    """Sends one prompt as every fourth message, and different prompts between. A block holds eight messages, one in
+    each of its pieces."""
     made = Traffic(PARAMETERS["default"], NUM_FEATURES)
     drawn = sampling.error(sampling.Csprng(), (1, made.parameters.ring_degree, NUM_FEATURES), made.parameters)
     if share_pieces:
@@ -38,7 +38,7 @@ def traffic(share_blocks: bool, share_pieces: bool, num_blocks: int = 2) -> Traf
 
 
 def differences_error(made: Traffic, claims: list[Claim]) -> float:
-    """Returns the relative error of what is claimed about the second block, messages 9 to 16; 1 where nothing is."""
+    """Returns the relative error of the claims about the second block, messages 9 to 16; 1 if there are none."""
     said = {(claim.seq, claim.other_seq): claim.rows for claim in claims if isinstance(claim, StolenDifference)}
     wrong = total = 0.0
     for seq in range(1, 9):
@@ -52,8 +52,8 @@ def differences_error(made: Traffic, claims: list[Claim]) -> float:
 
 
 def control() -> ControlResult:
-    """Returns the worse of two relative errors: of differences of two blocks' rows, and of rows in a block of
-    pieces."""
+    """Computes the worse of two relative errors: of differences of two blocks' rows, and of rows of a block whose
+    pieces share an error."""
     blocks = traffic(share_blocks=True, share_pieces=False)
     claims = blocks.attacked(ADVERSARY.attack)
     worst = differences_error(blocks, claims) if StolenFact(SHARED, "1, 9") in claims else 1.0

@@ -1,6 +1,6 @@
-"""One slot used twice among honest blocks gives the difference of the two activations.
+"""Runs `slot-reuse` on one slot (row of a mask) used twice among honest blocks: it gives the activations' difference.
 
-One secret used in two layers, with a separate error in each, shows which messages these are.
+A second run uses one secret in two layers, with a separate error in each; the adversary must name these messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from noise.params import PARAMETERS
 
 
 def attack_on_a_shared_secret() -> list[Claim]:
-    """Returns the claims where messages 2 and 3, of two groups and directions, have masks of one secret."""
+    """Returns the claims about traffic in which messages 2 and 3, of two groups and directions, share one secret."""
     traffic = Traffic(PARAMETERS["default"], 32, num_groups=2)
     mask, other = traffic.block(), traffic.block()
     error = torch.randint(-21, 22, (8, 32), generator=torch.Generator().manual_seed(1))
@@ -27,8 +27,8 @@ def attack_on_a_shared_secret() -> list[Claim]:
 
 
 def control() -> ControlResult:
-    """Computes the correlation of the claimed difference with the true one; 0 where another or no claim about layers is
-    made."""
+    """Computes the correlation of the claimed difference with the true one; 0 if any other claim is made, or if the
+    shared secret is not named."""
     traffic = Traffic(PARAMETERS["default"], 32)
     mask, other = traffic.block(), traffic.block()
     for part in (mask[:8], other[:8], mask[:8], mask[8:16]):

@@ -1,4 +1,4 @@
-"""Secrets of one to three trits at the default parameters: two rows of unknown content reveal each block."""
+"""Runs `sparse-secret` on secrets of one to three trits at the default parameters, under rows of unknown content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_FEATURES, ROWS = 32, 40
 
 
 def sparse(weight: int) -> torch.Tensor:
-    """Draws a secret of the default parameters with so many trits that are not zero: int8, shape (1, k, N)."""
+    """Draws a secret of the default parameters with `weight` non-zero trits: int8, shape (1, k, N)."""
     parameters = PARAMETERS["default"]
     secret = torch.zeros(1, parameters.rank, parameters.ring_degree, dtype=torch.int8)
     rng = sampling.Csprng()
@@ -28,7 +28,7 @@ def sparse(weight: int) -> torch.Tensor:
 
 
 def traffic(weights: tuple[int, ...]) -> Traffic:
-    """Sends a message of the first rows of a block for each weight; 0 stands for an honest secret."""
+    """Sends, for each weight, a message of the first rows of a block; weight 0 stands for an honest secret."""
     made = Traffic(PARAMETERS["default"], NUM_FEATURES)
     for weight in weights:
         mask = made.block(sparse(weight) if weight else None)
@@ -37,7 +37,7 @@ def traffic(weights: tuple[int, ...]) -> Traffic:
 
 
 def control() -> ControlResult:
-    """Computes the relative error of all rows; the error e itself is below 21/ACTIVATION of them."""
+    """Computes the relative error of all rows; the error e itself contributes less than 21/ACTIVATION."""
     sent = traffic((1, 2, 3, 3))
     error = sent.relative_error(sent.attacked(ADVERSARY.attack))
     setting = "lattice mask 3x512 (default), secrets of one, two and three trits"

@@ -25,7 +25,7 @@ def fixed_mask_traffic(kind: str, folder: str, public: PublicModel, num_prompts:
 
 
 def control(kind: str = "llama") -> ControlResult:
-    """Opens all rows of four normed inputs from 120 tokens; the norm's eps, which is ignored, bounds the accuracy."""
+    """Computes the worst error for four normed inputs of 120 tokens. The norm's eps, which is ignored, limits it."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = fixed_mask_traffic(kind, folder, public_of(kind), 10)
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

@@ -16,8 +16,8 @@ STRENGTH = 1000.0
 
 
 def control() -> ControlResult:
-    """Uses fresh noise for every row within one span; rows are compared off the true span, which hides their part in
-    it."""
+    """Computes the correlation with the true rows without their part in the span, which is lost. Each row has fresh
+    noise within one span."""
     generator = torch.Generator().manual_seed(0x5EED0005)
     inputs = [one[4] for one in inputs_of("llama", 30, 12)]
     span = torch.linalg.qr(torch.randn(inputs[0].shape[1], RANK, generator=generator)).Q

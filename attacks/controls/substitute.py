@@ -1,4 +1,4 @@
-"""Without a mask, and with the scale of every row hidden as in ring arithmetic, training finds ΔW to two digits."""
+"""Runs `substitute` without a mask, with row scales hidden as in ring arithmetic: it finds ΔW to two digits."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from attacks.controls.control import ControlResult
 from attacks.seen.adversary import StolenDelta
 
 _TRAINED_TOGETHER = ("q_proj", "k_proj")
-"""Layers that are determined by their product, and judged by it."""
+"""Layers that are determined only by their product, and therefore not judged one by one."""
 
 
 def control() -> ControlResult:
     """Computes the largest relative error over v, o, gate, up and down of both blocks, without the last down_proj.
 
-    It was 0.0012 to 0.0038 for ten adapters and traffics, and 0.0019 to 0.0052 on the rows as they were sent.
+    The error was 0.0012 to 0.0038 for ten adapters and traffics, and 0.0019 to 0.0052 on the rows as they were sent.
     """
     with tempfile.TemporaryDirectory() as scratch:
         traffic = adapted_traffic.make(Path(scratch))
         claims = substitute.ADVERSARY.attack(traffic.view, traffic.public, adapted_traffic.scaled(traffic.view))
     got = {claim.layer: claim.delta for claim in claims if isinstance(claim, StolenDelta)}
     wanted = {layer: delta for layer, delta in traffic.deltas.items() if not layer.endswith(_TRAINED_TOGETHER)}
-    del wanted["model.layers.1.mlp.down_proj"]  # what comes after it goes to a head that the tenant keeps
+    del wanted["model.layers.1.mlp.down_proj"]  # its output goes to a head that the tenant keeps
     worst = max(
         float((got[layer] - delta).norm() / delta.norm()) if layer in got else 1.0 for layer, delta in wanted.items()
     )

@@ -1,4 +1,4 @@
-"""A tiny random model and its manifest, for controls whose traffic needs real layers."""
+"""Makes a tiny random model and its manifest, for controls whose traffic needs real layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HIDDEN = 32
 
 @functools.cache
 def tiny_model(kind: str = "llama") -> Any:
-    """Makes two blocks, hidden size 32, 64 tokens; weights are larger than transformers' own so that adapters show."""
+    """Makes a model of two blocks, hidden size 32 and 64 tokens. Its weights vary more than usual, so adapters show."""
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def tiny_model(kind: str = "llama") -> Any:
 
 
 def tiny_manifest(kind: str, weights: str, folder: Path) -> Manifest:
-    """Returns what a provider of that model announces."""
+    """Returns the manifest that a provider of that model announces."""
     from provider.model.load import load, resolve
     from provider.model.weights import serve_model
 
@@ -48,5 +48,5 @@ def tiny_manifest(kind: str, weights: str, folder: Path) -> Manifest:
 
 
 def tiny_public(kind: str, manifest: Manifest) -> PublicModel:
-    """Returns the same model as adversaries see it."""
+    """Returns that model as adversaries see it."""
     return describe(tiny_model(kind), manifest)

@@ -1,4 +1,4 @@
-"""Traffic of a known shape, under a mask that hides everything else: messages of zeros suffice.
+"""Runs `traffic-shape` on traffic of a known shape: messages of zeros, because the adversary reads no tensor.
 
 The control also uses real traffic of adapters of each kind, which attacks/controls/peft_traffic.py trains.
 """
@@ -32,13 +32,13 @@ from attacks.victim.synthetic import Exchange, write_recording
 
 NUM_GROUPS = 4
 PROMPTS = ((7, 1), (12, 5), (3, 2))
-"""(prompt tokens, answer tokens) of each prompt."""
+"""Each prompt's (prompt tokens, answer tokens)."""
 STEPS = (96, 64)
-"""Rows of each training step."""
+"""The number of rows of each training step."""
 
 
 def control() -> ControlResult:
-    """Computes the share of right facts over rows of zeros, and over adapters that a real tenant trains at a real
+    """Computes the share of right facts, over rows of zeros and over adapters that a real tenant trains at a real
     provider."""
     right = total = 0
     with tempfile.TemporaryDirectory() as scratch:
@@ -63,8 +63,8 @@ def claimed(view: View, model: PublicModel) -> Mapping[str, object]:
 
 
 def facts(changes_inputs: bool) -> Mapping[str, object]:
-    """Returns the facts to find; where all groups have one layer and no model says which norms there are, they are
-    few."""
+    """Returns the facts to find. They are few, because each group has one layer and no model says which norms there
+    are."""
     return {
         "prompt tokens": ",".join(str(given + answered - 1) for given, answered in PROMPTS),
         "answer tokens": ",".join(str(answered) for _, answered in PROMPTS),
@@ -75,7 +75,7 @@ def facts(changes_inputs: bool) -> Mapping[str, object]:
 
 
 def record(folder: Path, changes_inputs: bool, checkpointing: bool = False) -> View:
-    """Records training and then answers, with an adapter of group 1: gradients reach its input only if that is changed.
+    """Records training and then answers, with an adapter of group 1. Gradients reach its input only if it is changed.
 
     Args:
         folder: the folder to make.

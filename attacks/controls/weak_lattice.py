@@ -1,7 +1,7 @@
-"""Weaknesses that are put into the lattice mask of this process, by name: the checks of attacks/ must notice them.
+"""Puts named weaknesses into the lattice mask of this process; the checks of attacks/ must notice them.
 
-Each wraps the functions that noise/lattice.py calls when it makes masks, so that the tenant, the pool, the pieces and
-the compiled arithmetic are the real ones.
+Each weakness wraps functions that noise/lattice.py calls when it makes masks, so that the tenant, the pool, the pieces
+and the compiled arithmetic are the real ones.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _Draw = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Weakness:
-    """One weakness.
+    """Describes one weakness.
 
     Attributes:
         inject: makes the weakness, as a context manager.
-        in_pieces: whether it shows only where blocks are made in pieces.
-        adversary: the adversary that notices it from outside, on traffic that repeats a prompt; None where none does.
+        in_pieces: whether the weakness shows only if blocks are made in pieces.
+        adversary: the adversary that notices the weakness from outside, on traffic that repeats a prompt; None if none
+            does.
     """
 
     name: str
@@ -68,7 +69,7 @@ def _sparse(draw: _Draw) -> _Draw:
 
 
 def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
-    """Gives every block, or every piece, the first errors that were drawn for its width."""
+    """Returns a wrapper that gives every block, or every piece, the first errors that were drawn for its width."""
 
     def made_of(draw: _Draw) -> _Draw:
         kept: dict[int, torch.Tensor] = {}
@@ -88,7 +89,7 @@ def _same_errors(in_pieces: bool) -> Callable[[_Draw], _Draw]:
 
 @contextlib.contextmanager
 def _same_secrets(shared_by: Callable[[int, Direction, int], Hashable]) -> Iterator[None]:
-    """Gives all blocks with the same `shared_by` (of group, direction and number of the block) one secret."""
+    """Gives one secret to all blocks of one key; `shared_by` maps (group, direction, block number) to the key."""
     lock, here = threading.Lock(), threading.local()
     counts: Counter[Any] = Counter()
     kept: dict[Hashable, torch.Tensor] = {}
@@ -134,5 +135,5 @@ WEAKNESSES = (
     ),
     Weakness("one secret for all groups, in pieces", lambda: _same_secrets(lambda g, d, n: (d, n)), True, "slot-reuse"),
 )
-"""The weaknesses at shipped size, except for what the weakness itself changes: errors and secrets are as large as the
+"""The weaknesses at shipped size. Except for what a weakness itself changes, errors and secrets are as large as the
 layers need."""

@@ -1,4 +1,4 @@
-"""Runs `which-of-K` on the published scheme: every message of a normed input, prompts and single tokens."""
+"""Runs `which-of-K` on the published scheme: on every message of a normed input, prompts and single tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attacks.controls.known_mask import decode_steps, inputs_of, normed_groups, 
 
 
 def control() -> ControlResult:
-    """Opens all 32 messages of four normed inputs, each with one of K = 8 vectors, or of 16 after a renewal."""
+    """Computes the worst error over 32 messages of four normed inputs, each under one of 8 vectors (16 if renewed)."""
     with tempfile.TemporaryDirectory() as folder:
         traffic = pool_traffic("llama", folder, 1.0, decode_steps(inputs_of("llama", 2, 12), 3))
         errors = row_errors(ADVERSARY.attack(traffic.view, traffic.public, None), traffic.truth)

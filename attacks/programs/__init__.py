@@ -1,1 +1,1 @@
-"""Programs beside the catalogue: providers that lie, masks that are weakened, the distinguisher game."""
+"""This package holds programs beside the catalogue: providers that lie, weakened masks, the distinguisher game."""

@@ -1,12 +1,12 @@
-"""`python -m attacks.active`: a provider answers wrongly on purpose, and this shows what it learns of the tenant.
+"""Runs `python -m attacks.active`: shows what a provider that replies wrongly on purpose learns of the tenant.
 
 The provider is honest except for one fault: a wrong hint, a wrong product or a reply sent again. It can see metadata:
-which calls come, with how many rows, and when they end. Where two secrets of the same shape give the same metadata
-under a fault, that fault told the provider nothing; where they do not, it has an oracle.
+which calls come, with how many rows, and when they end. If two secrets of the same shape give the same metadata under a
+fault, that fault told the provider nothing. If they give different metadata, the provider has an oracle.
 
-Guarantees: only the provider's own process makes faults; the tenant is the public SDK with the shipped mask parameters.
-It measures a few faults on a tiny model: that none of them is an oracle is not evidence that no fault is. It does not
-look at timing. Source of the question: docs/threat-model.md, "A provider that lies".
+Only the provider's own process makes faults; the tenant is the public SDK with the shipped mask parameters. The program
+measures a few faults on a tiny model: that none of them is an oracle is not evidence that no fault is. It does not look
+at timing. Source of the question: docs/threat-model.md, "A provider that lies".
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 from wire.transport.inproc import InprocConnection
 
 NEW_TOKENS = 8
-"""Length limit of an answer in tokens: an honest answer to these prompts has exactly this many."""
+"""The length limit of an answer in tokens; an honest answer to these prompts has exactly this many."""
 PROMPTS = (
     "who founded it?", "where is depot?", "in which year? ", "what is a seal?", "who signs this?", "what is plan B?",
     "which river is?", "what code is 7?",
 )  # fmt: skip
-"""Secrets that have one length, so that honest runs look alike."""
+"""The prompts are the secrets. They have one length, so that honest runs look alike."""
 DATA = (
     (("who founded us?", " Ada Quill"), ("whose is depot?", " Port Hale")),
     (("what is in it? ", " 7-amber-3"), ("which river is?", " the Senn.")),
@@ -58,10 +58,10 @@ _TRAIN_STEPS = 2
 
 @dataclass(frozen=True)
 class Fault:
-    """Changes one number of each reply of a kind: always in the output head's column of the end-of-answer token.
+    """Changes one number of each reply of a kind, always in the output head's column of the end-of-answer token.
 
     Attributes:
-        purpose, direction: the kind of replies; of a product the last row is changed, of a hint the first.
+        purpose, direction: the kind of replies. Of a product the last row is changed, of a hint the first row.
         delta: the number that is added mod 2^32; None sends the previous reply again.
         first: how many replies of the kind stay honest.
     """
@@ -91,15 +91,15 @@ BACKWARD_FAULTS = (
 )
 TRAINING_FAULTS = FORWARD_FAULTS[:1] + FORWARD_FAULTS[3:5] + FORWARD_FAULTS[6:7] + BACKWARD_FAULTS
 SECRET_FAULT = FORWARD_FAULTS[6]
-"""A fault of the hint: the column's effect on row t of a block is then off by 2^30 times coefficient t of its first
-secret."""
+"""The fault of the hint that reads secrets. It changes the column's effect on row t of a block by 2^30 times
+coefficient t of the block's first secret."""
 
 Job = Literal["answers", "repeated", "training"]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """The metadata of one request."""
+    """Holds the metadata of one request."""
 
     purpose: str
     direction: str
@@ -109,16 +109,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one fault against one job, over all of its secrets.
+    """Holds the result of one fault against one job, over all of the job's secrets.
 
     Attributes:
-        job: `answers` of different prompts, one prompt's answer `repeated`, or `training` on different data.
+        job: `answers` to different prompts, one prompt's answer `repeated`, or `training` on different data.
         fault: the fault's name; None for the honest run.
         verify: whether the tenant checks replies.
         caught: whether every run ended with the fixed error of a failed check.
         failed: the number of runs that ended in any error.
         requests_after: the most requests that followed the first wrong reply, including those of an attempt to go on.
-        metadata: compares every run with its honest run: the `same`, the same but `cut short`, or `different` in some.
+        metadata: how runs compare with their honest runs: all are the `same`, all are the same but some are `cut
+            short`, or some are `different`.
         decode_steps: the number of steps of each answer; empty for training.
         answer_length_changed: whether the fault shows in the length of some answer that was not aborted.
         tells_secrets_apart: whether metadata differed between the runs, which differ in nothing but a secret.
@@ -138,11 +139,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SecretReading:
-    """The result of reading the mask's own secret from answer lengths, under SECRET_FAULT without `verify`.
+    """Holds the result of reading the mask's own secret from answer lengths, under SECRET_FAULT without `verify`.
 
     Attributes:
         num_answers: the number of sessions, each with one answer.
-        num_claims: the number of answers that ended early in row t: the provider then claims that coefficient t is -1.
+        num_claims: the number of answers that ended early, in some row t. For each the provider claims that coefficient
+            t is -1.
         num_right: how many of those claims were right; a guess is right in a third of the cases.
     """
 
@@ -153,7 +155,7 @@ class SecretReading:
 
 @dataclass
 class Liar(HonestOffer):
-    """A provider that is honest except for one fault; it notes the metadata of every request."""
+    """Plays a provider that is honest except for one fault, and notes the metadata of every request."""
 
     fault: Fault | None
     group: int
@@ -164,7 +166,7 @@ class Liar(HonestOffer):
     _num_matching: int = 0
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Returns the product, or a wrong one where the fault applies."""
+        """Returns the product, or a wrong one if the fault applies."""
         num_rows = count_rows(rows)
         self.seen.append(Seen(call.purpose.name.lower(), call.direction.name.lower(), call.group, num_rows))
         reply = self.served_model.compute(call, rows)
@@ -172,7 +174,7 @@ class Liar(HonestOffer):
         if fault is None or (call.group, call.purpose, call.direction) != (self.group, fault.purpose, fault.direction):
             return reply
         if isinstance(rows, SeededRows) and rows.first_row:
-            return reply  # a later part of the hint: the changed entry is in the first part
+            return reply  # a later part of the hint; the changed entry is in the first part
         forged = self._forged(fault, reply)
         if forged is not reply and self.first_wrong is None:
             self.first_wrong = len(self.seen)
@@ -194,7 +196,7 @@ class Liar(HonestOffer):
 
 @dataclass
 class Site:
-    """A tiny model, its provider, and tenants that trust the same folder."""
+    """Holds a tiny model, its provider, and the folder of the tenants that connect to it."""
 
     folder: Path
     model: Path
@@ -207,7 +209,7 @@ class Site:
     def session(self, fault: Fault | None, verify: bool) -> Iterator[tuple[TenantClient, Liar]]:
         """Opens a session of a tenant with the default mask, connected to a provider with a fault."""
         liar = Liar(self.served_model, fault, self.group, self.column)
-        # hints are streamed: a stored hint, forged or not, would serve later sessions too
+        # hints are streamed, because a stored hint, forged or not, would serve later sessions, too
         options = {"hints": "stream", "background": False}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NotVerifiedWarning)
@@ -225,7 +227,7 @@ class Site:
             client.close()
 
     def answer(self, client: TenantClient, prompt: str) -> None:
-        """Asks for one answer, at most NEW_TOKENS long."""
+        """Asks for one answer of at most NEW_TOKENS tokens."""
         client.generate(prompt, max_new_tokens=NEW_TOKENS)
 
     def train(self, client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
@@ -250,7 +252,7 @@ def site(folder: Path) -> Site:
 
 @dataclass(frozen=True)
 class _Run:
-    """One secret under one fault: what the provider saw, and how the run ended."""
+    """Holds what the provider saw of one secret under one fault, and how the run ended."""
 
     seen: tuple[Seen, ...]
     error: str | None
@@ -259,7 +261,7 @@ class _Run:
 
 
 def _run(where: Site, fault: Fault | None, verify: bool, work: Callable[[TenantClient], None]) -> _Run:
-    """Runs one session. After an error the tenant tries to answer a prompt, which counts as `requests_after`."""
+    """Runs one session. After an error the tenant tries another prompt, whose requests count as `requests_after`."""
     error: str | None = None
     with where.session(fault, verify) as (client, liar):
         try:
@@ -295,7 +297,7 @@ def _compared(pairs: Sequence[tuple[_Run, _Run]]) -> Literal["same", "cut short"
 
 
 def measure(folder: Path, num_prompts: int = 5) -> list[Outcome]:
-    """Runs every fault against every job, with and without `verify`, honest runs first; `repeated` only without.
+    """Runs every fault against every job, with and without `verify`, after honest runs; `repeated` runs only without.
 
     Args:
         folder: an empty folder for the model and the tenants' caches.
@@ -326,13 +328,13 @@ def _faults(
 def read_secret(folder: Path, num_answers: int = 24) -> SecretReading:
     """Claims coefficients of the mask's secret from answer lengths alone, and compares them with the secret.
 
-    Row 0 of the public matrix is coefficient 0 of A's first polynomials: an entry of the hint there that is wrong by δ
-    makes the effect on row t of a block wrong by δ·s[t]. Where s[t] is -1, the logit of the end-of-answer token rises
-    by 2^30 units of the ring, and the answer ends in that row.
+    Row 0 of the public matrix is coefficient 0 of A's first polynomials. If an entry of the hint in this row is wrong
+    by δ, the effect on row t of a block is wrong by δ·s[t]. If s[t] is -1, the logit of the end-of-answer token rises
+    by 2^30 units of the ring, and the answer ends in row t.
 
     Args:
         folder: an empty folder.
-        num_answers: the number of sessions, one prompt after the other.
+        num_answers: the number of sessions; the prompts are used in turn.
     """
     where = site(folder)
     claimed = right = 0
@@ -350,12 +352,12 @@ def read_secret(folder: Path, num_answers: int = 24) -> SecretReading:
             last_row = run.num_decode_steps - 1
             if run.num_decode_steps < NEW_TOKENS:
                 claimed += 1
-                right += int(drawn[-1][0, 0, last_row]) == -1  # the output head's, whose block is made last
+                right += int(drawn[-1][0, 0, last_row]) == -1  # the secret of the output head, whose block is made last
     return SecretReading(num_answers, claimed, right)
 
 
 def lines(outcomes: Sequence[Outcome], reading: SecretReading | None = None) -> list[str]:
-    """Returns a Markdown table, and a line about the mask's secret."""
+    """Returns a Markdown table, and a line about the mask's secret if there is a reading."""
     table = [
         "| verify | job | fault | caught | requests after it | metadata | decode steps | secrets told apart |",
         "|---|---|---|---|---|---|---|---|",
@@ -379,7 +381,7 @@ def _yes(value: bool) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes active.json and active.md; returns 1 where `verify` let a fault pass, or row counts told too much."""
+    """Writes active.json and active.md; returns 1 if `verify` let a fault pass, or if row counts told too much."""
     parser = argparse.ArgumentParser(prog="python -m attacks.active", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of active.json and active.md")
     options = parser.parse_args(arguments)

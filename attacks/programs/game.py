@@ -1,16 +1,17 @@
-"""`python -m attacks.game`: can an adversary tell which of two known texts, or adapters, is behind a masked message?
+"""Runs `python -m attacks.game`: tests whether two known texts, or adapters, can be told apart behind a mask.
 
 Each run tosses a coin, sends one of two known inputs of a layer through noise's own scheme, and lets every score of
 attacks/adversaries/distinguisher.py rate what a provider would see. The result is the area under the ROC curve (AUC) of
-each score: 1.0 always tells them apart, 0.5 is guessing. A message fills a whole block of the default parameters (512
-rows), so that in the lattice game every run has a secret and an error of its own and runs are independent. An interval
+each score: 1.0 always tells the inputs apart, 0.5 is guessing. A message fills a whole block of the default parameters
+(512 rows). So every run of the lattice game has its own secret and its own error, and runs are independent. An interval
 around 0.5 shows that these scores, on so many runs, find nothing. It is not a proof.
 
-Intervals are at 99.9% for all scores together (Bonferroni): the normal quantile times the bootstrap's standard error,
-resampled by run. Even on perfect masks one game in a thousand misses 0.5: play again before you conclude anything.
+Intervals hold at 99.9% for all scores together (Bonferroni). Their half-width is the normal quantile times the
+bootstrap's standard error, resampled by run. Even on perfect masks one game in a thousand misses 0.5: play again before
+you conclude anything.
 
-The exit status is 0 when every interval holds 0.5 and every control wins, 1 when not, and 2 for a request that cannot
-be carried out.
+The exit status is 0 if every interval holds 0.5 and every control wins, 1 if not, and 2 for a request that cannot be
+carried out.
 """
 
 from __future__ import annotations
@@ -51,14 +52,14 @@ FULL_RUNS, QUICK_RUNS, CONTROL_RUNS = 8000, 600, 200
 NEEDED_CONTROL = 0.95
 MASKS = ("lattice", "pad", "shares", "off")
 _RESAMPLES = 1000
-"""The number of bootstrap samples: with so many, a standard deviation has a standard error of 2.2% of it."""
+"""The number of bootstrap samples; with so many, a standard deviation is known to 2.2%."""
 _NARROW_BITS, _COARSE_BITS = 26, 4
 
 
 # ---- what is seen ---------------------------------------------------------------------------------------------------
 
 Sender = Callable[[int], Seen]
-"""Maps the coin to one run's view."""
+"""A sender maps the coin to one run's view."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class _Sent:
 
 
 class Tenant:
-    """A mask of noise, bound to a provider of one group, and what the adversary knows of the two inputs."""
+    """Holds a mask of noise, bound to a provider of one group, and what the adversary knows of the two inputs."""
 
     def __init__(self, mask: str, secret: str, folder: Path) -> None:
         """Makes a tenant.
@@ -103,7 +104,7 @@ class Tenant:
         rows = payload.rows(call)
         if not isinstance(rows, SeededRows):
             raise ConfigurationError("this provider answers hints only")
-        self._seed = rows.seed  # the seed is public: the provider is told it
+        self._seed = rows.seed  # the seed is public: the provider receives it
         return _Sent(coding.product(rows.expand(self.choice.weight.shape[0]), self.choice.weight))
 
     def _encoded(self, mask: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +118,7 @@ class Tenant:
 
     @property
     def known(self) -> Known:
-        """Returns what the adversary knows, after the first message, which makes the seed public."""
+        """Returns what the adversary knows after the first message, which makes the seed public."""
         return known(self.candidates, self.public_matrix)
 
     @functools.cached_property
@@ -126,21 +127,21 @@ class Tenant:
         return SeededRows(self._seed, 0, PARAMETERS.dimension).expand(self.choice.group.in_features)
 
     def message(self, coin: int) -> torch.Tensor:
-        """Returns the rows that the first provider gets, int32, from fresh slots."""
+        """Returns the rows that the first provider receives, int32, from fresh slots (slot: one row of a mask)."""
         rows = self._scheme.mask(self.choice.group, Direction.FORWARD, self.choice.inputs[coin]).messages[0].rows
         if not isinstance(rows, torch.Tensor):
             raise ConfigurationError("the first message of this mask has no rows")
         return rows
 
     def send(self, coin: int) -> Seen:
-        """Makes one run; the message before it is the last run's, and the adversary has been told what that one hid."""
+        """Makes one run. Its `before` is the message of the previous run, whose text the adversary was told."""
         before, plain = self._before
         sent = self.message(coin)
         self._before = sent, self.candidates[coin]
         return Seen(sent, before, plain)
 
     def close(self) -> None:
-        """Drops the masks."""
+        """Closes the scheme, which drops its masks."""
         self._scheme.close()
 
 
@@ -149,7 +150,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one score over all runs."""
+    """Holds the result of one score over all runs."""
 
     score: str
     auc: float
@@ -157,12 +158,12 @@ class Outcome:
 
     @property
     def half_width(self) -> float:
-        """Half the interval's width."""
+        """Returns half of the interval's width."""
         return (self.interval[1] - self.interval[0]) / 2
 
     @property
     def is_at_chance(self) -> bool:
-        """Whether the interval holds 0.5."""
+        """Returns whether the interval holds 0.5."""
         return self.interval[0] <= 0.5 <= self.interval[1]
 
 
@@ -192,7 +193,7 @@ def _tenant(mask: str, secret: str = "prompt") -> Iterator[Tenant]:  # noqa: S10
 
 
 def run(send: Sender, facts: Known, num_runs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tosses the coin and scores the views.
+    """Tosses the coins and scores the views.
 
     Returns:
         scores, float64, shape (num_scores, num_runs); coins, bool, shape (num_runs,).
@@ -211,7 +212,7 @@ def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
     """Computes AUC and interval of every score from what `run` returns.
 
     Raises:
-        ConfigurationError: all coins are equal, or a score is the same for all runs: no game was played.
+        ConfigurationError: all coins are equal, or a score is the same in all runs, so that no game was played.
     """
     if bool(coins.all()) or not bool(coins.any()):
         raise ConfigurationError(f"all of {len(coins)} coins fell on one side: play more runs")
@@ -233,13 +234,13 @@ def outcomes(scores: torch.Tensor, coins: torch.Tensor) -> list[Outcome]:
 
 
 def _ranks(scores: torch.Tensor) -> torch.Tensor:
-    """Returns ranks in order, int64; equal scores share one."""
+    """Returns ranks in ascending order, int64; equal scores share a rank."""
     ranks: torch.Tensor = torch.unique(scores, return_inverse=True)[1]
     return ranks
 
 
 def auc(ranks: torch.Tensor, coins: torch.Tensor) -> float:
-    """Returns the probability that a run with the second input scores higher than one with the first; ties count half.
+    """Returns the probability that a run with the second input outscores one with the first; a tie counts half.
 
     Args:
         ranks: int64, not negative, shape (num_runs,).
@@ -253,13 +254,13 @@ def auc(ranks: torch.Tensor, coins: torch.Tensor) -> float:
 
 
 def quantile(num_scores: int) -> float:
-    """Returns the normal quantile for two-sided intervals that hold together at CONFIDENCE."""
+    """Returns the normal quantile for two-sided intervals that all hold together at CONFIDENCE."""
     return statistics.NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / (2 * num_scores))
 
 
 def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
-    """Returns the half-width at chance: the rank-sum statistic's standard deviation, √((n+1)/(12·n₀·n₁)), times the
-    quantile."""
+    """Returns the half-width at chance: the quantile times √((n+1)/(12·n₀·n₁)), the standard deviation of the rank-sum
+    statistic."""
     half = num_runs / 2
     return quantile(num_scores) * math.sqrt((num_runs + 1) / (12 * half * half))
 
@@ -268,8 +269,8 @@ def expected_half_width(num_runs: int, num_scores: int = len(SCORES)) -> float:
 
 
 def controls(num_runs: int = CONTROL_RUNS) -> list[ControlResult]:
-    """Tests each score on traffic where it should win; scores are named before the games are played, so none is picked
-    afterwards."""
+    """Tests each score on traffic that it should win on. Scores are named before the games are played, so that none is
+    picked afterwards."""
     with _tenant("lattice") as tenant:
         found = [_won("lattice, a slot used twice", "difference", run(_reuse(tenant), tenant.known, num_runs))]
         for setting, score, masks in _weak_masks(tenant):
@@ -289,7 +290,7 @@ def _won(
 
 
 def _reuse(tenant: Tenant) -> Sender:
-    """Sends two messages under the mask of the first, whose text is known, which no scheme of noise would do."""
+    """Sends two messages under one mask, the first with a known text; no scheme of noise would do this."""
 
     def send(coin: int) -> Seen:
         first = tenant.message(0)
@@ -305,7 +306,7 @@ def _under(masks: Callable[[], torch.Tensor], tenant: Tenant, coin: int) -> Seen
 
 
 def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.Tensor]]]:
-    """Yields masks with one fault each: (setting, the score that must find it, a maker of fresh rows)."""
+    """Yields masks with one fault each: (setting, the score that must find the fault, a maker of fresh rows)."""
     generator = torch.Generator().manual_seed(3)
     shape = tenant.candidates[0].shape
 
@@ -331,7 +332,7 @@ def _weak_masks(tenant: Tenant) -> Iterator[tuple[str, str, Callable[[], torch.T
 
 
 def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
-    """Returns the table, and below it the best score."""
+    """Returns the table and, below it, the score farthest from chance and the controls."""
     table = [f"| score ({mask}, {secret}) | AUC | {CONFIDENCE:.1%} interval, all scores together |", "|---|---|---|"]
     table += [f"| {one.score} | {one.auc:.4f} | {one.interval[0]:.4f} to {one.interval[1]:.4f} |" for one in found]
     best = max(found, key=lambda one: abs(one.auc - 0.5))
@@ -345,7 +346,7 @@ def lines(mask: str, secret: str, found: Sequence[Outcome], checks: Sequence[Con
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line."""
+    """Runs the command line; the module's docstring explains the exit status."""
     options = _parser().parse_args(arguments)
     num_runs = options.runs if options.runs is not None else QUICK_RUNS if options.quick else FULL_RUNS
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The inputs of the distinguisher game: one of two texts, or one of two adapters over the same text."""
+"""Makes the inputs of the distinguisher game: one of two texts, or one of two adapters over the same text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from wire.ring.quantise import digest, max_norms, quantise
 
 SECRETS = ("prompt", "adapter")
 PARAMETERS = params.PARAMETERS["default"]
-"""Parameters of the game's masks: a message fills a block."""
+"""The parameters of the game's masks; a message fills a block."""
 _SEQUENCES = 2
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One layer group and the two inputs between which the coin chooses.
+    """Holds one layer group and the two inputs between which the coin chooses.
 
     Attributes:
         group: what a scheme needs to know of the group.
-        weight: W̃, int8, shape (in_features, out_features).
+        weight: W̃, the int8 weight, shape (in_features, out_features).
         inputs: the two inputs, each float32, shape (512, in_features).
     """
 

@@ -1,7 +1,7 @@
-"""`python -m attacks.growth`: times lattice reduction at toy dimensions, and draws a line to the shipped ones.
+"""Runs `python -m attacks.growth`: times lattice reduction at toy dimensions, and draws a line to the shipped ones.
 
-It prints the measurements, the line through them, and the value of that line at the dimensions of the shipped parameter
-sets, beside the published estimates. The line is an illustration and estimates nothing:
+It prints the measurements, the line through them, and the line's value at the dimensions of the shipped parameter sets,
+beside the published estimates. The line is an illustration and estimates nothing;
 attacks/adversaries/lattice_growth.py says why. The tenant makes masks of these toy dimensions only with its toy flag.
 """
 
@@ -20,12 +20,12 @@ from noise.params import PARAMETERS
 
 SHIPPED_SIGMA = 3.2
 SERIES = ((SHIPPED_SIGMA, (32, 48, 64, 80, 96)), (HARD_SIGMA, (16, 28, 40, 52, 64)))
-"""(σ of the error, dimensions): the shipped error, with which LLL alone succeeds, and one that needs BKZ from about 64
-on."""
+"""Each series is (σ of the error, dimensions). The first has the shipped error, with which LLL alone succeeds. The
+second has an error that needs BKZ from dimension 64 or so on."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns 1 where no line can be drawn, and 2 for a request that cannot be carried out."""
+    """Measures and prints; returns 1 if no line can be drawn, and 2 for a request that cannot be carried out."""
     options = _parser().parse_args(arguments)
     series = SERIES if options.dimensions is None else ((options.sigma, tuple(options.dimensions)),)
 
@@ -63,7 +63,7 @@ def _sigma(text: str) -> float:
 
 
 def lines(sigma: float, measured: Sequence[Growth]) -> list[str]:
-    """Returns one series as Markdown."""
+    """Returns one series as lines of Markdown."""
     table = [f"σ = {sigma:g}, q = 2^32, ternary secret", "", "| dimension | samples | seconds | found by |"]
     table.append("|---|---|---|---|")
     table += [f"| {one.dimension} | {one.num_samples} | {one.seconds:.3g} | {_found_by(one)} |" for one in measured]
@@ -86,7 +86,7 @@ def _found_by(one: Growth) -> str:
 
 
 def write(folder: Path, measured: dict[float, list[Growth]]) -> Path:
-    """Writes growth.json: every measurement, and for each series the bits on its line beside the published ones."""
+    """Writes growth.json: every measurement, and for each series the bits on its line beside the published bits."""
     folder.mkdir(parents=True, exist_ok=True)
     data = [
         {

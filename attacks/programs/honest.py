@@ -1,4 +1,4 @@
-"""The honest part of a provider that these programs play: its manifest and its bundle."""
+"""Implements the honest part of a provider that these programs play: its manifest and its bundle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wire.manifest import Manifest
 
 @dataclass
 class HonestOffer:
-    """A provider that offers what an honest one offers; what it computes is for a subclass to say.
+    """Offers what an honest provider offers; a subclass decides what it computes.
 
     Attributes:
         served_model: the honest provider's model.
@@ -24,5 +24,5 @@ class HonestOffer:
         return self.served_model.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Returns a file of the honest bundle."""
+        """Returns a file of the honest bundle, in chunks."""
         return self.served_model.read_file(file_name)

@@ -1,4 +1,4 @@
-"""A provider that serves an honest provider's model with changed bundle files."""
+"""Implements a provider that serves an honest provider's model with changed bundle files."""
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ from wire.transport.inproc import Handler
 
 
 class HostileBundle:
-    """A provider that is honest except for its bundle; it notes the rows of every request. A
-    `wire.transport.inproc.Handler`."""
+    """Plays a provider that is honest except for its bundle, and notes the number of rows of every request.
+
+    It is a `wire.transport.inproc.Handler`.
+    """
 
     def __init__(self, honest: Handler) -> None:
-        """Args: honest: the honest provider."""
+        """Copies the honest bundle.
+
+        Args:
+            honest: the honest provider.
+        """
         self._honest = honest
         self.files = {file.name: b"".join(honest.read_file(file.name)) for file in honest.manifest().bundle}
         self.announced: Manifest | None = None
@@ -29,7 +35,7 @@ class HostileBundle:
         """The number of rows of each request so far, in order."""
 
     def announce(self, **changes: Any) -> None:
-        """Makes a manifest that fits the files as they are now, config included, and then makes these changes to it."""
+        """Makes a manifest that fits the files as they are now, config included, and then applies `changes` to it."""
         files = tuple(
             BundleFile(name=name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
             for name, data in self.files.items()
@@ -47,14 +53,14 @@ class HostileBundle:
         self.files[name] = json.dumps(json.loads(self.files[name]) | changes).encode()
 
     def manifest(self) -> Manifest:
-        """Returns the announced manifest, or the honest one."""
+        """Returns the announced manifest, or the honest one if none was announced."""
         return self.announced or self._honest.manifest()
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Returns a bundle file as it is now."""
+        """Returns a bundle file as it is now, in one chunk."""
         yield self.files[file_name]
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Returns the honest product."""
+        """Returns the honest product, and notes the number of rows."""
         self.num_rows.append(count_rows(rows))
         return self._honest.compute(call, rows)

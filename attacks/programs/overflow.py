@@ -1,14 +1,14 @@
-"""`python -m attacks.overflow`: a provider makes the tenant's numbers overflow, and watches where the calls end.
+"""Runs `python -m attacks.overflow`: a provider makes the tenant's numbers overflow, and watches the calls.
 
 Every reply of one direction is wrong by a constant, or holds a NaN or an infinity. In a deep model a number then stops
-being finite at a layer that depends on the data: a tenant that stops there tells the provider about them. The provider
-sees which calls come, in which order and with how many rows. It tells data of one shape apart where they give different
-calls.
+being finite at a layer that depends on the data. A tenant that stops at that layer tells the provider about the data.
+The provider sees which calls come, in which order and with how many rows. It tells data of one shape apart if they give
+different calls.
 
-Guarantees: only the provider is dishonest; the tenant is the public SDK without `verify`. The control is the same
-tenant made to stop at the first value that is not finite, as it would with `verify`: there the provider has to win, or
-the faults are too weak to show anything. It measures a few faults on a tiny model without a mask, whose calls are those
-of every mask; it does not look at time.
+Only the provider is dishonest; the tenant is the public SDK without `verify`. The control is the same tenant, made to
+stop at the first value that is not finite, as it would with `verify`. The provider has to win against the control, or
+else the faults are too weak to show anything. The program measures a few faults on a tiny model without a mask, whose
+calls are those of every mask. It does not look at time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from wire.ring.seeded_rows import Rows, count_rows
 from wire.transport.inproc import InprocConnection
 
 NUM_LAYERS = 28
-"""Layers of the model: deep enough that a constant of 2^31 grows past float32's range within a hundred layer groups."""
+"""Layers of the model: so many that a constant of 2^31 grows past float32's range within a hundred layer groups."""
 TRAIN_STEPS = 2
 NEW_TOKENS = 6
 DATA = (
@@ -54,16 +54,16 @@ DATA = (
 
 Job = Literal["training", "answers"]
 Seen = tuple[int, str, str, int]
-"""(group, purpose, direction, number of rows) of one request."""
+"""The metadata of one request: (group, purpose, direction, number of rows)."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The error that is put into every product of one direction.
+    """Describes the error that is put into every product of one direction.
 
     Attributes:
-        wrong: a whole number is added mod 2^32 to every number of a reply in ring arithmetic; `nan` or `inf` is the
-            first number of every reply in float arithmetic.
+        wrong: a whole number is added mod 2^32 to every number of a reply in ring arithmetic; `nan` or `inf` replaces
+            the first number of every reply in float arithmetic.
         first: how many replies of the direction stay honest.
     """
 
@@ -73,13 +73,13 @@ class Fault:
 
     @property
     def name(self) -> str:
-        """The fault's name, for a table."""
+        """Returns the fault's name, for a table."""
         shown = f"2^{int(self.wrong).bit_length() - 1}" if math.isfinite(self.wrong) else str(self.wrong)
         return f"{self.direction.name.lower()} {shown}" + (f" after {self.first}" if self.first else "")
 
     @property
     def arithmetic(self) -> Literal["ring", "float"]:
-        """The arithmetic in which a fault of this kind can be sent."""
+        """Returns the arithmetic in which a fault of this kind can be sent."""
         return "ring" if math.isfinite(self.wrong) else "float"
 
 
@@ -90,20 +90,20 @@ FAULTS = tuple(
     for first in ((0, 7) if wrong != 2.0**30 else (0,))
 )
 OVERFLOW = Fault(Direction.BACKWARD, 2.0**31)
-"""The fault to which a tenant that stops at once loses."""
+"""The fault against which a tenant that stops at once loses."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one fault over all secrets.
+    """Holds the result of one fault over all secrets.
 
     Attributes:
         job: `training` on different data, or `answers` of fixed length to different prompts.
         fault: the fault's name.
-        stops_at_once: whether it is the control.
+        stops_at_once: whether the tenant was the control.
         num_failed: the number of runs that ended in an error.
         num_calls: the number of calls of each run.
-        bits: log2 of the number of different sequences of calls: how many bits the provider learned.
+        bits: the bits that the provider learned: log2 of the number of different sequences of calls.
     """
 
     job: Job
@@ -116,14 +116,14 @@ class Outcome:
 
 @dataclass
 class Overflower(HonestOffer):
-    """A provider that is honest except for one fault; it notes every request."""
+    """Plays a provider that is honest except for one fault, and notes every request."""
 
     fault: Fault
     seen: list[Seen] = field(default_factory=list)
     _num_matching: int = 0
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Returns the product with the fault."""
+        """Returns the product, with the fault if it applies."""
         self.seen.append((call.group, call.purpose.name, call.direction.name, count_rows(rows)))
         reply = self.served_model.compute(call, rows)
         if (call.purpose, call.direction) != (Purpose.PRODUCT, self.fault.direction):
@@ -142,7 +142,7 @@ def _wrong(reply: torch.Tensor, call: Call, wrong: float) -> torch.Tensor:
 
 @dataclass
 class Site:
-    """A deep tiny model and its provider."""
+    """Holds a deep tiny model and its provider."""
 
     folder: Path
     served_model: ServedModel
@@ -150,8 +150,8 @@ class Site:
 
     @contextlib.contextmanager
     def session(self, fault: Fault, stops_at_once: bool) -> Iterator[tuple[TenantClient, Overflower]]:
-        """Opens a tenant without a mask and without `verify`; the control stops at the first value that is not
-        finite."""
+        """Opens a tenant without a mask and without `verify`. With `stops_at_once` it is the control, which stops at
+        the first value that is not finite."""
         provider = Overflower(self.served_model, fault)
         with contextlib.ExitStack() as open_:
             open_.enter_context(mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(provider)))
@@ -183,7 +183,7 @@ def site(folder: Path) -> Site:
 
 
 def answer(client: TenantClient, data: Sequence[tuple[str, str]]) -> None:
-    """Samples an answer of fixed length; one with a value that is not finite fails at its end."""
+    """Samples an answer of fixed length; an answer with a value that is not finite fails at its end."""
     client.generate(data[0][0], max_new_tokens=NEW_TOKENS, fixed_length=True, do_sample=True)
 
 
@@ -223,7 +223,7 @@ def lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes overflow.json and overflow.md; exit status 1 where a fault told data apart, or the control did not."""
+    """Writes overflow.json and overflow.md; returns 1 if a fault told data apart, or if the control's fault did not."""
     parser = argparse.ArgumentParser(prog="python -m attacks.overflow", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of overflow.json and overflow.md")
     options = parser.parse_args(arguments)

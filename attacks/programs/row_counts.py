@@ -1,14 +1,14 @@
-"""A provider whose bundle makes a text's number of rows depend on what it says; row counts are visible under any mask.
+"""Measures bundles of a provider that make a text's number of rows depend on the text; every mask shows row counts.
 
-Each bundle is tried on prompts of one length, of which an honest tokenizer makes the same number of tokens, and on data
-sets of one shape. The result is the entropy of the row counts over equally likely secrets: the bits that one prompt, or
-one data set, tells a provider that only counts.
+Each bundle is tried on prompts of one length, which an honest tokenizer splits into the same number of tokens, and on
+data sets of one shape. The result is the entropy of the row counts over equally likely secrets: the bits that one
+prompt, or one data set, tells a provider that only counts.
 
-Two bundles break the bounds that a tenant sets (docs/threat-model.md, "Row counts"): they must win on a stock
-tokenizer, which is the control, and learn nothing from a tenant. The third stays inside every bound: its tokenizer is
-made of allowed components, its template puts contents where they belong, and its vocabulary and cutting rule carry a
-list of guesses. A provider that may choose a vocabulary can always do that. The fourth fails on some guesses, so that a
-run that ends there shows which guess was right.
+Two bundles break the bounds that a tenant sets (docs/threat-model.md, "Row counts"). They must win on a stock
+tokenizer, which is the control, and learn nothing from a tenant. The third bundle stays inside every bound: its
+tokenizer is made of allowed components, its template puts contents at allowed positions, and its vocabulary and
+splitting rule carry a list of guesses. A provider that may choose a vocabulary can always do that. The fourth bundle
+fails on some guesses, so that a run that ends early shows which guess was right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ DATA = tuple(
     ({"prompt": f"the pin? {number:02d}", "completion": " yes"}, {"prompt": "who?", "completion": " A"})
     for number in range(NUM_SECRETS)
 )
-"""Secrets that have one length: an honest tokenizer makes the same number of tokens of each."""
+"""PROMPTS and DATA are the secrets. Those of one kind have one length, for which an honest tokenizer makes the same
+number of tokens."""
 BUCKET_TOKENS = 64
 _FILLER = "~"
 _NEW_TOKENS = 2
@@ -48,13 +49,13 @@ _NEW_TOKENS = 2
 
 @dataclass(frozen=True)
 class Leak:
-    """One bundle against one defence.
+    """Holds the result of one bundle against one defence.
 
     Attributes:
         bundle: the name of what the provider ships.
         defence: `stock tokenizer` for the control without any bound, otherwise what the tenant asked for.
         job: `prompts` or `training`.
-        bits: entropy of the row counts over the secrets; NUM_SECRETS equally likely ones hold log2 of that number.
+        bits: the entropy of the row counts over the secrets, at most log2 of NUM_SECRETS.
         refused: whether the tenant refused the bundle and sent nothing.
     """
 
@@ -74,7 +75,7 @@ def _reading_template(bundle: HostileBundle) -> None:
 
 
 def _spelling_normalizer(bundle: HostileBundle) -> None:
-    """Sets a normalizer that replaces each guess by a number of spaces that tells which guess it is."""
+    """Sets a normalizer that replaces each guess by spaces, whose number tells which guess it is."""
     guesses = [
         {"type": "Replace", "pattern": {"String": f" {number:02d}"}, "content": " " * (number + 1)}
         for number in range(NUM_SECRETS)
@@ -83,8 +84,8 @@ def _spelling_normalizer(bundle: HostileBundle) -> None:
 
 
 def _guessing_vocabulary(bundle: HostileBundle) -> None:
-    """Sets a cutting rule that merges each guess with another number of the template's filler characters, within all
-    bounds."""
+    """Sets a splitting rule that merges each guess with a different number of the template's filler characters, within
+    all bounds."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     guesses = [f"{number:02d}{_FILLER}{{{number}}}" for number in range(NUM_SECRETS)]
     tokenizer["pre_tokenizer"] = {
@@ -98,8 +99,8 @@ def _guessing_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _word_vocabulary(bundle: HostileBundle) -> None:
-    """Sets a rule for texts without a template: each guess becomes one token with another number of the letters before
-    it."""
+    """Sets a rule for texts without a template: each guess becomes one token with a different number of the letters
+    before it."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     before = "the pin? "
     guesses = [re.escape(f"{before[number % len(before) :]}{number:02d}") for number in range(NUM_SECRETS)]
@@ -110,7 +111,7 @@ def _word_vocabulary(bundle: HostileBundle) -> None:
 
 
 def _failing_vocabulary(bundle: HostileBundle) -> None:
-    """Removes the tokens for the digit 1 and for unknown text: the tokenizer fails on half of the guesses."""
+    """Removes the tokens for the digit 1 and for unknown text, so that the tokenizer fails on half of the guesses."""
     tokenizer = json.loads(bundle.files["tokenizer.json"])
     tokenizer["model"]["unk_token"] = "missing"  # noqa: S105
     del tokenizer["model"]["vocab"]["1"]
@@ -134,7 +135,7 @@ DEFENCES: dict[str, dict[str, Any]] = {
 
 
 def is_held_off(leaks: Sequence[Leak]) -> bool:
-    """Whether every bundle wins on a stock tokenizer and learns nothing through the defences that promise so."""
+    """Returns whether every bundle wins on a stock tokenizer, and learns nothing against defences that promise this."""
     for leak in leaks:
         if leak.defence == STOCK and leak.bits == 0:
             return False
@@ -172,7 +173,7 @@ def measure(folder: Path) -> list[Leak]:
 
 
 def _stock_bits(bundle: HostileBundle, job: str, folder: Path) -> float:
-    """Measures what transformers' own tokenizer tells of the secrets, with no bound on a hostile bundle."""
+    """Returns the bits that transformers' own tokenizer tells of the secrets, with no bound on a hostile bundle."""
     from transformers import AutoTokenizer
 
     folder.mkdir(parents=True)
@@ -187,7 +188,7 @@ def _stock_bits(bundle: HostileBundle, job: str, folder: Path) -> float:
                 if isinstance(text, str)
                 else tokenizer.apply_chat_template(text, return_dict=False)
             )
-        except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions: the run would end here
+        except Exception:  # noqa: BLE001 - the tokenizers library raises bare exceptions; the run would end here
             return None
         return len(ids)
 
@@ -222,7 +223,7 @@ def _against_tenant(
 
 @contextlib.contextmanager
 def _session(bundle: HostileBundle, folder: Path, options: dict[str, Any]) -> Iterator[TenantClient]:
-    """Opens an unverified tenant of the public SDK. Row counts are the same under any mask, so it uses none."""
+    """Opens an unverified tenant of the public SDK without a mask, because row counts are the same under any mask."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotVerifiedWarning)
         with mock.patch.object(embedded, "connect_inproc", return_value=InprocConnection(bundle)):

@@ -1,13 +1,13 @@
-"""`python -m attacks.weakenings`: would a weakened lattice mask be noticed at its shipped size?
+"""Runs `python -m attacks.weakenings`: tests whether a weakened lattice mask is noticed at its shipped size.
 
-A real tenant sends a prompt several times, answers one, and trains a step, through a provider that notes what it sees.
-In the same process attacks/victim/draws.py observes the secrets and errors of its masks, and
-attacks/victim/draws_statistics.py says whether chance makes such values. Then each weakness of
-attacks/controls/weak_lattice.py is put into the mask, and the same is done again. Adversaries get what the provider
-noted, and nothing else.
+A real tenant sends a prompt several times, asks for an answer, and trains a step, through a provider that notes what it
+sees. In the same process attacks/victim/draws.py observes the secrets and errors of the tenant's masks, and
+attacks/victim/draws_statistics.py says whether chance gives such values. Then each weakness of
+attacks/controls/weak_lattice.py is put into the mask, and the same is done again. Adversaries are given what the
+provider noted, and nothing else.
 
-The exit status is 0 when honest tenants pass, every weakness is noticed from inside, and adversaries notice from
-outside those that they should; 1 when not; 2 for a request that cannot be carried out.
+The exit status is 0 if honest tenants pass, every weakness is noticed from inside, and adversaries notice from outside
+the weaknesses that they should. It is 1 if not, and 2 for a request that cannot be carried out.
 """
 
 from __future__ import annotations
@@ -47,16 +47,17 @@ from wire.ring.seeded_rows import Rows, SeededRows
 from wire.transport.inproc import InprocConnection
 
 ADVERSARIES = tuple(module.ADVERSARY for module in (no_error, slot_reuse, sparse_secret, shared_error))
-"""Adversaries that are certain of what they claim about a lattice mask, and that work at the shipped size."""
+"""The adversaries that are certain of what they claim about a lattice mask, and that work at the shipped size."""
 _PROMPT, _TIMES = 64, 18
-"""(rows of a prompt, how often it is sent): more than two blocks, eight prompts in each, and 49 equal rows in a row."""
+"""A prompt has `_PROMPT` rows and is sent `_TIMES` times. This fills more than two blocks with eight prompts each, and
+repeats the 49 consecutive rows that `shared-error` needs."""
 _ANSWER_TOKENS = 4
 _ROWS = ({"prompt": "who founded us?", "completion": " Ada Quill"}, {"prompt": "what year?", "completion": " 1987"})
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The way in which an honest tenant makes its masks."""
+    """Describes the way in which an honest tenant makes its masks."""
 
     name: str
     parameters: str = "default"
@@ -76,14 +77,14 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result for one tenant.
+    """Holds the result for one tenant.
 
     Attributes:
         weakness: the weakness's name; None for an honest tenant.
-        num_secrets, num_pieces: how many were tested; where blocks were made whole, pieces are blocks.
-        checks: the tests of its draws.
-        claims: adversary → the number of claims that it made about the provider's view and is certain of.
-        expected: the adversary that should claim something.
+        num_secrets, num_pieces: how many were tested; if blocks were made whole, pieces are blocks.
+        checks: the tests of the tenant's draws.
+        claims: maps an adversary to the number of claims that it made about the provider's view and is certain of.
+        expected: the adversary that should claim something; None if none should.
     """
 
     setting: str
@@ -96,13 +97,13 @@ class Outcome:
 
     @property
     def alarms(self) -> list[str]:
-        """The alarms that the tests from inside raised."""
+        """Returns the alarms that the tests from inside raised."""
         return check.alarms(self.checks)
 
     @property
     def is_right(self) -> bool:
-        """Whether an honest tenant passed, or a weakness was noticed by every test and adversary that should notice
-        it."""
+        """Returns whether an honest tenant passed, or whether a weakness was noticed by every test and adversary that
+        should notice it."""
         if self.weakness is None:
             return not self.alarms and not any(self.claims.values())
         return bool(self.alarms) and (self.expected is None or self.claims[self.expected] > 0)
@@ -110,12 +111,12 @@ class Outcome:
 
 @dataclass
 class _Provider(HonestOffer):
-    """An honest provider that notes what it sees."""
+    """Plays an honest provider that notes what it sees."""
 
     seen: list[Exchange] = field(default_factory=list, repr=False)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Returns the provider's answer."""
+        """Returns the honest reply, and notes the exchange."""
         reply = self.served_model.compute(call, rows)
         request = torch.tensor(list(rows.pack()), dtype=torch.uint8) if isinstance(rows, SeededRows) else rows.clone()
         direction, purpose = call.direction.name.lower(), call.purpose.name.lower()
@@ -124,7 +125,7 @@ class _Provider(HonestOffer):
 
 
 class Site:
-    """A tiny model and its provider, for one tenant after the other."""
+    """Holds a tiny model and its provider, for one tenant after the other."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the model and its provider in a folder."""
@@ -143,7 +144,7 @@ class Site:
                 around.enter_context(mock.patch.object(kernels, "available", return_value=False))
             if weakness is not None:
                 around.enter_context(weakness.inject())
-            around.enter_context(watch())  # entered last, so that it sees what the others do
+            around.enter_context(watch())  # entered last, so that it sees what the other patches do
             self._work(around.enter_context(self._client(provider, setting)))
         claims = self._attacked(provider.seen)
         return Outcome(
@@ -194,7 +195,7 @@ class Site:
 
 def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Sequence[Weakness] = WEAKNESSES,
             ) -> list[Outcome]:  # fmt: skip
-    """Measures honest tenants in every setting, then every weakness."""
+    """Measures honest tenants in every setting, and then every weakness."""
     site = Site(folder)
     found = [site.run(setting) for setting in settings]
     for weakness in weaknesses:
@@ -203,12 +204,12 @@ def measure(folder: Path, settings: Sequence[Setting] = SETTINGS, weaknesses: Se
 
 
 def controls() -> list[ControlResult]:
-    """Returns the controls of the adversaries that are too slow for the quick profile."""
+    """Runs the controls of the adversaries that are too slow for the quick profile."""
     return [sparse_secret_control(), shared_error_control()]
 
 
 def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[str]:
-    """Returns Markdown: tenants, the honest ones' most extreme tests, and controls."""
+    """Returns Markdown: a table of tenants, the most extreme tests of the first honest one, and the controls."""
     table = [
         "| tenant | secrets, blocks or pieces | from inside | from outside | as it should be |",
         "|---|---|---|---|---|",
@@ -236,7 +237,7 @@ def lines(outcomes: Sequence[Outcome], checks: Sequence[ControlResult]) -> list[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes weakenings.json and weakenings.md."""
+    """Writes weakenings.json and weakenings.md; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m attacks.weakenings", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("report"), help="folder of weakenings.json and weakenings.md")
     options = parser.parse_args(arguments)

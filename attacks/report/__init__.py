@@ -1,1 +1,1 @@
-"""Turns findings into a table: the catalogue of adversaries, the command line, the verdict on a build."""
+"""This package turns findings into a report: catalogue of adversaries, command line, table, verdict on a build."""

@@ -1,4 +1,4 @@
-"""All adversaries, in the order of the report, and their positive controls."""
+"""Lists all adversaries, in the order of the report, and their positive controls."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MODULES = (
     "no_error", "leaked_secret", "slot_reuse", "arora_ge", "lattice_reduction", "collusion", "byte_statistics",
     "sparse_secret", "shared_error",
 )  # fmt: skip
-"""Files of attacks/adversaries, each with a control of the same name in attacks/controls."""
+"""The files of attacks/adversaries; each has a control of the same name in attacks/controls."""
 NOT_IN_QUICK = ("sparse_secret", "shared_error")
-"""Adversaries that take seconds for each public matrix: they run in the full profile, on recordings, and in
+"""Adversaries that take seconds for each public matrix. They run in the full profile, on recordings, and in
 `attacks.programs.weakenings`."""
 
 
 def adversaries(names: str | None = None) -> list[Adversary]:
-    """The catalogue, or the named part of it.
+    """Returns the catalogue, or the named part of it.
 
     Args:
         names: comma-separated names; None returns all.
@@ -42,7 +42,7 @@ def adversaries(names: str | None = None) -> list[Adversary]:
 
 
 def quick() -> str:
-    """Returns the names, comma-separated, of those that the quick profile runs unless it is told others."""
+    """Returns the names, comma-separated, of the adversaries that the quick profile runs by default."""
     return ",".join(_adversary(module).name for module in MODULES if module not in NOT_IN_QUICK)
 
 

@@ -1,6 +1,6 @@
-"""The command line that both tools share: victim or recording, adversaries, report.
+"""Implements the command line of extract_lora and recover_prompts: victim or recording, adversaries, report.
 
-The exit status is 0 when the report was written, 1 when a control does not win or a private mask shows more than chance
+The exit status is 0 if the report was written, 1 if a control does not win or a private mask shows more than chance
 does, and 2 for a request that cannot be carried out.
 """
 
@@ -34,7 +34,7 @@ _LOOK_S = 0.5
 _ENDING_S = 10.0
 """Seconds that a process has to end by itself after it has sent its results."""
 _JUDGED_ROWS = 16
-"""Private questions on which a stolen adapter is tested."""
+"""The number of private questions on which a stolen adapter is tested."""
 
 OTHER_PROGRAMS = {
     "attacks.active": "a provider that lies: wrong products, hints and gradients, with and without verification",
@@ -42,7 +42,7 @@ OTHER_PROGRAMS = {
     "attacks.weakenings": "weaknesses put into the lattice mask at its shipped size, and honest ones: who notices",
     "attacks.growth": "time of lattice reduction at toy dimensions, beside the published estimates",
 }
-"""Programs for attacks that need more than a recording, or none: --list names them, `--adversaries` does not take
+"""Programs for attacks that need more than a recording, or none. `--list` names them; `--adversaries` does not take
 them."""
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def main(program: str, description: str, default: str | None, arguments: Sequenc
     Args:
         program: the command's name.
         description: one line for --help.
-        default: names of the adversaries that run when none are given; None runs all.
+        default: names of the adversaries that run if none are given; None runs all.
         arguments: the command line's arguments; None takes those of the process.
     """
     parser = _parser(program, description)
@@ -127,7 +127,7 @@ def _run(options: argparse.Namespace, names: str | None) -> int:
 
 @contextlib.contextmanager
 def _controls_beside(names: str | None) -> Iterator[Connection]:
-    """Runs the adversaries' positive controls in a process of their own, which ends with the block."""
+    """Runs the adversaries' positive controls in a separate process, which is ended when the block ends."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run_controls, args=(theirs, names), daemon=True)
@@ -153,7 +153,7 @@ def _run_controls(results: Connection, names: str | None) -> None:
 
 
 def _checked(control: Control) -> ControlResult:
-    """Runs a control; one that raises does not win, and the others still run."""
+    """Runs a control. A control that raises counts as lost, and the others still run."""
     try:
         return control()
     except Exception as exc:  # noqa: BLE001 - whatever it is, the report says so
@@ -173,7 +173,7 @@ def _attack_and_report(
     model = _model(options)
     is_tiny = model in quick_model.NAMES
     if is_tiny:
-        torch.set_num_threads(1)  # batches of small systems: shared between threads they took 70 times as long
+        torch.set_num_threads(1)  # sharing batches of small systems between threads took 70 times as long
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as recording:
         if options.view is not None:
             cases, notes = _recorded(options)
@@ -204,7 +204,7 @@ def _attack_and_report(
 
 
 def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, num_processes: int) -> Sequence[Result]:
-    """Attacks every case, in order; in several processes where each has a core and little memory is needed."""
+    """Attacks every case and returns results in order. It uses several processes if cores and memory suffice."""
     from attacks.report.evaluate import attack, parts
 
     whole = [(case, part) for case in range(len(cases)) for part in range(len(parts(chosen)))]
@@ -212,7 +212,7 @@ def _attack_all(cases: Sequence[Case], chosen: Sequence[Adversary], out: Path, n
         return [
             result for case, part in whole for result in attack(cases[case], parts(chosen)[part], chosen, out, _say)
         ]
-    order = sorted(whole, key=lambda one: one[1])  # thieves, which take longest, come first
+    order = sorted(whole, key=lambda one: one[1])  # the adversaries that take longest come first
     context = multiprocessing.get_context("fork")  # so that views and models need not be sent
     others = {process.pid for process in multiprocessing.active_children()}
     with context.Pool(num_processes, _set_work, (cases, chosen, out)) as pool:
@@ -250,7 +250,7 @@ def _say(text: str) -> None:
 
 
 def _checked_view(view: View, label: str, num_prompts: int) -> View:
-    """Returns the view of one run; a mask whose traffic was not recorded completely must not count as one that held.
+    """Returns the view of one run. Traffic that was not recorded completely must not make a mask look unbroken.
 
     Raises:
         ConfigurationError: messages have no tensors, or prompts were not recorded.
@@ -268,7 +268,7 @@ def _checked_view(view: View, label: str, num_prompts: int) -> View:
 
 
 def _recorded(options: argparse.Namespace) -> tuple[list[Case], list[str]]:
-    """Makes a case for each tenant of a recording; it is judged only as far as an adapter is given."""
+    """Makes a case for each tenant of a recording. A case is judged only as far as an adapter is given."""
     from attacks.report import verdict
     from attacks.report.evaluate import Case
     from attacks.seen.view import open_view

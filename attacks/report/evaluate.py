@@ -1,4 +1,4 @@
-"""Runs every adversary against every mask of a recording and judges it: the command lines share this."""
+"""Runs every adversary against every mask of a recording and judges its claims, for all command lines."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ _CERTAIN: dict[str, tuple[str, ...]] = {
     "sparse-secret": (),
     "shared-error": (shared_error.SHARED,),
 }
-"""Adversaries that claim only what they have checked, with less than one mistake in 2^40, and their facts that
-count."""
+"""Maps an adversary that claims only what it has checked, with less than one mistake in 2^40, to the names of its facts
+that count."""
 FAILED = "failed"
 _THIEVES = ("layer-0 lookup", "deep-state inversion", "closed-form", "gradient-view", "gradient-equations")
-"""Adversaries that run again on rows that another adversary opened."""
+"""Adversaries that run again on rows that another adversary unmasked."""
 _WHO = ("base", "victim", "stolen")
 _NOTICED = 0.04
-"""Half-width below which an interval of chance is widened, of a gain or an agreement: the verdict alarms at 2.5 times
-it, a tenth; less is a few tokens of a hundred."""
+"""The half-width below which an interval of chance, of a gain or an agreement, is widened. The verdict alarms at 2.5
+times this, which is a tenth; a smaller distance would be a few tokens in a hundred."""
 _WON = 0.9
-"""Share of the victim's gain, or of its answers, from which on a thief wins."""
+"""The share of the victim's gain, or of its answers, from which on an attacker wins."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One mask's view, and the truth about it.
+    """Holds one mask's view, and the truth about it.
 
     Attributes:
         label: the run's label, or the tenant's name.
-        mask: the mask's name; `verdict.UNKNOWN` where nobody says what it was.
-        truth: the victim's secrets; None where they are not known: then claims are counted and written down, but not
+        mask: the mask's name; `verdict.UNKNOWN` if the mask is not known.
+        truth: the victim's secrets; None if they are not known. Claims are then counted and written down, but not
             judged.
-        sent: for each prompt the tokens that went through the layers.
-        task: private questions, for the gain; None where there are none.
-        trained: the batches of its training steps, in order; empty where they are not known.
-        tenant: the tenant's name for the report, where the traffic is not that of a run made here.
-        draws: tests of the random numbers of its masks, made inside the victim; empty where none were made.
+        sent: for each prompt, the tokens that went through the layers.
+        task: private questions, for the gain; None if there are none.
+        trained: the batches of the victim's training steps, in order; empty if they are not known.
+        tenant: the tenant's name for the report, if the traffic is not that of a run made here.
+        draws: tests of the random numbers of the victim's masks, made inside the victim; empty if none were made.
     """
 
     label: str
@@ -78,12 +78,12 @@ class Case:
 
     @property
     def arithmetic(self) -> str:
-        """The arithmetic of the masked messages."""
+        """Returns the arithmetic of the masked messages."""
         return next((message.arithmetic for message in self.view.select("product")), "ring")
 
 
 def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
-    """Returns parts of a case that may run at the same time: thieves, others, and those that hand rows to thieves."""
+    """Returns parts of a case that may run at the same time: `_THIEVES`, others, and adversaries that unmask rows."""
     thieves = [one for one in adversaries if one.name in _THIEVES]
     openers = [one for one in adversaries if one.opens_masks]
     return [thieves, [one for one in adversaries if one not in thieves and one not in openers], openers]
@@ -92,12 +92,12 @@ def parts(adversaries: Sequence[Adversary]) -> list[list[Adversary]]:
 def attack(
     case: Case, part: Sequence[Adversary], adversaries: Sequence[Adversary], out: Path, say: Say
 ) -> list[Result]:
-    """Runs some adversaries on one mask; on rows that they open, thieves run once more.
+    """Runs some adversaries on one mask, and the `_THIEVES` once more on rows that one of these unmasks.
 
     Args:
         case: the mask's view and the truth about it.
         part: the adversaries to run.
-        adversaries: the adversaries that may run on opened rows.
+        adversaries: the adversaries that may run on unmasked rows.
         out: the folder below which stolen adapters are written.
         say: is called with progress and failures, one line each.
     """
@@ -119,7 +119,7 @@ def attack(
 
 
 def _run(one: Adversary, case: Case, opened: Opened | None, say: Say) -> list[Claim]:
-    """Returns an adversary's claims; one that raises fails alone, and the verdict counts it.
+    """Returns an adversary's claims. If the adversary raises, the others still run, and the verdict counts the failure.
 
     Raises:
         ConfigurationError: the recording cannot be read.
@@ -152,16 +152,15 @@ def _judged(case: Case, name: str, claims: Sequence[Claim], out: Path) -> list[R
 
 
 def _silent(claims: Sequence[Claim]) -> list[Finding]:
-    """Returns the table's line where there is nothing to judge: no claim, or only claims for which there is no
-    truth."""
+    """Returns the table's line if there is nothing to judge: no claim, or only claims for which there is no truth."""
     if not claims:
         return [unclaimed("–", "–")]
     return [Finding("claims", "claimed", float(len(claims)), 0.0, (0.0, 0.0), "not judged")]
 
 
 def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
-    """Returns claims of adversaries that are never wrong by chance: they count whether or not their contents can be
-    judged."""
+    """Returns a line for the claims of an adversary that is never wrong by chance. They count whether or not their
+    contents can be judged."""
     failed = sum(isinstance(claim, StolenFact) and claim.name == FAILED for claim in claims)
     if failed:
         return [Finding("adversary", FAILED, 1.0, 0.0, (0.0, 0.0), FAILED)]
@@ -173,7 +172,7 @@ def _certain(name: str, claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _write_prompts(claims: Sequence[StolenTokens], public: PublicModel, folder: Path) -> None:
-    """Writes the tokens that were read, as text where the model has a tokenizer."""
+    """Writes the tokens that were read, as text if the model has a tokenizer."""
     if not claims:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +195,7 @@ def _counted(claims: Sequence[Claim]) -> list[Finding]:
 
 
 def _unjudged(claims: Sequence[Claim], judged: Collection[str], certain: Collection[str]) -> list[Finding]:
-    """Returns, in words, the facts for which there is no truth; without those that other lines show."""
+    """Returns lines for the facts for which there is no truth, except for facts that other lines show."""
     facts = [claim for claim in claims if isinstance(claim, StolenFact)]
     return [
         Finding(one.name, "claimed", 1.0, 0.0, (0.0, 0.0), "not judged", said=in_words(one))
@@ -220,8 +219,8 @@ def _divergence_of(worth: Worth) -> Finding:
 
 
 def _worth_of(metric: str, worth: Worth) -> Finding:
-    """Returns a line whose interval of chance is at least `_NOTICED`: a bootstrap covers the questions, not a thief's
-    luck."""
+    """Returns a line whose interval of chance reaches at least `_NOTICED` to each side: a bootstrap covers the
+    questions, but not an attacker's luck."""
     low, high = worth.by_chance
     interval = min(low, worth.baseline - _NOTICED), max(high, worth.baseline + _NOTICED)
     verdict = verdict_on(worth.value, interval, worth.value >= max(_WON, interval[1]))

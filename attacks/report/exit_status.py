@@ -1,4 +1,4 @@
-"""Shared by the command lines: a folder that can be written to, and one line for an impossible request."""
+"""Runs the work of a command line: checks its output folder, and turns an impossible request into one line of text."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from wire.errors import VeilbaseError
 
 
 def exit_status(out: Path | None, work: Callable[[], int]) -> int:
-    """Returns what `work` returns; 2 for a request that cannot be carried out, with one line on standard error.
+    """Returns what `work` returns, or 2 for a request that cannot be carried out, with one line on standard error.
 
     Args:
-        out: a folder to make before any work is done; None for none.
+        out: a folder to make before any work is done; None makes none.
         work: does the work and returns the exit status.
     """
     try:

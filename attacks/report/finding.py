@@ -1,4 +1,4 @@
-"""One line of the report's table, and how a value is told apart from what a guess would get."""
+"""Defines one line of the report's table, and tells a value apart from what a guess would get."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from dataclasses import dataclass
 import torch
 
 NO_CLAIM = "no claim"
-"""Verdict on an adversary that claimed nothing: it is neither right nor wrong, and no evidence that nothing leaked."""
+"""The verdict on an adversary that claimed nothing. Such an adversary is neither right nor wrong, and this is no
+evidence that nothing leaked."""
 SHARE_TRIED = "share tried"
-"""Metric: the share of all tokens that an adversary named, right or wrong."""
+"""A metric: the share of all tokens that an adversary named, right or wrong."""
 SHARE_CLAIMED = "share claimed"
-"""Metric: the share of the layers of a kind that the victim changed about which anything was claimed, right or
+"""A metric: of the layers of a kind that the victim changed, the share about which anything was claimed, right or
 wrong."""
 KL, OVERLAP = "KL to the victim", "subspace overlap"
-"""Metrics that other metrics of the same claim express better: they are shown, but the verdict ignores them."""
+"""Metrics that other metrics of the same claim express better. They are shown, but the verdict ignores them."""
 _DRAWS = 400
 _TAIL = 0.005
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table.
+    """Holds one line of the table.
 
     Attributes:
         module: the kind of layer, `tokens`, `rows` or the name of a fact.
         interval: 99% interval of the baseline.
-        verdict: wins, wins where tried, above baseline, at baseline, or no claim (then value is not a number); for a
-            count it says what was counted.
-        spread: 99% interval of the value itself, by bootstrap; None where nothing was drawn from a population.
-        said: the claim or the answer, in words, where it can be shown.
+        verdict: one of wins, wins where tried, above baseline, at baseline, not judged, failed, or no claim (`value` is
+            then NaN); for a count, it says what was counted.
+        spread: 99% interval of the value itself, by bootstrap; None if nothing was drawn from a population.
+        said: the claim or the answer, in words, if it can be shown.
     """
 
     module: str
@@ -50,7 +51,7 @@ def unclaimed(module: str, metric: str, baseline: float = 0.0) -> Finding:
 
 
 def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_is_better: bool = True) -> str:
-    """Returns one of `Finding.verdict`; `wins` says whether the value is what a thief needs."""
+    """Returns a verdict as in `Finding.verdict`; `wins` says whether the value is what an attacker needs."""
     if not math.isfinite(value):
         return "at baseline"
     if wins:
@@ -60,7 +61,7 @@ def verdict_on(value: float, interval: tuple[float, float], wins: bool, larger_i
 
 
 def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tuple[float, tuple[float, float]]:
-    """Returns the mean of a baseline, and its 99% interval."""
+    """Returns the mean of a baseline, and its 99% interval, from `draws` random guesses."""
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([draw(generator) for _ in range(draws)], dtype=torch.float64)
     low, high = torch.quantile(values, torch.tensor([_TAIL, 1 - _TAIL], dtype=torch.float64)).tolist()
@@ -68,10 +69,10 @@ def guesses(draw: Callable[[torch.Generator], float], draws: int = _DRAWS) -> tu
 
 
 def share_right(module: str, got: torch.Tensor, wanted: torch.Tensor) -> Finding:
-    """Returns the share of ids that are right at their places.
+    """Returns a line with the share of ids that are right at their positions.
 
-    The baseline is the claim's own list in another order: naming the same id everywhere, or only ids that are the same
-    in every prompt, is no better than that.
+    The baseline is the claim's own list in another order. Naming the same id everywhere, or only ids that are the same
+    in every prompt, does no better than this baseline.
 
     Args:
         got, wanted: int64, the same shape (num_ids,), at least one.

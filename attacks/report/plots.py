@@ -13,7 +13,7 @@ _FLOOR, _CEILING = 1e-8, 1e2
 
 
 def draw(folder: Path, results: Sequence[Result]) -> list[Path]:
-    """Writes recovered_adapters.svg and recovered_prompts.svg; writes nothing where matplotlib is not installed."""
+    """Writes recovered_adapters.svg and recovered_prompts.svg; writes nothing if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         return []
     results = [one for one in results if one.finding.verdict != NO_CLAIM]
@@ -63,5 +63,5 @@ def _bars(file: Path, results: Sequence[Result], title: str, log: bool) -> Path:
 
 
 def _bar(one: Result) -> str:
-    """Returns a bar's label: it says how many tokens were tried beside how many of these were right."""
+    """Returns a bar's label; the bar of the tokens that were tried stands beside that of the right ones among them."""
     return f"{one.finding.module}: {SHARE_TRIED}" if one.finding.metric == SHARE_TRIED else one.finding.module

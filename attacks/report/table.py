@@ -32,7 +32,7 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Result:
-    """One finding about one mask; `tenant` names the tenant whose traffic it was where that is not obvious."""
+    """Holds one finding about one mask; `tenant` names the tenant whose traffic it was, if that is not obvious."""
 
     mask: str
     arithmetic: str
@@ -103,7 +103,7 @@ def _whose(one: Result) -> str:
 
 
 def _plain(text: str) -> str:
-    """Makes text fit for a cell or a line of Markdown: stolen text, or a recording's, may hold anything."""
+    """Escapes text for a cell or a line of Markdown, because stolen text, or a recording's, may hold anything."""
     return "".join(f"\\{char}" if char in "|`<" else char for char in " ".join(text.split()))
 
 
@@ -147,7 +147,7 @@ def lines(results: Sequence[Result], controls: Sequence[ControlResult], notes: S
 
 
 def _summary(results: Sequence[Result]) -> list[str]:
-    """Returns a line for each mask: which adversaries won, which were above chance, and how many were not."""
+    """Returns a line for each mask: which adversaries won, which were above chance, and how many did neither."""
     verdicts: dict[str, dict[str, set[str]]] = {}
     for one in results:
         verdicts.setdefault(f"{_whose(one)}, {one.arithmetic}", {}).setdefault(one.adversary, set()).add(
@@ -166,7 +166,7 @@ def _summary(results: Sequence[Result]) -> list[str]:
 
 
 def _words(results: Sequence[Result]) -> dict[str, list[str]]:
-    """Returns what each claim says, and through which masks: metadata says the same through all of them."""
+    """Maps each claim in words to the masks through which it was made; metadata gives one claim through all masks."""
     found: dict[str, list[str]] = {}
     for one in results:
         if one.finding.said:

@@ -1,8 +1,8 @@
-"""The verdict on a report: a build fails when a mask weakens or an adversary no longer wins where it should.
+"""Decides whether a build fails: if a mask weakens, or if an adversary no longer wins where it should.
 
-A private mask's findings lie near their baselines. Single values leave their 99% interval now and then by chance (a
-report has dozens), so the alarm is at `_SLACK` half-widths, about 6.4 standard deviations. `off` and `gaussian-pool`
-must be broken.
+A private mask's findings lie near their baselines. A report has dozens of values, so single ones leave their 99%
+interval now and then by chance. The alarm is therefore at `_SLACK` half-widths, about 6.4 standard deviations. The
+masks `off` and `gaussian-pool` must be broken.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from attacks.victim.check import Check, alarms
 
 PRIVATE_MASKS = ("lattice", "pad", "shares")
 UNKNOWN = "unknown"
-"""The mask where nobody says what it was: claims that are never wrong count, since the mask may have been a private
+"""Stands for a mask that is not known. Claims that are never wrong then count, since the mask may have been a private
 one."""
 METADATA = "traffic-shape"
 """The adversary whose facts no mask protects (docs/threat-model.md, "What every provider sees")."""
 _COUNTS = ("claimed", SHARE_TRIED, SHARE_CLAIMED, KL, OVERLAP)
-"""Metrics that count how much was claimed, which says nothing about what is right, and those that other lines of the
-same claim express better."""
+"""Metrics that the verdict ignores: some count how much was claimed, which says nothing about what is right, and others
+are expressed better by other lines of the same claim."""
 _SLACK = 2.5
 _LEAST_ERROR = 0.9
 _MOST_SLACK = 0.3
 _GAIN, _AGREEMENT = "stolen task gain", "agreement of answers"
-"""Metrics of which a thief has to show both. A gain in loss alone is no leak: weights that are noise can flatten a tiny
-model's wrong certainties, and its loss then falls by up to two thirds of what an IA3 victim gained. Its answers then
-agree less with the victim's than the base model's do."""
+"""Metrics of which an attacker has to show both. A gain in loss alone is no leak: weights that are noise can flatten a
+tiny model's wrong certainties, and its loss then falls by up to two thirds of what an IA3 victim gained. But its
+answers then agree less with the victim's than the base model's answers do."""
 _MOST_WORTH = 0.1
-"""The most that a thief may seem to gain from a private mask, as a share of the victim's gain."""
+"""The most that an attacker may seem to gain from a private mask, as a share of the victim's gain."""
 _ADAPTER = {
     ("adapter", "stolen task gain"): 0.9,
     ("o_proj", "relative error"): 1e-3,
@@ -39,8 +39,8 @@ _ADAPTER = {
     ("down_proj", "relative error"): 1e-3,
 }
 _OPENED_ERROR = 0.05
-"""The error that is allowed for ΔW through `gaussian-pool` on a real model: the masks that were removed are many times
-larger than the rows, and leave their rounding in them (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
+"""The error that is allowed for ΔW through `gaussian-pool` on a real model. The masks that were removed are many times
+larger than the rows, and leave their rounding in the rows (SmolLM2: 1e-3 to 9e-3, with all of the gain)."""
 _SHARE_CLAIMED = {("o_proj", SHARE_CLAIMED): 0.9, ("v_proj", SHARE_CLAIMED): 0.9}
 """The share of layers that must be claimed without a mask; a median over the claimed layers says little about the
 others."""
@@ -62,13 +62,13 @@ _FALLS = {
         "which-of-K": _ROWS,
     },
 }
-"""The values that must be reached: ΔW of three layers to 1e-3, nine tenths of the gain, and the tokens of prompts and
-of a training step. Labels are not required: where the output head stays with the tenant, they are sent to no
-provider."""
+"""The values that must be reached, by mask and adversary: ΔW of three layers to 1e-3, nine tenths of the gain, and the
+tokens of prompts and of a training step. Labels are not required, because no provider receives them if the output head
+stays with the tenant."""
 
 
 def weakened(results: Sequence[Result]) -> list[str]:
-    """Returns findings in which a private mask shows more than chance does, and adversaries that failed on any mask."""
+    """Returns a line for each finding in which a private mask shows more than chance does, and for each failure."""
     at_odds = {
         (one.mask, one.arithmetic, one.adversary)
         for one in results
@@ -87,7 +87,7 @@ def weakened(results: Sequence[Result]) -> list[str]:
 
 
 def drawn(label: str, checks: Sequence[Check]) -> list[str]:
-    """Returns a victim's draws that are not as random as they should be; see attacks/victim/draws_statistics.py."""
+    """Returns a line for each alarm about a victim's random draws; see attacks/victim/draws_statistics.py."""
     return [f"{label}, from inside: {said}" for said in alarms(checks)]
 
 
@@ -119,12 +119,12 @@ def standing(
     kinds: Collection[str] = ("o_proj", "v_proj", "down_proj"),
     ran: Collection[str] | None = None,
 ) -> list[str]:
-    """Returns adversaries that should have won against a mask that is not private, and did not.
+    """Returns a line for each adversary that should have won against a mask that is not private, and did not.
 
     Args:
         results: the report's findings.
         is_tiny: whether the model is one of the tiny ones; see `_OPENED_ERROR`.
-        kinds: the kinds of layers that the adapter changes: from others there is nothing to steal.
+        kinds: the kinds of layers that the adapter changes; from other layers there is nothing to steal.
         ran: names of the adversaries that were run; None for the whole catalogue.
     """
     lost = []

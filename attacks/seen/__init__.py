@@ -1,1 +1,1 @@
-"""Reads what a provider sees from a recording, and describes what it knows: the public model and the order of calls."""
+"""This package reads a recording as a provider sees it, and describes what a provider knows of the model and calls."""

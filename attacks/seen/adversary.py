@@ -1,8 +1,8 @@
-"""The interface of every adversary: a name, and a function from a view and the public model to claims about the tenant.
+"""Defines the interface of every adversary: a name, and a function from a view and the public model to claims.
 
-An adversary module may import wire, noise.params and the modules of attacks that hold no truth (those in attacks/seen):
-import-linter checks it. Whether a claim is right is decided in attacks/truth/judge.py, which knows the victim; an
-adversary never learns it.
+An adversary module may import wire, noise.params and the modules of attacks that hold no truth (those in attacks/seen);
+import-linter checks this. Whether a claim is right is decided in attacks/truth/judge.py, which knows the victim. An
+adversary never learns the decision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attacks.seen.view import View
 
 @dataclass(frozen=True)
 class StolenDelta:
-    """The adapter's change of one base layer: ΔW, float64, shape (in_features, out_features)."""
+    """Claims the adapter's change of one base layer: ΔW, float64, shape (in_features, out_features)."""
 
     layer: str
     delta: torch.Tensor
@@ -27,9 +27,11 @@ class StolenDelta:
 
 @dataclass(frozen=True)
 class StolenTokens:
-    """The first tokens of one prompt of the view (its place in `forward_passes.prompts`): all that were given to a
-    layer, or as many as the adversary tried. An adversary that tries a token and has no evidence still names one: a
-    token that is not named was not tried."""
+    """Claims the first tokens of one prompt: all that were given to a layer, or as many as the adversary tried.
+
+    `prompt` is the prompt's number in `forward_passes.prompts`. An adversary that tries a token and has no evidence
+    still names one, so a token that is not named was not tried.
+    """
 
     prompt: int
     token_ids: tuple[int, ...]
@@ -37,7 +39,7 @@ class StolenTokens:
 
 @dataclass(frozen=True)
 class StolenRows:
-    """The unmasked rows of one message, up to the rounding of its arithmetic; float64, in the shape of its request."""
+    """Claims the unmasked rows of one message, up to the rounding of its arithmetic; float64, the request's shape."""
 
     seq: int
     rows: torch.Tensor
@@ -45,7 +47,7 @@ class StolenRows:
 
 @dataclass(frozen=True)
 class StolenDifference:
-    """The unmasked rows of one message minus those of another; float64, as many rows as both have."""
+    """Claims the unmasked rows of one message minus those of another; float64, as many rows as both have."""
 
     seq: int
     other_seq: int
@@ -54,10 +56,10 @@ class StolenDifference:
 
 @dataclass(frozen=True)
 class StolenFact:
-    """Something read from metadata, such as the number of prompt tokens.
+    """Claims something that was read from metadata, such as the number of prompt tokens.
 
     Attributes:
-        value: what was read; a tuple says that it is one of these, which the adversary cannot tell apart.
+        value: what was read; a tuple means that one of its entries is right, but the adversary cannot tell which.
     """
 
     name: str
@@ -69,14 +71,14 @@ Claim = StolenDelta | StolenTokens | StolenRows | StolenDifference | StolenFact
 
 @dataclass(frozen=True)
 class Adversary:
-    """One entry of the catalogue.
+    """Describes one entry of the catalogue.
 
     Attributes:
-        name: as in the table, such as `closed-form`.
+        name: the name in the report's table, such as `closed-form`.
         summary: one line for --list: what the adversary uses and what it yields.
-        attack: takes the view of one tenant, the public model, and rows that another adversary opened (None: the
+        attack: takes the view of one tenant, the public model, and rows that another adversary unmasked (None: the
             recorded rows).
-        opens_masks: whether its StolenRows are handed to the other adversaries, which then run once more on them.
+        opens_masks: whether its StolenRows are handed to other adversaries, which then run once more on these rows.
     """
 
     name: str

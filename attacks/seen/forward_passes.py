@@ -1,8 +1,8 @@
-"""Reassembles messages: which of them belong to one forward pass, and which passes to one prompt with its answer.
+"""Reassembles messages into forward passes, and forward passes into prompts with their answers.
 
-Guarantees: it uses the view alone. Groups come in the order of the manifest, so a step back in that order begins
-another pass; a pass of one row continues the prompt before it, since a KV cache makes decode steps of one row. The
-result is wrong where several prompts of one tenant run at once: attack a recording of one stream.
+It uses the view alone. Groups come in the order of the manifest, so a step back in that order begins another pass. A
+pass of one row continues the prompt before it, since a KV cache makes decode steps of one row. The result is wrong if
+several prompts of one tenant run at once: attack a recording of one stream.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from attacks.seen.view import Message, View
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """One forward pass, and the backward pass that followed it if one did.
+    """Holds one forward pass, and the backward pass that followed it if one did.
 
     Attributes:
-        forward, backward: the message of each group id; of a group that was asked for several times (IA3, OFT) the
-            first.
-        repeats, backward_repeats: the other messages of such a group, in order.
+        forward, backward: maps a group id to the group's message; if a group was requested several times (IA3, OFT), to
+            the first message.
+        repeats, backward_repeats: maps the id of such a group to its other messages, in order.
     """
 
     forward: Mapping[int, Message]
@@ -32,12 +32,12 @@ class ForwardPass:
 
     @property
     def num_rows(self) -> int:
-        """The number of tokens, over the whole batch."""
+        """Returns the number of tokens, over the whole batch."""
         return next(iter(self.forward.values())).num_rows if self.forward else 0
 
     @property
     def is_training(self) -> bool:
-        """Whether a backward pass followed."""
+        """Returns whether a backward pass followed."""
         return bool(self.backward)
 
 
@@ -74,12 +74,12 @@ def _add(message: Message, firsts: _Firsts, others: _Others) -> None:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and its answer as rows: the input of each group, token after token.
+    """Holds one prompt and its answer as rows: the input of each group, token after token.
 
     Attributes:
-        number: its place among the view's prompts, as in `places`.
-        rows: group id to float64, shape (num_tokens, in_features).
-        repeats: rows of the further requests of a group in each pass, whose members were given different inputs.
+        number: the prompt's number in the view, as in `places`.
+        rows: maps a group id to the group's input, float64, shape (num_tokens, in_features).
+        repeats: maps a group id to the rows of the group's further requests in each pass, which have other inputs.
     """
 
     number: int
@@ -88,16 +88,16 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of prompt and answer together, without the last token, which no layer was given."""
+        """Returns the number of tokens of prompt and answer, without the last token, which no layer was given."""
         return next(iter(self.rows.values())).shape[0]
 
 
 Opened = Mapping[int, torch.Tensor]
-"""A message's seq to its unmasked request rows, float64: the result of an adversary that opens a mask."""
+"""Maps a message's seq to its unmasked request rows, float64, as found by an adversary that removes a mask."""
 
 
 def places(view: View) -> dict[int, tuple[int, int]]:
-    """Returns where each message of inference traffic belongs: seq to (place in `prompts`, its first token there)."""
+    """Returns the place of each message of inference: seq to (number in `prompts`, first position there)."""
     found: dict[int, tuple[int, int]] = {}
     number, start = -1, 0
     for one in forward_passes(view):
@@ -111,7 +111,7 @@ def places(view: View) -> dict[int, tuple[int, int]]:
 
 
 def prompts(view: View, opened: Opened | None = None, only: Collection[int] | None = None) -> list[Prompt]:
-    """Returns inference traffic as prompts; passes that were trained on are left out.
+    """Returns inference traffic as prompts; training passes are left out.
 
     Args:
         view: the view of one tenant.

@@ -1,8 +1,8 @@
-"""The base model as its provider knows it: weights, norms, embedding and where they stand in a block.
+"""Describes the base model as its provider knows it: weights, norms, embedding and where they stand in a block.
 
 It supports Llama-style models (RMSNorm, rotary positions, gated MLP) and GPT-2-style ones (LayerNorm, Conv1D with
-biases, learned positions). All tensors are float64, and weights are those that the provider multiplies with: rounded to
-int8 where it serves int8. Nothing of the tenant is in this module.
+biases, learned positions). All tensors are float64. Weights are those that the provider multiplies with, rounded to
+int8 if it serves int8. Nothing of the tenant is in this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wire.ring.quantise import digest, quantise
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm layer: y = weight · x / rms(x), or LayerNorm where there is a bias; both have `eps` under the root."""
+    """Computes a norm layer: weight · x / rms(x), or LayerNorm if there is a bias; both have `eps` under the root."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -33,7 +33,7 @@ class Norm:
         return torch.nn.functional.layer_norm(rows, rows.shape[-1:], self.weight, self.bias, self.eps)
 
     def visible(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the part of a row that the norm keeps: all of it, or with LayerNorm the row without its mean."""
+        """Returns the part of a row that the norm keeps: all of it or, with LayerNorm, the row without its mean."""
         return rows if self.bias is None else rows - rows.mean(-1, keepdim=True)
 
     def direction(self, normed: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """A base layer: y = x·weight + bias, weight of shape (in_features, out_features), and its place in its group."""
+    """Holds a base layer, y = x·weight + bias, weight of shape (in_features, out_features), with its group's id and its
+    columns in the group."""
 
     name: str
     group: int
@@ -68,7 +69,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block; `up` has gate and up for a gated MLP, and c_fc alone otherwise."""
+    """Holds one transformer block; `up` has gate and up for a gated MLP, and c_fc alone otherwise."""
 
     attention_norm: Norm
     mlp_norm: Norm
@@ -87,16 +88,16 @@ class Block:
 
 @dataclass(frozen=True)
 class PublicModel:
-    """A base model's public weights and structure.
+    """Holds a base model's public weights and structure.
 
     Attributes:
-        style: the residual recursion that holds.
-        embedding: shape (vocab, hidden); positions: shape (num_positions, hidden) where they are learned.
-        head_group: the group of the output head; None where the head is tied to the embedding and stays with the
-            tenant.
-        rope_theta: the base of rotary positions.
+        style: the architecture, which decides how norms and layers follow each other.
+        embedding: shape (vocab, hidden).
+        positions: learned positions, shape (num_positions, hidden); None if there are none.
+        head_group: the group of the output head; None if the head is tied to the embedding and stays with the tenant.
+        rope_theta: the base of rotary positions; 0 if there are none.
         activation: the MLP's activation, by transformers' name.
-        tokenizer: transformers' tokenizer; None where the checkpoint has none.
+        tokenizer: transformers' tokenizer; None if the checkpoint has none.
     """
 
     style: Literal["llama", "gpt2"]
@@ -118,12 +119,12 @@ class PublicModel:
         return start if self.positions is None else start + self.positions[: token_ids.shape[0]]
 
     def normed_inputs(self) -> Mapping[int, Norm]:
-        """The groups whose input a norm layer made, each with that norm; without the output head."""
+        """Returns the groups whose input a norm layer made, each with that norm, without the output head."""
         norms = {block.q.group: block.attention_norm for block in self.blocks}
         return norms | {block.up[0].group: block.mlp_norm for block in self.blocks}
 
     def layers(self) -> Mapping[str, Layer]:
-        """Every base layer of the blocks, by name; a fused c_attn is one matrix under three names, one for each
+        """Returns every base layer of the blocks, by name; a fused c_attn is one matrix under three names, one for each
         part."""
         parts = [layer for b in self.blocks for layer in (b.q, b.k, b.v, b.o, *b.up, b.down)]
         return {layer.name: layer for layer in parts}
@@ -231,7 +232,7 @@ def _gpt2(model: Any, reader: _Reader, tokenizer: Any) -> PublicModel:
 
 
 def _part(fused: Layer, start: int, stop: int) -> Layer:
-    """Returns a member of c_attn, named so that a claim about it can be told from one about the whole."""
+    """Returns q, k or v of c_attn, named so that a claim about it can be told from a claim about the whole."""
     label = "qkv"[start // (stop - start)]
     columns = slice(fused.columns.start + start, fused.columns.start + stop)
     bias = None if fused.bias is None else fused.bias[start:stop]

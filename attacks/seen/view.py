@@ -1,9 +1,9 @@
-"""What one provider sees: a recording made by `provider serve --record`, read back and checked.
+"""Reads and checks a recording made by `provider serve --record`: what one provider sees.
 
-Guarantees: a view holds the manifest and the recorded bytes and nothing of the tenant's; a recording that is empty,
-damaged or of another model is refused with one `ConfigurationError`; tensors are read when they are asked for. Where
-the recorder reached its size limit, messages are there without their tensors, and `is_truncated` says so; where the
-recorder did not end properly, `is_ended` is False.
+A view holds the manifest and the recorded bytes, and nothing of the tenant's. A recording that is empty, damaged or of
+another model is refused with one `ConfigurationError`. Tensors are read when they are asked for. If the recorder
+reached its size limit, messages are there without their tensors, and `is_truncated` says so. If the recorder did not
+end properly, `is_ended` is False.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Line(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     seq: int = Field(ge=0)
-    tenant: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")  # as the provider enrols them: part of file names
+    tenant: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")  # the provider's own rule; names go into file names
     layer: int
     direction: Literal["forward", "backward"]
     arithmetic: Literal["ring", "float"]
@@ -51,14 +51,14 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class Message:
-    """One request and its reply.
+    """Holds one request and its reply.
 
     Attributes:
-        seq: its place in the recording, which is in the order of the answers.
+        seq: the message's number in the recording, which is in the order of the replies.
         group: the group's id in the manifest.
-        num_rows: the number of tokens; for a hint, of rows of the public matrix.
+        num_rows: the number of tokens; for a hint, the number of rows of the public matrix.
         widths: columns of the request and of the reply, by the manifest.
-        file: the file that holds the tensors; None where the recorder had no room left.
+        file: the file that holds the tensors; None if the recorder had no room left.
     """
 
     seq: int
@@ -80,11 +80,11 @@ class Message:
         return self._read("request", (-1 if self.purpose == "effect" else rows, self.widths[0]), self._dtype)
 
     def reply(self) -> torch.Tensor:
-        """Returns the answer, shape (num_rows, features of the other side), in the dtype of the arithmetic."""
+        """Returns the reply, shape (num_rows, features of the other side), in the dtype of the arithmetic."""
         return self._read("reply", (self.num_rows, self.widths[1]), self._dtype)
 
     def seeded_rows(self) -> SeededRows:
-        """Returns the seed and the rows that a request for a hint asked for."""
+        """Returns the seed and the range of rows in a request for a hint."""
         return SeededRows.unpack(self.request().numpy().tobytes())
 
     @property
@@ -110,11 +110,11 @@ class Message:
 
 @dataclass(frozen=True)
 class View:
-    """What one provider received, and what it answered.
+    """Holds what one provider received, and what it replied.
 
     Attributes:
-        messages: those that were answered, in the order of the answers.
-        unanswered: those that failed or were cancelled, which have no reply.
+        messages: the messages that got a reply, in the order of the replies.
+        unanswered: the messages that failed or were cancelled, which have no reply.
         is_ended: whether the recorder wrote that the recording is complete; if not, the last messages may be missing.
     """
 
@@ -125,7 +125,7 @@ class View:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some messages lack their tensors."""
+        """Returns whether some messages lack their tensors."""
         return any(message.file is None for message in self.messages)
 
     def with_tensors(self) -> View:
@@ -140,17 +140,17 @@ class View:
         return replace(self, messages=theirs[0], unanswered=theirs[1])
 
     def products(self) -> tuple[Message, ...]:
-        """All masked messages, answered or not, in the order of `seq`."""
+        """Returns all masked messages, with or without a reply, in the order of `seq`."""
         found = [message for message in (*self.messages, *self.unanswered) if message.purpose == "product"]
         return tuple(sorted(found, key=lambda message: message.seq))
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """The tenants' names, in order of appearance."""
+        """Returns the tenants' names, in order of appearance."""
         return tuple(dict.fromkeys(message.tenant for message in (*self.messages, *self.unanswered)))
 
     def select(self, purpose: str, direction: str | None = None, group: int | None = None) -> tuple[Message, ...]:
-        """Returns the messages of one purpose, and where given of one direction and group."""
+        """Returns the messages of one purpose and, if given, of one direction and group."""
         return tuple(
             message
             for message in self.messages
@@ -187,7 +187,7 @@ def open_view(folder: Path) -> View:
 
 
 def _is_ended(folder: Path, num_messages: int) -> bool:
-    """Whether the recorder ended properly, and not because the disk was full."""
+    """Returns whether the recorder ended properly, and not because the disk was full."""
     try:
         end = _End.model_validate_json((folder / END_NAME).read_bytes())
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def _is_ended(folder: Path, num_messages: int) -> bool:
 
 
 def _message(folder: Path, number: int, line: str, manifest: Manifest) -> tuple[Message, bool]:
-    """Returns the message, and whether it was answered."""
+    """Returns the message, and whether it got a reply."""
     try:
         fields = _Line.model_validate(json.loads(line))
     except (ValueError, RecursionError) as exc:

@@ -1,1 +1,1 @@
-"""Knowledge that only the judge may have: the victim's secrets, and whether claims about them are right."""
+"""This package holds what only the judge may know: the victim's secrets, and whether claims about them are right."""

@@ -1,4 +1,4 @@
-"""How much a stolen adapter is worth: compares base model, victim's adapter and thief's adapter on the private task."""
+"""Measures what a stolen adapter is worth: compares it with the base model and the victim on the private task."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _DRAWS, _TAIL = 2000, 0.005
 
 @dataclass(frozen=True)
 class Question:
-    """One private question.
+    """Holds the results of one private question.
 
     Attributes:
-        num_tokens: the number of tokens of its answer.
-        losses: of base, victim and thief, each summed over the answer.
-        divergences: KL divergence of thief and base from the victim's distribution, summed over the answer, in nats.
-        agreed: tokens at which the thief, and the base model, would answer as the victim does.
+        num_tokens: the number of tokens of the question's answer.
+        losses: the losses of base model, victim and stolen adapter, each summed over the answer.
+        divergences: KL divergences of stolen adapter and base model from the victim's distribution, summed over the
+            answer, in nats.
+        agreed: the number of tokens at which the stolen adapter, and the base model, would answer as the victim does.
     """
 
     num_tokens: int
@@ -36,10 +37,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Worth:
-    """A value with its 99% interval, and the base model's value with the interval of chance around it.
+    """Holds a value with its 99% interval, and the base model's value with the interval of chance around that value.
 
-    Intervals are made by bootstrap over the questions: few questions make them wide, and too narrow rather than too
-    wide.
+    Intervals come from a bootstrap over the questions. With few questions they are wide, and still too narrow rather
+    than too wide.
     """
 
     value: float
@@ -50,10 +51,11 @@ class Worth:
 
 @dataclass(frozen=True)
 class Gain:
-    """The results of the private questions.
+    """Holds the results of all private questions.
 
     Attributes:
-        answers: a few answers of base, victim and thief.
+        questions: the results of each question.
+        answers: a few answers of base model, victim and stolen adapter.
     """
 
     questions: tuple[Question, ...]
@@ -61,33 +63,33 @@ class Gain:
 
     @property
     def gain(self) -> Worth:
-        """(base − stolen) / (base − victim), of losses per token; 1.0 means that the thief has all of the victim's
-        gain."""
+        """Returns (base − stolen) / (base − victim), of losses per token; 1.0 means that the stolen adapter has all of
+        the victim's gain."""
         losses = torch.tensor([one.losses for one in self.questions], dtype=torch.float64)
         return _worth(losses[:, 0] - losses[:, 2], losses[:, 0] - losses[:, 1], torch.zeros(len(losses)))
 
     @property
     def agreement(self) -> Worth:
-        """Share of answer tokens at which thief and victim would say the same; the baseline compares base and
-        victim."""
+        """Returns the share of answer tokens at which stolen adapter and victim would say the same; the baseline
+        compares base model and victim."""
         agreed = torch.tensor([one.agreed for one in self.questions], dtype=torch.float64)
         sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
         return _worth(agreed[:, 0], sizes, agreed[:, 1])
 
     @property
     def divergence(self) -> Worth:
-        """KL divergence from the victim's next-token distribution to the thief's, nats per token; the baseline is the
-        base model's."""
+        """Returns the KL divergence from the victim's next-token distribution to the stolen adapter's, in nats per
+        token; the baseline is the base model's divergence."""
         divergences = torch.tensor([one.divergences for one in self.questions], dtype=torch.float64)
         sizes = torch.tensor([one.num_tokens for one in self.questions], dtype=torch.float64)
         return _worth(divergences[:, 0], sizes, divergences[:, 1])
 
 
 def _worth(stolen: torch.Tensor, sizes: torch.Tensor, base: torch.Tensor) -> Worth:
-    """Computes ratios of sums over questions, which are drawn repeatedly with replacement.
+    """Computes ratios of sums over questions, with intervals from questions that are drawn again with replacement.
 
-    The interval of chance is that of a thief as good as the base model: it is as wide as the same draws make the
-    difference of the two.
+    The interval of chance is that of a stolen adapter as good as the base model. It is as wide as the spread of the
+    difference between the two over the same draws.
 
     Args:
         stolen, sizes, base: shape (num_questions,).
@@ -117,12 +119,12 @@ def _quantiles(values: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Said:
-    """The answers of one model to private questions.
+    """Holds the answers of one model to private questions.
 
     Attributes:
         losses: the loss of each answer.
-        log_probabilities: float32, shape (num_tokens, vocabulary) for each answer.
-        answers: the model's own answers to the first questions.
+        log_probabilities: for each answer, float32, shape (num_tokens, vocabulary).
+        answers: the text that the model itself generates for the first questions.
     """
 
     losses: tuple[float, ...]
@@ -131,10 +133,10 @@ class _Said:
 
 
 class PrivateTask:
-    """Private questions, and the answers of base model and victim: computed once, for all thieves, in float32."""
+    """Holds private questions with the results of base model and victim, computed once for all stolen adapters."""
 
     def __init__(self, base: Any, victim: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Makes a task.
+        """Encodes the questions.
 
         Args:
             base, victim: models of attacks/truth/secrets.py.
@@ -150,7 +152,7 @@ class PrivateTask:
         return base, victim
 
     def measure(self, stolen: Path) -> Gain:
-        """Measures what the adapter in a PEFT folder is worth."""
+        """Measures what the adapter in a PEFT folder is worth, in float32."""
         base, victim = self._before
         thief = self._hear(adapted_copy(self._base, stolen))
         questions = [
@@ -165,7 +167,11 @@ class PrivateTask:
         return Gain(tuple(questions), tuple(zip(base.answers, victim.answers, thief.answers, strict=True)))
 
     def _hear(self, model: Any) -> _Said:
-        """Args: model: answers the questions; it is taken over, and changed."""
+        """Computes a model's answers to the questions.
+
+        Args:
+            model: the model; it is changed in place.
+        """
         model = model.to(torch.float32)
         losses, found = [], []
         for ids, start in self._encoded:
@@ -189,7 +195,7 @@ def _divergence(victim: _Said, other: _Said, place: int) -> float:
 
 
 def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
-    """Returns the token ids of a row, and where its answer begins."""
+    """Returns the token ids of a row, and the position at which its answer begins."""
     if "messages" in row:
         messages = list(row["messages"])
         prompt = tokenizer.apply_chat_template(
@@ -202,7 +208,7 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> tuple[list[int], int]:
 
 
 def _answer(model: Any, tokenizer: Any, prompt: list[int], count: int) -> str:
-    """Answers greedily, with as many tokens as the right answer has: `generate` would end it early."""
+    """Generates greedily as many tokens as the right answer has; `generate` would end the answer early."""
     given, past, answer = prompt, None, []
     for _ in range(min(count, _MAX_ANSWER)):
         with torch.no_grad():

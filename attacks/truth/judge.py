@@ -1,7 +1,8 @@
-"""Decides whether claims are right: it computes metrics beside their random baselines from the victim's secrets.
+"""Decides whether claims are right: computes metrics, and their random baselines, from the victim's secrets.
 
-Every metric has a baseline with a 99% interval, made by guessing at random what the adversary claims to know. A value
-in the interval is "at baseline", which says that this adversary learned nothing that this metric shows, and no more.
+Every metric has a baseline with a 99% interval, which comes from guessing at random what the adversary claims to know.
+A value in the interval is "at baseline". That says that this adversary learned nothing that this metric shows, and no
+more.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from wire.ring import coding
 
 _Rows = TypeVar("_Rows", StolenRows, StolenDifference)
 _MAX_JUDGED = 200
-"""The most messages whose rows are compared: each needs the true rows of its prompt."""
+"""The most messages whose rows are compared; each needs the true rows of its prompt."""
 _MAX_ROWS = 8
-"""The most rows that are compared of one message: an adversary's error is common to all of them, so that many of them
-say little more than a few, and the rows of a training step would outweigh those of all prompts."""
+"""The most rows that are compared of one message. An adversary's error is common to all rows of a message, so that many
+rows say little more than a few, and the rows of a training step would outweigh those of all prompts."""
 
 
 def judge(
@@ -41,7 +42,7 @@ def judge(
         claims: what the adversary claimed.
         view: the view that it attacked.
         truth: the victim's secrets.
-        sent: for each prompt of the view the tokens that went through the layers.
+        sent: for each prompt of the view, the tokens that went through the layers.
         trained: the batches of the view's training passes, in order.
     """
     known = _KnownRows(view, truth, sent, trained)
@@ -60,7 +61,7 @@ def judge(
 
 
 class _KnownRows:
-    """The true rows of inference and of the first training pass, as the victim would send them without a mask."""
+    """Computes the true rows of inference and of the first training pass, as the victim sends them without a mask."""
 
     def __init__(self, view: View, truth: Truth, sent: Sequence[Sequence[int]], trained: Sequence[Batch]) -> None:
         self._truth, self._sent, self._trained = truth, sent, trained
@@ -93,7 +94,7 @@ class _KnownRows:
             self._of_step.update(self._truth.fresh_rows(batch))
         rows = self._of_step.get(message.group)
         if rows is not None and rows.shape[0] != message.num_rows:
-            rows = rows[batch.has_logits.flatten()]  # these rows are the head's
+            rows = rows[batch.has_logits.flatten()]  # the output head receives these rows only
         return None if rows is None or rows.shape[0] != message.num_rows else self._as_sent(message, rows)
 
     def _as_sent(self, message: Message, rows: torch.Tensor) -> torch.Tensor:
@@ -135,8 +136,11 @@ def _some(claims: Sequence[_Rows]) -> Sequence[_Rows]:
 
 
 def _cosine_finding(module: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Finding]:
-    """Computes the mean cosine of rows. The baseline pairs each claim with the true rows of another message of the same
-    width: what all activations have in common is no secret."""
+    """Computes the mean cosine of rows.
+
+    The baseline pairs each claim with the true rows of another message of the same width, because what all activations
+    have in common is no secret.
+    """
     pairs = [(got, wanted) for got, wanted in pairs if got.shape[0]]
     if not pairs:
         return []

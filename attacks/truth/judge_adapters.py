@@ -14,18 +14,17 @@ from attacks.seen.public_model import Block
 from attacks.truth.secrets import Truth
 
 _MOST_RANK, _RANK_FLOOR = 17, 1e-4
-"""(rank from which on a change has no subspace to compare, share of the largest singular value below which others are
-rounding)."""
+"""A change whose rank is `_MOST_RANK` or more has no subspace to compare. Singular values below the share `_RANK_FLOOR`
+of the largest one are rounding."""
 _SHRUNK = 0.99
-"""The error above which a claim counts as shrunk: a guess near zero has an error a little below 1 without any
+"""The error from which on a claim counts as a guess: a guess near zero has an error a little below 1 without any
 knowledge."""
 
 
 def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
-    """Computes error and cosine of each kind of layer that the victim adapted, a median over blocks; nothing without
-    claims.
+    """Computes error and cosine, over blocks, for each kind of layer that the victim adapted, if anything was claimed.
 
-    Where this adversary steals adapters but claimed nothing about a kind of layer, or about a part of one, a line says
+    If the adversary claims adapters but claimed nothing about a kind of layer, or about a part of the kind, a line says
     so.
     """
     claimed = {claim.layer: claim.delta for claim in claims}
@@ -36,7 +35,7 @@ def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
         wanted = _visible(layer, truth)
         if kind_of(layer) not in ("q_proj", "k_proj") and bool(wanted.any()):
             compared.setdefault(kind_of(layer), []).append(_compare(layer, wanted, claimed, truth))
-    for block in truth.public.blocks:  # these are judged together: only their product is determined
+    for block in truth.public.blocks:  # q and k are judged together: only their product is determined
         if _changes_scores(block, truth):
             compared.setdefault("q·k", []).append(_compare_scores(block, claimed, truth))
     return [finding for kind, each in compared.items() for finding in _findings(kind, each)]
@@ -44,13 +43,13 @@ def judge_deltas(claims: Sequence[StolenDelta], truth: Truth) -> list[Finding]:
 
 @dataclass(frozen=True)
 class _Compared:
-    """One layer, or q and k of one block.
+    """Holds how the claim about one layer, or about q and k of one block, compares with the truth.
 
     Attributes:
         error, cosine: the error and the cosine of the claimed change.
         size: how many numbers the change has.
         overlap: the share of the true change's input directions that lie among the claimed change's leading ones, that
-            share for random directions, and its standard deviation; None where the change is not of low rank.
+            share for random directions, and its standard deviation; None if the change is not of low rank.
     """
 
     error: float
@@ -60,8 +59,12 @@ class _Compared:
 
 
 def _findings(kind: str, each: Sequence[_Compared | None]) -> Iterator[Finding]:
-    """Args: kind: the kind of layer; each: the blocks in which the victim changed it, None where nothing was
-    claimed."""
+    """Yields the table's lines for one kind of layer.
+
+    Args:
+        kind: the kind of layer.
+        each: the comparison of each block in which the victim changed this kind; None if nothing was claimed.
+    """
     judged = [one for one in each if one is not None]
     if judged:
         error, bounds = _median(one.error for one in judged), (_SHRUNK, 1.0)
@@ -88,11 +91,11 @@ def _overlap(each: Sequence[tuple[float, float, float]], kind: str) -> Iterator[
 
 
 def _overlap_of(got: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float, float] | None:
-    """Returns the mean squared cosine of the principal angles between the two input subspaces, ‖U₁ᵀU₂‖²/r; r/d by
-    chance.
+    """Returns (overlap, its value by chance, its standard deviation by chance); None if `wanted` is not of low rank.
 
-    For random subspaces the entries of U₁ᵀU₂ are about Gaussian with variance 1/d, so the mean of r² squares of them,
-    times r, has a standard deviation of √2/d.
+    The overlap is the mean squared cosine of the principal angles between the two input subspaces, ‖U₁ᵀU₂‖²/r, which is
+    r/d by chance. For random subspaces the entries of U₁ᵀU₂ are about Gaussian with variance 1/d. So the mean of r² of
+    their squares, times r, has a standard deviation of √2/d.
     """
     torch.manual_seed(0)  # svd_lowrank draws random numbers
     found, values, _ = torch.svd_lowrank(wanted, min(_MOST_RANK, *wanted.shape))
@@ -124,8 +127,8 @@ def kind_of(layer: str) -> str:
 
 
 def _visible(layer: str, truth: Truth) -> torch.Tensor:
-    """Returns the part of ΔW on which the model's results depend: a LayerNorm removes what all entries of a row
-    share."""
+    """Returns the part of ΔW on which the model's results depend: a LayerNorm removes what all entries of a row have in
+    common."""
     delta = truth.deltas[layer]
     lost = truth.public.style == "gpt2" and kind_of(layer) in ("o_proj", "down_proj")
     return delta - delta.mean(1, keepdim=True) if lost else delta
@@ -152,7 +155,7 @@ def _compare_scores(block: Block, claimed: Mapping[str, torch.Tensor], truth: Tr
 
 
 def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) -> list[torch.Tensor]:
-    """Returns `_scores` of each head, with ΔW of q and k where `deltas` has them."""
+    """Returns `_scores` of each head, with ΔW of q and k if `deltas` has them."""
     public = truth.public
     q, k = (one.weight + deltas.get(one.name, torch.zeros(())) for one in (block.q, block.k))
     found = []
@@ -164,11 +167,11 @@ def _products(block: Block, deltas: Mapping[str, torch.Tensor], truth: Truth) ->
 
 
 def _scores(block: Block, q: torch.Tensor, k: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Returns the part of one head's W_q W_kᵀ that a softmax depends on: differences between keys.
+    """Returns the part of one head's W_q W_kᵀ on which a softmax depends: differences between keys.
 
-    LayerNorm's rows differ only orthogonally to 1/γ, and along 1/γ all have the same coordinate: what a query gets from
-    that direction comes together with the bias of q as one row, whose parts no data can separate. RMSNorm's rows differ
-    in all directions.
+    After LayerNorm, rows differ only orthogonally to 1/γ, and all have the same coordinate along 1/γ (γ: the norm's
+    weight). What a query gets from that direction comes together with the bias of q, and no data can separate the two.
+    Both are therefore one row of the result. After RMSNorm, rows differ in all directions.
 
     Args:
         q, k: shape (hidden, head_dim).

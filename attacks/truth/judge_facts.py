@@ -1,4 +1,4 @@
-"""Decides whether lists of tokens and facts from metadata are right; attacks/truth/judge.py does the rest."""
+"""Decides whether lists of tokens, and facts from metadata, are right; attacks/truth/judge.py judges other claims."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from attacks.seen.view import View
 from attacks.truth.secrets import Batch, Truth
 
 _KIND_OF = {"LORA": LORA, "ADALORA": LORA, "VERA": LORA, "IA3": IA3, "OFT": OFT, "BOFT": BOFT}
-"""The kind of adapter by PEFT's own names, for those whose ΔW the judge can compute."""
+"""Maps PEFT's own names to kinds of adapter, for adapters whose ΔW the judge can compute."""
 _WHOLE = 0.9
-"""Share of all tokens; below it, a win counts only for the tokens that were tried."""
+"""The share of all tokens below which a win counts only for the tokens that were tried."""
 
 
 def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) -> list[Finding]:
     """Computes the rate of right tokens among those that were tried, and the share of all tokens that were tried.
 
-    A full win needs both: an adversary that tries a few easy tokens reads these, but not the prompts.
+    A full win needs both: an adversary that tries a few easy tokens reads these tokens, but not the prompts.
     """
     pairs = [
         (got, wanted)
@@ -46,9 +46,9 @@ def judge_tokens(claims: Sequence[StolenTokens], sent: Sequence[Sequence[int]]) 
 
 
 def judge_facts(claims: Sequence[StolenFact], truth: Truth, sent: Sequence[Sequence[int]]) -> list[Finding]:
-    """Judges facts read from metadata; those for which the judge has no truth are left out.
+    """Judges facts read from metadata; facts for which the judge has no truth are left out.
 
-    A claim that names several kinds or layers, of which one is right, is compared with naming as many at random.
+    If a claim names several kinds or layers, its baseline is the chance of being right by naming as many at random.
     """
     answers: dict[str, tuple[str, float]] = {}
     if sent:
@@ -102,7 +102,7 @@ def first_step(view: View) -> ForwardPass | None:
 def judge_batch(
     claims: Sequence[StolenFact], view: View, public: PublicModel, trained: Sequence[Batch]
 ) -> list[Finding]:
-    """Judges tokens and labels of the first training pass, padding included, row by row as the provider was sent
+    """Judges tokens and labels of the first training pass, padding included, row by row as the provider received
     them."""
     step = first_step(view)
     if step is None or not trained:
@@ -117,7 +117,7 @@ def judge_batch(
 
 
 def _listed_finding(claim: StolenFact, wanted: torch.Tensor) -> Finding:
-    """Computes the share of a whole batch that is right; most of a batch is padding and places without a label. What is
-    missing counts as wrong."""
+    """Computes the share of a whole batch that is right; what is missing counts as wrong. Most of a batch is padding
+    and positions without a label."""
     listed = torch.tensor([int(part) for part in str(claim.value).split(",")][: len(wanted)])
     return share_right(claim.name, torch.nn.functional.pad(listed, (0, len(wanted) - len(listed)), value=-1), wanted)

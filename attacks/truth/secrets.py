@@ -1,4 +1,4 @@
-"""What the victim knows and no adversary is given: its adapter, its tokens, its activations.
+"""Computes what the victim knows and no adversary is given: its adapter, its tokens, its activations.
 
 The judge computes these on its own copy of the model, in float64, from the adapter and the token ids that the victim
 wrote down. Base weights are those that the provider multiplies with.
@@ -23,10 +23,10 @@ from wire.manifest import Manifest
 
 @dataclass(frozen=True)
 class Batch:
-    """One training step: int64 tensors, each of shape (batch, num_tokens), padded on the right.
+    """Holds one training step: int64 tensors, each of shape (batch, num_tokens), padded on the right.
 
     Attributes:
-        labels: the labels of the tokens at the same places; NO_LABEL where there is none.
+        labels: the labels of the tokens at the same positions; NO_LABEL if there is none.
         attn_mask: 0 for padding.
     """
 
@@ -36,12 +36,12 @@ class Batch:
 
     @property
     def targets(self) -> torch.Tensor:
-        """Returns what each place is trained to predict: the label of the next place, shape (batch, num_tokens)."""
+        """Returns the label that each position is trained to predict: the next one's, shape (batch, num_tokens)."""
         return torch.nn.functional.pad(self.labels, (0, 1), value=NO_LABEL)[:, 1:]
 
     @property
     def has_logits(self) -> torch.Tensor:
-        """The places for which the SDK computes logits: those where some row has a target. Shape (batch,
+        """Returns the positions for which the SDK computes logits: those at which some row has a target. Shape (batch,
         num_tokens)."""
         return (self.targets != NO_LABEL).any(dim=0).expand(self.targets.shape)
 
@@ -53,13 +53,13 @@ def read_batches(file: Path) -> list[Batch]:
 
 
 class Truth:
-    """One victim's secrets."""
+    """Holds one victim's secrets."""
 
     def __init__(self, model: Any, public: PublicModel, manifest: Manifest, adapter: Path) -> None:
         """Reads a victim's adapter.
 
         Args:
-            model: the checkpoint, transformers' causal language model; it is taken over and changed.
+            model: the checkpoint, transformers' causal language model; it is changed in place.
             public: the same model as adversaries see it.
             manifest: the recording's manifest.
             adapter: a PEFT folder.
@@ -74,7 +74,7 @@ class Truth:
 
     @functools.cached_property
     def deltas(self) -> Mapping[str, torch.Tensor]:
-        """ΔW of every base layer of the blocks, float64, shape (in_features, out_features); zero where not adapted."""
+        """Returns ΔW of every base layer by name, float64, shape (in_features, out_features); zero if not adapted."""
         before = {name: layer.weight for name, layer in self.public.layers().items()}
         after = _weights(_merged(self.adapted), self.public)
         return {name: after[name] - weight for name, weight in before.items()}
@@ -84,8 +84,8 @@ class Truth:
         return self._rows(self.adapted, input_ids=torch.tensor([list(token_ids)]))
 
     def fresh_rows(self, batch: Batch) -> Mapping[int, torch.Tensor]:
-        """Returns the inputs in a first training step, its rows one after the other: shape (batch·num_tokens,
-        in_features).
+        """Returns the inputs of groups in a first training step, the batch's rows one after the other: shape
+        (batch·num_tokens, in_features).
 
         A fresh adapter changes nothing: PEFT starts LoRA's B at zero, IA3 at one, OFT and BOFT at the identity.
         """
@@ -117,7 +117,7 @@ def _inner(adapted: Any) -> Any:
 
 
 def adapted_copy(base: Any, adapter: Path) -> Any:
-    """Makes a copy of the model with an adapter, float64, in eval mode."""
+    """Returns a copy of the model with an adapter, float64, in eval mode."""
     import copy
 
     return _adapt(copy.deepcopy(base), adapter, copied=True)
@@ -136,7 +136,7 @@ def _adapt(base: Any, adapter: Path, copied: bool = False) -> Any:
             adapted = PeftModel.from_pretrained(base if copied else copy.deepcopy(base), str(adapter))
     except (ValueError, RuntimeError, OSError, KeyError, TypeError, SafetensorError, UserWarning) as exc:
         said = (str(exc).splitlines() or [type(exc).__name__])[0][:200]
-        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None  # PEFT's frames hold it
+        raise ConfigurationError(f"the adapter does not fit the model: {said}") from None  # PEFT's frames hold tensors
     return adapted.to(torch.float64).eval()
 
 
@@ -147,8 +147,8 @@ def _merged(adapted: Any) -> Any:
 
 
 def _weights(model: Any, public: PublicModel) -> dict[str, torch.Tensor]:
-    """Returns weights of the blocks' layers, shape (in_features, out_features); members of a fused layer come
-    separately."""
+    """Returns the weights of the blocks' layers, shape (in_features, out_features); members of a fused layer are
+    separate."""
     modules = dict(model.named_modules())
     found = {}
     for name, layer in public.layers().items():

@@ -17,15 +17,15 @@ from attacks.seen.public_model import PublicModel
 
 MAX_RANK = 64
 _NOISE = 1e-6
-"""Share of a layer's largest singular value below which singular values are rounding."""
+"""Singular values below this share of a layer's largest one are rounding."""
 
 
 def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> Path | None:
-    """Writes the adapter; returns None where nothing usable was claimed.
+    """Writes the adapter; returns None if nothing usable was claimed.
 
     Args:
         claims: claims about any layers; a later claim about a layer replaces an earlier one.
-        public: gives the places of a fused layer's members.
+        public: the public model, which gives the columns of a fused layer's members.
         folder: the folder to make.
     """
     from peft import LoraConfig
@@ -52,7 +52,7 @@ def write(claims: Iterable[StolenDelta], public: PublicModel, folder: Path) -> P
 
 
 def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[str, torch.Tensor]:
-    """Puts the members of a fused layer side by side again."""
+    """Joins the members of a fused layer side by side again."""
     layers: Mapping[str, Any] = public.layers()
     whole: dict[str, torch.Tensor] = {}
     for name, delta in deltas.items():
@@ -68,7 +68,7 @@ def _by_module(deltas: Mapping[str, torch.Tensor], public: PublicModel) -> dict[
 
 
 def _factors(delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns ΔW ≈ down · up as two factors, shapes (in_features, rank) and (rank, out_features)."""
+    """Returns ΔW ≈ down · up as two factors, (in_features, rank) and (rank, out_features); None if ΔW is unusable."""
     if not bool(torch.isfinite(delta).all()) or not bool(delta.any()):
         return None
     u, sizes, vh = torch.linalg.svd(delta, full_matrices=False)

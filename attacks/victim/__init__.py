@@ -1,1 +1,1 @@
-"""The tenant that is attacked, its model and traffic, and a test of its random draws from inside its process."""
+"""This package holds the tenant that is attacked, its model and traffic, and a test of its draws from inside it."""

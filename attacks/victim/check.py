@@ -1,4 +1,4 @@
-"""Results of testing a tenant's draws: the tests and how far out they are, without any of the draws."""
+"""Holds the results of testing a tenant's draws: the tests and how far out they are, without any of the draws."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 FALSE_ALARM = 1e-6
-"""Probability that a whole report alarms by chance."""
+"""The probability that a whole report alarms by chance."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The most extreme result among the tests of one kind.
+    """Holds the most extreme result among the tests of one kind.
 
     Attributes:
         name: what was tested.
@@ -33,7 +33,7 @@ class Check:
 
 
 def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """Converts checks for JSON, which has no infinity: null stands for the logarithm of probability zero."""
+    """Converts checks to JSON, which has no infinity; null stands for the logarithm of probability zero."""
     return [
         asdict(one) | {"log10_chance": one.log10_chance if math.isfinite(one.log10_chance) else None} for one in checks
     ]

@@ -1,4 +1,4 @@
-"""Loads the provider's checkpoint as the provider does: the adversary is the provider, so this may use its code."""
+"""Loads the provider's checkpoint by the provider's code, which is allowed because the adversary is the provider."""
 
 from __future__ import annotations
 

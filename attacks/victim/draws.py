@@ -1,13 +1,13 @@
 """Observes the secrets and errors of a tenant's lattice masks from inside the tenant's own process.
 
-This finds weaknesses that no recording shows: at the shipped dimension errors in {0, 1} look like any others from
-outside. The secret is the one with which the mask was computed, and the error is what remains of a finished mask after
-A·s is subtracted, so that both are those on the wire, however and wherever they were drawn. Blocks, pieces of blocks
-and the compiled arithmetic are all behind the functions that are wrapped, with unittest.mock: noise/ has no interface
-for this.
+This finds weaknesses that no recording shows: at the shipped dimension, errors in {0, 1} look like any others from
+outside. The observed secret is the one with which the mask was computed. The observed error is what remains of a
+finished mask after A·s is subtracted. So both are those on the wire, however and wherever they were drawn. Blocks,
+pieces of blocks and the compiled arithmetic all lie behind the functions that are wrapped. unittest.mock wraps them,
+because noise/ has no interface for this.
 
-Guarantees: statistics are written, and never a sample; samples and keyed hashes of them stay in this process's memory
-until the watch is dropped. Does not guarantee anything about a process in which it does not run.
+Statistics are written, and never a sample. Samples and keyed hashes of them stay in this process's memory until the
+watch is dropped. The watch says nothing about a process in which it does not run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from wire.frame import Direction
 
 DEFAULT = PARAMETERS["default"]
 CORNER_ROWS, CORNER_FEATURES, PREFIX = 16, 32, 2048
-"""How much of the errors of a block, or of a piece, is kept for comparison with all others: the first CORNER_FEATURES
-features of the first CORNER_ROWS rows, and the first PREFIX numbers in the order in which they lie in memory. The first
+"""The part of the errors of a block, or of a piece, that is kept for comparison with all others: the first
+CORNER_FEATURES features of the first CORNER_ROWS rows, and the first PREFIX numbers in memory order. The first
 `CORNER_FEATURES` numbers of each row are hashed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The owner of a mask: the scheme within the process, the group and the direction."""
+    """Identifies the owner of a mask: the scheme within the process, the group and the direction."""
 
     session: int
     group: int
@@ -48,12 +48,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Unit:
-    """A block, or a piece of one, as it was made.
+    """Holds a block, or a piece of one, as it was made.
 
     Attributes:
-        secret: the index of the secret with which it was made.
-        first_row: the place of its first row in the block.
-        corner: int16, shape (CORNER_ROWS, CORNER_FEATURES) at most; prefix: int16, shape (PREFIX,) at most.
+        secret: the index in `Watch.secrets` of the secret with which it was made.
+        first_row: the position of its first row in the block.
+        corner: its first errors, int16, shape (CORNER_ROWS, CORNER_FEATURES) at most.
+        prefix: its first errors in memory order, int16, shape (PREFIX,) at most.
     """
 
     place: Place
@@ -65,20 +66,21 @@ class Unit:
 
 @dataclass
 class Errors:
-    """The errors of one block or piece: they are handed to the code that keeps the statistics, and then dropped."""
+    """Holds the errors of one block or piece until they are added to the statistics; then they are dropped."""
 
     unit: Unit
     numbers: torch.Tensor = field(repr=False)
 
 
 class Watch:
-    """Collects secrets and errors in the order in which masks are made; thread-safe.
+    """Collects secrets and errors in the order in which masks are made; it is thread-safe.
 
     Attributes:
-        secrets: int8, shape (k, N), one for each secret that made a mask, together with the places of these masks.
+        secrets: the secrets that made masks, each int8, shape (k, N).
+        places: the place of the mask of each secret.
         units: all blocks and pieces.
         trits_drawn, errors_drawn: how many numbers noise.sampling was asked for.
-        num_unknown: calls that made masks in a way that this code does not know.
+        num_unknown: the number of calls that made masks in a way that this code does not know.
     """
 
     def __init__(self, parameters: LatticeParameters, keep: Callable[[Errors], None]) -> None:
@@ -104,7 +106,7 @@ class Watch:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[Watch]:
-        """Watches every lattice mask that this process makes within the block; functions that are already patched are
+        """Watches every lattice mask that this process makes within the block. Functions that are already patched are
         wrapped, too."""
         self._combine = negacyclic.combine
         with contextlib.ExitStack() as patches:
@@ -133,7 +135,7 @@ class Watch:
 
     def _secret_transform(self, original: Callable[..., torch.Tensor], secrets: torch.Tensor) -> torch.Tensor:
         made = original(secrets)
-        with self._lock:  # held together with the transforms, so that no other object gets their id
+        with self._lock:  # the transforms are kept, so that no other object gets their id
             self._known[id(made)] = _Transformed(made, secrets.clone())
         return made
 
@@ -162,7 +164,7 @@ class Watch:
     # ---- what was made ----------------------------------------------------------------------------------------------
 
     def _look_at(self, place: Place, blocks: Sequence[Block], in_pieces: bool) -> None:
-        """Subtracts A·s from the masks that a thread has just made, and keeps what remains."""
+        """Subtracts A·s from the masks that a thread has just made, and keeps the errors that remain."""
         last: tuple[negacyclic.Transforms, torch.Tensor] | None = self._here.last
         known = self._known.get(id(last[1])) if last is not None else None
         if last is None or known is None:
@@ -193,7 +195,7 @@ class Watch:
 
 @dataclass
 class _Transformed:
-    """Secrets, and the transforms that were made from them."""
+    """Holds secrets, and the transforms that were computed from them."""
 
     transforms: torch.Tensor = field(repr=False)
     secrets: torch.Tensor = field(repr=False)
@@ -201,7 +203,7 @@ class _Transformed:
     num_rows: int = 0
 
     def next_rows(self, counts: Sequence[int]) -> list[int]:
-        """Returns the rows at which pieces of these sizes begin: the pieces of a block are made in order."""
+        """Returns the rows at which pieces of these sizes begin; the pieces of a block are made in order."""
         starts = []
         for count in counts:
             starts.append(self.num_rows)

@@ -1,15 +1,17 @@
 """Tests whether a tenant's draws look like those that noise/ should make, with one bound on all false alarms together.
 
-Every test gives a bound on the probability that chance gives such a value (`attacks.victim.tails`, no limit theorem).
-An alarm is a bound at or below `FALSE_ALARM`/T, where T is the number of all tests of a report: an honest run gives one
-or more alarms with probability at most `FALSE_ALARM`, however the tests depend on each other. Draws that have to be
-independent within a test are: a sum over pairs takes each number once as a weight and once as a summand of another
-draw.
+Every test gives a bound on the probability that chance gives such a value (`attacks.victim.tails`, which uses no limit
+theorem). A test alarms if its bound is at or below `FALSE_ALARM`/T, for T tests in a report. An honest run then gives
+one or more alarms with probability at most `FALSE_ALARM`, however the tests depend on each other. Draws that have to be
+independent within a test are independent: a sum over pairs takes each number once as a weight and once as a summand of
+another draw.
 
-The tests look for: numbers outside of the support; weight and balance of secrets, of each one and of each place over
-all of them; mean, mean square and distribution of errors, of each block, feature and row; correlation with the next
-number, and with every other block, group, direction and piece; equal rows of errors and equal runs of trits, wherever
-they are.
+The tests look at:
+- numbers outside of the support;
+- weight and balance of secrets, of each secret and of each position over all secrets;
+- mean, mean square and distribution of errors, of each block, feature and row;
+- correlation with the next number, and with every other block, group, direction and piece;
+- equal rows of errors and equal runs of trits, wherever they are.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ from wire.errors import ConfigurationError
 
 ETA = 21
 """η of the centred binomial in docs/parameters.md, "Errors". It is repeated here so that a change of the sampler does
-not change what the sampler is compared with."""
+not change the distribution that the sampler is compared with."""
 TRIT_SIGMA = math.sqrt(2 / 3)
 _RUN = 64
-"""Trits in a run that is compared as a whole: two independent runs are equal with probability 2^-101."""
+"""The length in trits of a run that is compared as a whole; two independent runs are equal with probability 2^-101."""
 _HASH_BYTES = 16
 _MOST_POLYNOMIALS, _MOST_UNITS = 6144, 4096
-"""The most polynomials, and the most blocks or pieces, that are compared with each other; a longer run uses its first
+"""The most polynomials, and the most blocks or pieces, that are compared with each other. A longer run uses its first
 ones."""
 
 
@@ -51,7 +53,7 @@ class _Family:
 
 @dataclass
 class _Sums:
-    """Sums of squared errors: by feature of a place, or by row over all blocks."""
+    """Holds sums of squared errors, by feature of a place or by row over all blocks."""
 
     squares: torch.Tensor
     counts: torch.Tensor
@@ -84,7 +86,7 @@ class Statistics:
     # ---- errors, as they come ----------------------------------------------------------------------------------------
 
     def keep(self, errors: Errors) -> None:
-        """Adds the errors of one block or piece; see `Watch`."""
+        """Adds the errors of one block or piece; `Watch` calls this."""
         numbers, unit = errors.numbers, errors.unit
         most = max(self.distribution) + 1
         counts = numbers.clamp(-most, most).add(most).flatten().bincount(minlength=2 * most + 1)
@@ -176,7 +178,7 @@ class Statistics:
                     self._add(name, "of σ²", 1, ratio, tails.mean_square(ratio, int(count)))
 
     def _test_secrets(self, secrets: torch.Tensor) -> None:
-        """Args: secrets: int8, shape (B, k, N)."""
+        """Adds the tests of secrets, int8, shape (B, k, N)."""
         self._never("trits that are none", int((secrets.abs() > 1).sum()))
         flat = secrets.flatten(1).to(torch.float64)
         for name, rows in (("a secret", flat), ("one place in all secrets", flat.t())):
@@ -214,8 +216,8 @@ class Statistics:
         owners: Sequence[tuple[Place, int]],
         sigma: float,
     ) -> None:
-        """Computes Σ of products of every pair, in units of σ·‖the other‖, over places where both are present; sorted
-        by how the two are related."""
+        """Tests every pair for correlation: the sum of products over positions that both have, in units of σ·‖the
+        other‖. Results are grouped by how the two are related."""
         wide, there = numbers.to(torch.float64), is_there.to(torch.float64)
         owners = owners[: len(wide)]
         lengths = (there @ wide.square().t()).sqrt()
@@ -244,7 +246,7 @@ class Statistics:
 
 
 class _Seen:
-    """Keyed hashes of what has been seen, and how each repetition is related to its first occurrence."""
+    """Holds keyed hashes of what has been seen, and counts how each repetition is related to its first occurrence."""
 
     def __init__(self) -> None:
         self._key = os.urandom(32)
@@ -253,7 +255,7 @@ class _Seen:
         self.num_items = 0
 
     def add(self, item: bytes, place: Place, secret: int, first_row: int) -> None:
-        """Adds one item and its place."""
+        """Adds one item and the place where it was found."""
         self.num_items += 1
         digest = hashlib.blake2b(item, key=self._key, digest_size=_HASH_BYTES).digest()
         before = self._first.setdefault(digest, (place, secret, first_row))
@@ -292,8 +294,8 @@ def _relations(owners: Sequence[tuple[Place, int]]) -> torch.Tensor:
 
 
 def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each row with the next one, in two halves in which no row is on both sides; yields nothing for a single
-    row."""
+    """Yields the odd and then the even rows, each with the row before it, so that no row is on both sides at once;
+    yields nothing for a single row."""
     for first in (0, 1):
         pairs = (len(rows) - first) // 2
         if pairs:
@@ -302,7 +304,7 @@ def _neighbours(rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def _padded(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns parts as rows of one length, and 1 where a number was; both int16, shape (len(parts), length)."""
+    """Returns parts as rows of one length, and 1 wherever a number was; both int16, shape (len(parts), length)."""
     numbers = torch.zeros(len(parts), *shape, dtype=torch.int16)
     is_there = torch.zeros_like(numbers)
     for index, part in enumerate(parts):

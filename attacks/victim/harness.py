@@ -1,7 +1,7 @@
 """Runs a victim and a recording provider as processes, and keeps the view apart from the truth.
 
-Guarantees: the provider is `provider serve --tls --record` on loopback, the tenant uses the public SDK, and adversaries
-get the recording alone. Every process is ended by its own handle. Nothing here listens to the network.
+The provider is `provider serve --tls --record` on loopback, the tenant uses the public SDK, and adversaries get the
+recording alone. Every process is ended by its own handle. Nothing here listens to the network.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def record(
 
 @contextlib.contextmanager
 def _victim(job: Path, log: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Starts a victim, which does what it can without a provider; it is killed when the block ends, even by an
-    exception."""
+    """Starts a victim, which does what it can without a provider. The victim is killed when the block ends, even
+    by an exception."""
     command = [sys.executable, "-W", "ignore", "-m", "attacks.victim.tenant", str(job)]
     with log.open("w") as output:
         process = subprocess.Popen(

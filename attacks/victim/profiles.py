@@ -1,4 +1,4 @@
-"""The quick and the full profile of a run: model, traffic and private facts."""
+"""Defines the quick and the full profile of a run: model, traffic and private facts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from wire.errors import ConfigurationError
 
 _FACTS = Path(__file__).parents[2] / "examples" / "data" / "harborlight.jsonl"
 _NUM_PROMPTS, _PROMPT_TOKENS = 26, 64
-"""(prompts, tokens of each). Together they have more tokens than SmolLM2's down_proj has inputs, 1,536."""
+"""The number of prompts, and of tokens of each. Together they have more tokens than SmolLM2's down_proj has inputs
+(1,536)."""
 _TOKEN_IDS = (1000, 40_000)
 _NUM_QUESTIONS = 4
 MASKS = ("off", "gaussian-pool", "lattice", "pad")
@@ -23,7 +24,7 @@ MASKS = ("off", "gaussian-pool", "lattice", "pad")
 
 @dataclass(frozen=True)
 class Profile:
-    """Traffic of one evaluation.
+    """Describes the model and traffic of one evaluation.
 
     Attributes:
         model: the model, as `provider serve --model` takes it.
@@ -57,7 +58,7 @@ def runs(masks: str) -> list[Run]:
 
 
 def choose(folder: Path, model: str, adapter: Path | None, peft_kind: str = "lora") -> Profile:
-    """Returns the profile for a model: quick for the tiny ones.
+    """Returns the profile for a model: quick for the tiny models, full for others.
 
     Raises:
         ConfigurationError: the adapter does not exist.
@@ -96,7 +97,7 @@ def quick(folder: Path, name: str, adapter: Path | None, peft_kind: str = "lora"
 
 
 def _peft(model: str, kind: str) -> dict[str, Any]:
-    """Returns LoRA on all linear layers, or another method on the layers whose input it changes."""
+    """Returns options of LoRA on all linear layers, or of another method on the layers whose input it changes."""
     llama = model == "tiny-llama"
     if kind == "lora":
         return {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
@@ -108,10 +109,10 @@ def _peft(model: str, kind: str) -> dict[str, Any]:
 
 
 def full(folder: Path, model: str, adapter: Path | None) -> Profile:
-    """Returns the profile of a real model, all of it recorded: enough tokens for the closed forms of o_proj, v_proj and
-    down_proj.
+    """Returns the profile of a real model, all of it recorded. It has enough tokens for the closed forms of o_proj,
+    v_proj and down_proj.
 
-    A token is 2 MB of SmolLM2's traffic, half of it requests; the closed forms hold all requests in memory.
+    A token is 2 MB of SmolLM2's traffic, half of which is requests. The closed forms hold all requests in memory.
     """
     rows = [json.loads(line) for line in _FACTS.read_text(encoding="utf-8").splitlines()]
     generator = random.Random(0)  # noqa: S311 - what prompts say, not a mask

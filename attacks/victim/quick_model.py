@@ -1,6 +1,7 @@
-"""The quick profile's base model: tiny and random, with a tokenizer of one token per character and private facts.
+"""Makes the quick profile's base model: tiny and random, with private facts and one token per character.
 
-It is big enough that every adversary has its equations, and small enough that all masks are attacked within a minute.
+The model is big enough that every adversary has its equations, and small enough that all masks are attacked within a
+minute.
 """
 
 from __future__ import annotations

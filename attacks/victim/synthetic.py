@@ -16,7 +16,7 @@ from wire.manifest import Manifest
 
 @dataclass(frozen=True)
 class Exchange:
-    """One request and its reply, as `Message` would give them."""
+    """Holds one request and its reply, as `Message` would give them."""
 
     group: int
     request: torch.Tensor
@@ -30,7 +30,7 @@ def write_recording(folder: Path, manifest: Manifest, exchanges: Iterable[Exchan
 
     Args:
         folder: the folder to make.
-        manifest: its `groups` must hold every group that is named.
+        manifest: the manifest; its `groups` must hold every group that the exchanges name.
         exchanges: requests and replies in order; int32 tensors make ring messages, float32 tensors make float messages.
     """
     folder.mkdir(parents=True)

@@ -1,13 +1,12 @@
-"""Bounds on the probability that chance gives what was measured: logarithms, each of a provable upper bound.
+"""Computes bounds on the probability that chance gives a measured value, as logarithms of provable upper bounds.
 
-Each function bounds p(x) = P(a statistic at least as far out as x) for the honest distribution, so that P(p ≤ a) ≤ a.
-With T such bounds, however they depend on each other, the probability that any is at or below a/T is at most a (union
-bound). No limit theorem and no table of quantiles is used: all of them hold at every sample size.
+Each function bounds p(x) = P(a statistic is at least as far out as x) for the honest distribution, so that
+P(p ≤ a) ≤ a. With T such bounds, however they depend on each other, the probability that any is at or below a/T is at
+most a (union bound). No limit theorem and no table of quantiles is used, so all bounds hold at every sample size.
 
 Sources: Chernoff, "A measure of asymptotic efficiency for tests of a hypothesis based on the sum of observations", 1952
 (the binomial tail by relative entropy); Boucheron, Lugosi, Massart, "Concentration inequalities", 2013, sections 2.3 to
-2.8. That a variable X is σ²-sub-Gaussian means E exp(λX) ≤ exp(λ²σ²/2) for all λ. With σ² its own variance this holds
-for
+2.8. A variable X is σ²-sub-Gaussian if E exp(λX) ≤ exp(λ²σ²/2) for all λ. With σ² its own variance this holds for
 - the centred binomial, a sum of 2η signs that are ±1/2: E exp(λX) = cosh(λ/2)^2η ≤ exp(2η·λ²/8), variance η/2;
 - a uniform trit: (1 + 2·cosh λ)/3 ≤ exp(λ²/3), term by term, since 2·3^(k−1)·k! ≤ (2k)!, variance 2/3;
 - the discrete Gaussian over the integers: Canonne, Kamath, Steinke, "The discrete Gaussian for differential privacy",
@@ -25,15 +24,16 @@ NEVER = -math.inf
 
 
 def sub_gaussian(distance: float) -> float:
-    """Bounds a weighted sum, in units of the square root of Σ weight²·σ²: 2·exp(−distance²/2).
+    """Bounds the probability that a weighted sum is so far out: 2·exp(−distance²/2).
 
-    The weights may be random, as long as the summed variables are independent of them.
+    `distance` is the sum in units of the square root of Σ weight²·σ². The weights may be random, as long as the summed
+    variables are independent of them.
     """
     return min(0.0, math.log(2) - distance * distance / 2) if math.isfinite(distance) else NEVER
 
 
 def binomial(count: int, num_trials: int, probability: float) -> float:
-    """Bounds a count, on either side of its mean: 2·exp(−n·KL(count/n ‖ probability))."""
+    """Bounds the probability of a count so far out, on either side of its mean: 2·exp(−n·KL(count/n ‖ probability))."""
     share, rest = count / num_trials, 1 - count / num_trials
     if (count and probability <= 0) or (count < num_trials and probability >= 1):
         return NEVER
@@ -43,11 +43,12 @@ def binomial(count: int, num_trials: int, probability: float) -> float:
 
 
 def mean_square(ratio: float, num_numbers: int) -> float:
-    """Bounds Σ X²/(n·σ²) for independent X that are sub-Gaussian with their own variance.
+    """Bounds the probability of a ratio Σ X²/(n·σ²), for n independent, σ²-sub-Gaussian X of variance σ².
 
-    Above 1: E exp(λ·X²/σ²) ≤ (1 − 2λ)^(−1/2) for 0 ≤ λ < 1/2, since exp(λX²/σ²) is the mean of exp(√(2λ)·g·X/σ) over a
-    normal g; so Σ X²/σ² has the Chernoff bound of chi-square, exp(−n/2·(x − ln(1 + x))). Below: X² is not negative and
-    E X⁴ ≤ 3σ⁴, so exp(−λX²) ≤ 1 − λX² + λ²X⁴/2 gives exp(−n·x²/6).
+    If the ratio is above 1: exp(λX²/σ²) is the mean of exp(√(2λ)·g·X/σ) over a normal g, so
+    E exp(λ·X²/σ²) ≤ (1 − 2λ)^(−1/2) for 0 ≤ λ < 1/2. Hence Σ X²/σ² has the Chernoff bound of chi-square,
+    exp(−n/2·(x − ln(1 + x))), for a ratio of 1 + x. If the ratio is 1 − x: X² is not negative and E X⁴ ≤ 3σ⁴, so
+    exp(−λX²) ≤ 1 − λX² + λ²X⁴/2 gives exp(−n·x²/6).
     """
     if ratio >= 1:
         bound = (ratio - 1 - math.log(ratio)) / 2 if math.isfinite(ratio) else math.inf
@@ -68,7 +69,7 @@ def centred_binomial(eta: int) -> dict[int, float]:
 
 
 def discrete_gaussian(sigma: float) -> dict[int, float]:
-    """Returns the discrete Gaussian over the integers within 11σ, beyond which lies less than 2^-86 of it."""
+    """Returns the discrete Gaussian over the integers within 11σ; less than 2^-86 of it lies beyond."""
     tail = math.ceil(11 * sigma)
     weights = {value: math.exp(-(value**2) / (2 * sigma**2)) for value in range(-tail, tail + 1)}
     total = sum(weights.values())
@@ -76,7 +77,7 @@ def discrete_gaussian(sigma: float) -> dict[int, float]:
 
 
 def correlation(one: torch.Tensor, other: torch.Tensor, sigma: float) -> float:
-    """Computes Σ one·other in units of σ·‖other‖, for `sub_gaussian`; zeros where `other` holds only zeros.
+    """Computes Σ one·other in units of σ·‖other‖, for `sub_gaussian`; 0 if `other` holds only zeros.
 
     Args:
         one: integers of any shape, independent of `other` in an honest run.

@@ -1,9 +1,10 @@
-"""The tenant that is attacked, in a process of its own: it trains an adapter, then sends traffic under each mask.
+"""Plays the tenant that is attacked, in its own process: trains an adapter, then sends traffic under each mask.
 
-attacks/victim/harness.py starts it with a job in JSON and, once it has trained, gives it a provider in a line of
-standard input, in JSON as well. It writes the truth that attacks/truth/judge.py needs (adapter, token ids, batches) to
-a folder that no adversary is given. The traffic under one mask is: a few fine-tuning steps of a fresh adapter; then,
-with the private adapter, whole prompts without an answer, prompts answered token by token, and one training step.
+attacks/victim/harness.py starts it with a job in JSON. Once the tenant has trained, the harness gives it a provider, as
+a line of JSON on standard input. The tenant writes the truth that attacks/truth/judge.py needs (adapter, token ids,
+batches) to a folder that no adversary is given. Its traffic under one mask begins with a few fine-tuning steps of a
+fresh adapter. Then come, with the private adapter, whole prompts without an answer, prompts answered token by token,
+and one training step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KINDS = {"lora": "LoraConfig", "ia3": "IA3Config", "oft": "OFTConfig", "boft": "
 
 
 class Run(BaseModel):
-    """One run under a mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
+    """Describes one run under a mask: `label` names it in reports, `identity` is a folder made by `provider enroll`."""
 
     label: str
     identity: Path
@@ -32,14 +33,14 @@ class Run(BaseModel):
 
 
 class Site(BaseModel):
-    """The provider to which the victim sends its traffic, and the masks to use."""
+    """Names the provider to which the victim sends its traffic, and the runs to make."""
 
     url: str
     runs: list[Run]
 
 
 class Job(BaseModel):
-    """The work that the victim does.
+    """Describes the work that the victim does.
 
     Attributes:
         model: the model for the embedded provider that it trains with.
@@ -50,11 +51,11 @@ class Job(BaseModel):
         continued_rows: rows of one training step of the private adapter, as a tenant that continues training sends it;
             0 for none.
         peft_kind, peft: one of KINDS, and keyword arguments of its config.
-        questions: a user's messages, sent and answered after the prompts.
+        questions: a user's messages, which are sent and answered after the prompts.
         prompts: token ids; the last `num_answered` of them are answered with `answer_tokens` tokens.
         truth: the folder for what only the judge may read.
         num_threads: threads of the victim and its provider; None leaves the number to torch.
-        watched: whether its lattice masks' secrets and errors are tested; only statistics are written to `truth`.
+        watched: whether the secrets and errors of its lattice masks are tested; only statistics are written to `truth`.
     """
 
     model: str
@@ -78,11 +79,11 @@ class Job(BaseModel):
 
 
 def main(job: Job, find_site: Callable[[], Site]) -> None:
-    """Does the job.
+    """Trains an adapter if none is given, and sends the traffic of every run.
 
     Args:
         job: what to do.
-        find_site: is called once, when the adapter is there; returns the provider to attack.
+        find_site: is called once, when the adapter exists; returns the provider to attack.
     """
     from tenant_sdk import TenantClient
 
@@ -149,7 +150,7 @@ def _batches() -> Iterator[list[dict[str, Any]]]:
 
 
 def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
-    """Sends the prompts; returns for each the tokens that went through the layers."""
+    """Sends the prompts; returns, for each prompt, the tokens that went through the layers."""
     import torch
 
     from tenant_sdk.adapters import adapted_model
@@ -175,7 +176,7 @@ def _infer(client: Any, job: Job, adapter: Path) -> list[list[int]]:
 
 
 def _train_on(client: Any, job: Job, adapter: Path) -> None:
-    """Sends forward and backward of one batch; the optimizer's step that would follow sends nothing."""
+    """Sends forward and backward of one batch; the optimizer's step that would follow would send nothing."""
     from peft import PeftModel
 
     from tenant_sdk.training.dataset import load_rows

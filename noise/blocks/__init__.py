@@ -1,1 +1,1 @@
-"""Blocks of mask rows: threads of their own make them ahead of use, and each row is handed out once."""
+"""This package makes blocks of mask rows ahead of use, in threads of its own, and hands out each row once."""

@@ -1,9 +1,10 @@
-"""Masks and their effects, made ahead of use in the background, in memory only.
+"""This module makes masks and their effects (the products of mask and weight) in the background, ahead of use, in
+memory only.
 
-Guarantees: a row is handed out once, ever (`noise.blocks.slots.Slots`); nothing is written to disk, pickled or carried
-into a forked child; when no row is ready the caller makes one itself, so that an empty pool costs time and never
-privacy. It does not guarantee that a long run never waits: that needs a core that has time to refill. Where the budget
-does not hold two blocks for every layer, blocks are made a piece at a time (`piece_rows`), which takes more arithmetic.
+Guarantees: a row is handed out once, ever (`noise.blocks.slots.Slots`). Nothing is written to disk, pickled or carried
+into a forked child. If no row is ready, the caller makes one itself, so an empty pool costs time and never privacy. A
+long run may still wait, unless a core has time to refill the pool. If the budget does not hold two blocks for every
+layer, blocks are made a piece at a time (`piece_rows`), which takes more arithmetic.
 """
 
 from __future__ import annotations
@@ -28,21 +29,23 @@ from wire.ring.threads import all_cores
 
 DEFAULT_BYTES = 2 << 30
 _LEAVE_S = 10.0
-"""Seconds that the exit waits for a worker that is making blocks; eight of the widest layer take a second or two."""
+"""Seconds that the process waits at its exit for a worker thread that is making blocks. Eight of the widest layer's
+blocks take a second or two."""
 _MOST_CALLS_BEYOND = 3
-"""Most later calls whose rows are made together with those of a call. Four blocks made together take about half the
-time of four made one by one, and eight not much less a block (docs/decisions/0009-compiled-kernels.md)."""
+"""The most later calls whose rows are made together with the rows of the present call. Four blocks made together take
+about half the time of four made one by one. Eight take little less time for each block than four
+(docs/decisions/0009-compiled-kernels.md)."""
 Key = tuple[int, Direction]
 
 
 @dataclass(eq=False)
 class Block:
-    """Rows of mask and effect: a block, or a piece of one that shares its rows with no other piece.
+    """Holds the mask rows and effect rows of a block, or of a piece of a block. No two pieces share a row.
 
     Attributes:
         mask: int32, shape (num_rows, request columns).
-        effect: int32, shape (num_rows, reply columns); what unmasking subtracts.
-        slots: which rows are left.
+        effect: int32, shape (num_rows, reply columns); unmasking subtracts it.
+        slots: says which rows are left.
     """
 
     mask: torch.Tensor = field(repr=False)
@@ -51,16 +54,16 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes of memory that it takes."""
+        """Returns the bytes of memory that the block takes."""
         return (self.mask.numel() + self.effect.numel()) * ITEM_BYTES
 
 
 Maker = Callable[[GroupSpec, Direction, int], Sequence[Block]]
-"""(group, direction, rows wanted) → fresh blocks, or pieces of some, with at least so many rows."""
+"""Maps (group, direction, rows wanted) to fresh blocks, or pieces of blocks, with at least so many rows."""
 
 
 class _Shelf:
-    """The rows that are ready for one group and direction."""
+    """Holds the rows that are ready for one group and direction."""
 
     def __init__(self, group: GroupSpec) -> None:
         self.group = group
@@ -69,13 +72,13 @@ class _Shelf:
         self.is_wanted = self.is_being_made = False
 
     def note_call(self, num_rows: int) -> None:
-        """Keeps the number of rows that both of the last two calls took: single tokens follow a prompt, and a step
-        follows its like."""
+        """Stores the smaller number of rows of the last two calls. One long prompt before single tokens thus does not
+        count."""
         self.last_rows, self.rows_a_call = num_rows, min(self.last_rows, num_rows)
 
     @property
     def features(self) -> int:
-        """Returns the features of a request and its reply: how many numbers a row of mask and effect has."""
+        """Returns how many numbers a row of mask and effect has: the columns of a request and its reply."""
         return self.group.in_features + self.group.out_features
 
     @property
@@ -84,7 +87,7 @@ class _Shelf:
 
 
 class MaskPool:
-    """Hands out mask rows; a worker thread refills what was used, in the order in which it was used."""
+    """Hands out mask rows. A worker thread refills used rows, in the order in which they were used."""
 
     def __init__(
         self,
@@ -99,13 +102,15 @@ class MaskPool:
         """Prepares; nothing is made before rows are asked for.
 
         Args:
-            make: makes blocks; called from any thread, for one key by one thread at a time.
+            make: makes blocks. It is called from any thread, but for one group and direction only by one thread at a
+                time.
             block_rows: the rows in a block; a shelf with fewer than half of them is refilled.
-            budget_bytes: how much may be ready ahead of use; callers that find nothing make their own rows beyond it.
-            background: whether a thread makes blocks; if not, all are made when they are used.
+            budget_bytes: the most bytes that may be ready ahead of use. A caller that finds no rows makes its own
+                beyond the budget.
+            background: whether a worker thread makes blocks; if not, each is made when it is used.
             least_rows: the fewest rows of a block that are worth making alone; None for whole blocks only.
-            features: how many numbers a row of mask and effect has, over all groups in one direction, where that is
-                known: until the last of them was used the pool would give the first ones too much of the budget.
+            features: how many numbers a row of mask and effect has, over all groups in one direction, if that is known.
+                Without it, the first groups would get too much of the budget until the last group was used.
             on_drop: called when all masks are dropped, also in a forked child.
         """
         self._make, self._block_rows, self._budget_bytes = make, block_rows, budget_bytes
@@ -122,7 +127,7 @@ class MaskPool:
         _POOLS.add(self)
 
     def check_open(self) -> None:
-        """Raises MaskError when the pool was closed. Code that makes many blocks calls this now and then."""
+        """Raises MaskError if the pool was closed. Code that makes many blocks must call this from time to time."""
         if self._closed:
             raise MaskError("this mask was closed")
 
@@ -132,13 +137,13 @@ class MaskPool:
         return self._ready_bytes
 
     def ready_rows(self) -> dict[Key, int]:
-        """Returns how many rows are ready for each group number and direction that was asked for, 0 where all were
+        """Returns how many rows are ready for each group number and direction that has been asked for; 0 if all were
         used."""
         with self._state:
             return {key: shelf.num_rows for key, shelf in self._shelves.items()}
 
     def describe(self, what: str) -> str:
-        """Returns a line for a user that says how much is ready; `what` is the mask's own word for its rows."""
+        """Returns a line that tells the user how much is ready; `what` is the mask's own word for its rows."""
         size = f"{self.ready_bytes / 1e6:.0f} of {self._budget_bytes / 1e6:.0f} MB"
         line = f"{size} of {what} and effects ready, in memory only"
         if rows := self.ready_rows():
@@ -146,7 +151,7 @@ class MaskPool:
         return line
 
     def take(self, group: GroupSpec, direction: Direction, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns fresh rows, burnt before they are returned.
+        """Returns fresh rows. They are burnt (marked as used) before they are returned.
 
         Returns:
             mask, int32, shape (num_rows, request columns); effect, int32, shape (num_rows, reply columns).
@@ -180,15 +185,15 @@ class MaskPool:
         return torch.cat(masks), torch.cat(effects)
 
     def _rows_beyond(self, shelf: _Shelf) -> int:
-        """Returns how many rows for later calls are worth making with those of this one: blocks made together share
-        transforms.
+        """Returns how many rows for later calls are worth making together with the rows of this call, since blocks made
+        together share transforms.
 
-        These are the rows of as many calls as every shelf could keep within the budget, once a cycle through all has
+        It counts as many later calls as every shelf could keep within the budget, once a cycle through all shelves has
         been seen.
         """
         rows = shelf.rows_a_call
         if 2 * rows < self._block_rows:
-            return 0  # These are single tokens: a block lasts for many of them.
+            return 0  # The calls are single tokens, and a block lasts for many of them.
         cycle_bytes = self._features * -(-rows // self._block_rows) * self._block_rows * ITEM_BYTES
         return rows * min(self._budget_bytes // cycle_bytes, _MOST_CALLS_BEYOND)
 
@@ -210,12 +215,12 @@ class MaskPool:
             taken += len(rows)
             if block.slots.remaining == 0:
                 self._ready_bytes -= shelf.blocks.popleft().num_bytes
-                self._state.notify_all()  # What did not fit into the budget may fit now.
+                self._state.notify_all()  # Blocks that did not fit into the budget may fit now.
         return taken
 
     def _claim(self, shelf: _Shelf) -> bool:
-        """Tells whether the caller has to make rows itself; waits for the thread that is making them, if there is
-        one."""
+        """Tells whether the caller must make rows itself. If another thread is making rows for the shelf, this waits
+        for that thread and returns False."""
         if shelf.is_being_made:
             self._state.wait_for(lambda: not shelf.is_being_made or self._closed)
             return False
@@ -242,10 +247,11 @@ class MaskPool:
     # ---- ahead of use -----------------------------------------------------------------------------------------------
 
     def _measure(self) -> None:
-        """Counts the numbers in a row of every shelf, also of those still to come, and how many of these rows are made
-        at a time.
+        """Updates how many numbers a row of every shelf has in total, including shelves still to come, and how many
+        rows of a block are made at a time.
 
-        A piece is half of what the budget holds for every shelf, so that all can be refilled before one has run out.
+        A piece is half of the rows that the budget holds for every shelf, so that all shelves can be refilled before
+        one has run out.
         """
         num_directions = max(1, len({direction for _, direction in self._shelves}))
         self._features = max(self._seen_features, self._expected_features * num_directions)
@@ -255,26 +261,28 @@ class MaskPool:
 
     @property
     def piece_rows(self) -> int:
-        """Returns the rows made at a time for single tokens: a block, or an even part of one if the model is too wide
-        for it."""
+        """Returns the rows made at a time for single tokens: a whole block, or an even part of a block if the model is
+        too wide for whole blocks."""
         return self._piece_rows
 
     def rounded(self, num_rows: int) -> int:
-        """Returns the rows that are made where so many are wanted: whole blocks, and pieces of the last where that is
-        enough."""
+        """Returns how many rows are made if `num_rows` are wanted: whole blocks, and pieces of the last block if pieces
+        suffice."""
         whole, rest = divmod(num_rows, self._block_rows)
         pieces = -(-rest // self._piece_rows) * self._piece_rows
         return whole * self._block_rows + min(pieces, self._block_rows)
 
     def fitting_rows(self, features: int) -> int:
-        """Returns how many rows of so many numbers the budget holds: at least one, in whole blocks or pieces."""
+        """Returns how many rows of `features` numbers the budget holds, in whole blocks or pieces: at least one block
+        or piece."""
         return self._fitting(features, self._piece_rows)
 
     def _fitting(self, features: int, unit: int) -> int:
         return max(1, self._budget_bytes // (features * ITEM_BYTES) // unit) * unit
 
     def _target(self, shelf: _Shelf) -> int:
-        """Returns the rows for a few calls, but not so many that the first layers keep the budget from the last."""
+        """Returns how many rows a shelf should hold: enough for a few calls, but not so many that the last layers get
+        no budget."""
         if self._piece_rows < self._block_rows and 2 * shelf.rows_a_call < self._block_rows:
             return self._piece_rows
         calls = (1 + _MOST_CALLS_BEYOND) * shelf.rows_a_call
@@ -286,7 +294,7 @@ class MaskPool:
             self._wanted.append(key)
             self._state.notify_all()
             if self._worker is None:
-                # The thread holds only a weak reference to the pool, so that a pool that is forgotten ends its thread.
+                # The thread holds only a weak reference to the pool, so that it ends once the pool is collected.
                 work = threading.Thread(target=_work, args=(weakref.ref(self),), name="veilbase-masks", daemon=True)
                 self._worker = work
                 work.start()
@@ -295,16 +303,13 @@ class MaskPool:
         return self.rounded(num_rows) * shelf.features * ITEM_BYTES
 
     def _next_wanted(self) -> tuple[Key, _Shelf, int] | None:
-        """Claims the first shelf, in the order of use, that fits into the budget; returns it and the rows to make for
-        it.
-
-        The caller holds the lock.
-        """
+        """Claims the first shelf, in the order of use, that fits into the budget. Returns its key, the shelf and the
+        rows to make. The caller must hold the lock."""
         for key in list(self._wanted):
             shelf = self._shelves[key]
             target = self._target(shelf)
             if self._ready_bytes + self._cost(shelf, target) > self._budget_bytes:
-                continue  # This one may never fit, and must not stand in the way of the others.
+                continue  # This shelf may never fit, and must not block the others.
             self._wanted.remove(key)
             shelf.is_wanted = False
             if not shelf.is_being_made and shelf.num_rows <= target // 2:
@@ -313,7 +318,7 @@ class MaskPool:
         return None
 
     def _refill_one(self) -> bool:
-        """Takes one turn of the worker; returns False when the pool was closed."""
+        """Does one round of the worker thread; returns False if the pool was closed."""
         with self._state:
             found = self._next_wanted()
             if found is None and not self._closed:
@@ -322,7 +327,7 @@ class MaskPool:
             if self._closed:
                 return False
         if found is not None:
-            # The thread that needs the rows makes them and meets the error itself.
+            # The error is dropped here: the thread that needs the rows will make them and get the error itself.
             with contextlib.suppress(Exception):
                 self._fill(*found)
         return True
@@ -346,7 +351,7 @@ class MaskPool:
                 self._fill(key, shelf, missing)
 
     def close(self) -> None:
-        """Drops every mask."""
+        """Drops every mask; later calls raise MaskError."""
         with self._state:
             self._closed = True
             self._drop()
@@ -359,7 +364,7 @@ class MaskPool:
         self._on_drop()
 
     def __reduce__(self) -> NoReturn:
-        """Refuses to be pickled."""
+        """Refuses to be copied or pickled."""
         raise TypeError("a mask pool holds secrets: it cannot be pickled")
 
 
@@ -376,13 +381,13 @@ _POOLS: weakref.WeakSet[MaskPool] = weakref.WeakSet()
 
 def _forget_in_child() -> None:
     for pool in list(_POOLS):
-        pool._state = threading.Condition()  # The thread that held the old one is not in this process.
+        pool._state = threading.Condition()  # The thread that held the old lock is not in this process.
         pool._drop()
 
 
 def _end_workers() -> None:
-    """Ends the workers before the interpreter: a thread that returns from torch's C++ code afterwards aborts the
-    process."""
+    """Ends the worker threads before the interpreter ends: a thread that returns from torch's C++ code after that
+    aborts the process."""
     pools = list(_POOLS)
     for pool in pools:
         pool.close()

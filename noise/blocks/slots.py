@@ -1,7 +1,8 @@
-"""The rows of one block of masks, burnt in memory. This half of "no slot is used twice" needs no file.
+"""This module hands out the rows of one block of masks and burns them in memory, that is, marks them as used. It is the
+half of "no slot is used twice" that needs no file; a slot is one row of a block.
 
-Guarantees: a row is handed out at most once, whatever threads do, and is burnt before its caller sees it; a forked
-child is refused; nothing here can be pickled or copied. It does not guarantee that the block is on record;
+Guarantees: a row is handed out at most once, whatever threads do, and is burnt before its caller sees it. A forked
+child is refused. Nothing here can be pickled or copied. This module does not guarantee that the block is on record;
 noise/ledger/ledger.py does.
 """
 
@@ -25,11 +26,11 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SlotsExhausted(MaskError):
-    """The block has fewer unused rows than were asked for; none was burnt."""
+    """The block has fewer unused rows than were asked for. No row was burnt."""
 
 
 class Origin:
-    """Remembers the process in which something was made; `check` refuses every other."""
+    """Remembers the process in which an object was made; `check` refuses every other process."""
 
     __slots__ = ("_num_forks", "_pid")
 
@@ -37,26 +38,27 @@ class Origin:
         self._pid, self._num_forks = os.getpid(), _num_forks
 
     def check(self) -> None:
-        """Raises MaskReused in a forked child: parent and child would hand out the same slots."""
+        """Raises MaskReused in a forked child, since parent and child would hand out the same slots."""
         # The pid shows forks made by C code; the counter shows a child that has its parent's pid in a new namespace.
         if self._num_forks != _num_forks or self._pid != os.getpid():
             raise MaskReused("masks made before a fork cannot be used in the child: make a new TenantClient there")
 
     def __reduce__(self) -> NoReturn:
-        """Refuses copies and pickles of any object that holds this."""
+        """Refuses to copy or pickle any object that holds an origin."""
         raise TypeError("mask slots and ledgers can be neither copied nor pickled: a copy would use its slots again")
 
 
 class Slots:
-    """The rows of one block, each handed out at most once. It is safe under threads and refuses a forked child.
+    """Hands out the rows of one block, each at most once. It is safe under threads and refuses a forked child.
 
-    Rows go in order, so that one number, the first unburnt row, is the whole state.
+    Rows are handed out in order, so the first unburnt row is the whole state.
     """
 
     __slots__ = ("_lock", "_next", "_num_rows", "_origin")
 
     def __init__(self, num_rows: int) -> None:
-        """Args: num_rows: the rows of the block. Get one from `Reservation.open_block`, so that it is counted."""
+        """Args: num_rows: the rows of the block. `Reservation.open_block` makes slots of a block that the ledger
+        counts."""
         if num_rows < 0:
             raise MaskError(f"a block has at least 0 rows, got {num_rows}")
         self._num_rows, self._next = num_rows, 0
@@ -64,11 +66,11 @@ class Slots:
 
     @property
     def remaining(self) -> int:
-        """Returns the number of unburnt rows; another thread may take them first."""
+        """Returns the number of unburnt rows. Another thread may take some of them at any moment."""
         return self._num_rows - self._next
 
     def take(self, num_rows: int) -> range:
-        """Burns the next rows and returns them.
+        """Burns the next rows and returns their numbers.
 
         Raises:
             SlotsExhausted: fewer rows are left; nothing was burnt.
@@ -77,7 +79,7 @@ class Slots:
         return self._take(num_rows, num_rows)
 
     def take_up_to(self, num_rows: int) -> range:
-        """Burns as many of the next rows as there are, at most `num_rows`; returns an empty range when none is left."""
+        """Burns the next rows, at most `num_rows`, and returns their numbers; the range is empty if no row is left."""
         return self._take(0, num_rows)
 
     def _take(self, at_least: int, at_most: int) -> range:
@@ -89,9 +91,9 @@ class Slots:
             if left < at_least:
                 raise SlotsExhausted(f"{at_least} mask rows were asked for and {left} are left in this block")
             rows = range(self._next, self._next + min(at_most, left))
-            self._next = rows.stop  # They are burnt before the caller sees them.
+            self._next = rows.stop  # The rows are burnt before the caller sees them.
         return rows
 
     def __reduce__(self) -> NoReturn:
-        """Refuses copies and pickles."""
+        """Refuses to be copied or pickled."""
         self._origin.__reduce__()

@@ -1,8 +1,9 @@
-"""Threads that make masks: each computes alone on one core, and they share a queue of pieces.
+"""This module runs the threads that make masks. Each thread computes alone on one core, and the threads share a queue
+of pieces of work.
 
-torch's own threads do not suit: an operation on a chunk of mask takes 100 µs, and OpenMP makes its threads wait for
-each other, spinning, after every one of them. Where anything else computes on the same cores (the model, a provider on
-the same machine) that took 20 to 100 times as long. Pieces that never wait for each other lose only the time that the
+torch's own threads do not suit. An operation on a chunk of mask takes 100 µs, and after every operation OpenMP makes
+its threads wait for each other, spinning. When other code computed on the same cores (the model, a provider on the same
+machine), an operation took 20 to 100 times as long. Pieces that never wait for each other lose only the time that the
 other work takes.
 """
 
@@ -23,10 +24,10 @@ Result = TypeVar("Result")
 
 
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
-    """Runs `work` in several threads at once, on one iterator: each item goes to one of them.
+    """Runs `work` in several threads at once, all with one iterator, so that each item goes to one thread.
 
-    As many threads work as torch uses in the calling thread (`torch.set_num_threads`); with one, or one item, the
-    calling thread itself works. Gradients are off in `work`.
+    The number of threads is the number that torch uses in the calling thread (`torch.set_num_threads`). If it is one,
+    or there is one item, the calling thread itself runs `work`. Gradients are off in `work`.
 
     Raises:
         Whatever `work` raised first, after all threads have ended.
@@ -43,7 +44,7 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
         return
     pending: list[Future[None]] = []
     try:
-        with contextlib.suppress(RuntimeError):  # No thread is left in the machine, or the process ends.
+        with contextlib.suppress(RuntimeError):  # The machine has no thread left, or the process ends.
             for _ in range(num_workers):
                 pending.append(_executor().submit(run))
         if not pending:
@@ -56,9 +57,10 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
 
 
 def alone(work: Callable[[], Result]) -> Result:
-    """Runs `work` in one of the threads, for an operation that torch, or MKL's FFT, would share in the calling thread.
+    """Runs `work` in one of the threads and returns its result. This is for an operation that torch, or MKL's FFT,
+    would spread over several threads if the calling thread ran it.
 
-    Such a thread team spins afterwards, on the cores that the pieces of the next step need: that costs a third of their
+    Such a team of threads spins afterwards, on the cores that the next step's pieces need. That costs a third of their
     time.
     """
     return _executor().submit(torch.inference_mode()(work)).result()
@@ -77,15 +79,15 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def _single_threaded(num_workers: int) -> ThreadPoolExecutor:
-    """Makes workers in which a torch operation uses one thread, and changes nothing for any other thread.
+    """Makes worker threads in which a torch operation uses one thread. Other threads keep their number.
 
-    torch keeps the number both for the calling thread and, for threads that have not computed yet, for the process.
+    torch keeps the number for the calling thread and also for the process, for threads that have not computed yet.
     """
     before = torch.get_num_threads()
     all_started = threading.Barrier(num_workers)
 
     def start() -> None:
-        torch.get_num_threads()  # This takes the process's number now, not at the first operation.
+        torch.get_num_threads()  # This takes over the process's number now, not at the first operation.
         torch.set_num_threads(1)
         all_started.wait()
 

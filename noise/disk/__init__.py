@@ -1,1 +1,1 @@
-"""How files that must not be lost or read by others are written: durably, under a lock, for their owner alone."""
+"""This package writes files that must not be lost or read by others: durably, under a lock, for their owner alone."""

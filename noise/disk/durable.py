@@ -1,4 +1,4 @@
-"""Makes files durable, for the ledger and the hint store."""
+"""This module makes files durable, for the ledger and the hint store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names in a folder durable: a file's own fsync does not cover its name."""
+    """Makes the names in a folder durable, since a file's own fsync does not cover the file's name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)

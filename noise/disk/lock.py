@@ -1,7 +1,8 @@
-"""A lock between processes, as a file on a local file system, that is released when its holder dies.
+"""This module locks a file on a local file system, so that processes exclude each other. The lock is released when its
+holder dies.
 
-Guarantees: there is one holder at a time among threads and processes, also where the file is deleted meanwhile; a child
-that is forked while the lock is held does not hold it. Nothing is guaranteed on network file systems.
+Guarantees: there is one holder at a time among threads and processes, even if the file is deleted meanwhile. A child
+that is forked while the lock is held does not hold the lock. Nothing is guaranteed on network file systems.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
-    """Holds the lock; raises OSError where the file cannot be opened.
+    """Holds the lock while the block runs; raises OSError if the file cannot be opened.
 
     The file is opened anew each time, so that threads exclude each other too.
 
     Args:
-        lock: the file, which is made where it is missing.
-        wait: whether to wait for the lock; if not, the block runs without it while another thread or process holds it.
+        lock: the file, which is created if it is missing.
+        wait: whether to wait for the lock. If not, the block runs without the lock while another thread or process
+            holds it.
 
     Returns:
         Whether the lock is held.
@@ -30,7 +32,7 @@ def locked(lock: Path, wait: bool = True) -> Iterator[bool]:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             is_held = _lock(fd, wait)
-            # Otherwise the file was removed meanwhile, and others lock its successor.
+            # If the file was removed meanwhile, others lock its successor, so this tries again.
             if not is_held or _is_at(fd, lock):
                 yield is_held
                 return

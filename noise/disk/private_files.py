@@ -1,8 +1,8 @@
-"""Folders and files that only their owner can read, whatever the umask.
+"""This module makes folders and files that only their owner can read, whatever the umask.
 
-Guarantees: a folder is made with mode 0700, so at no moment can another user enter it; what was there before keeps its
-mode. The umask is not changed for it, since it belongs to the whole process, and other threads make files meanwhile.
-Root, and users who may rename an existing parent folder, are not kept out.
+Guarantees: a folder is made with mode 0700, so no other user can enter it at any moment. Folders that existed before
+keep their mode. The umask is not changed, since it belongs to the whole process, in which other threads make files
+meanwhile. Root, and users who may rename an existing parent folder, are not kept out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FILE_MODE = 0o600
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes a folder, and the parents that are missing, with mode 0700; folders that exist stay as they are.
+    """Makes a folder and its missing parents with mode 0700. Folders that exist stay as they are.
 
     Raises:
-        OSError: the folder cannot be made, or a file is in the way.
+        OSError: the folder cannot be made, or a file has its name.
     """
     for each in (*reversed(folder.parents), folder):
         if each.is_dir():
@@ -35,7 +35,7 @@ def make_private_folder(folder: Path) -> None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a text file with mode 0600, also over one that had another mode.
+    """Writes a text file with mode 0600, even if the file exists with another mode.
 
     Raises:
         OSError: the file cannot be written.
@@ -48,10 +48,11 @@ def write_private(path: Path, text: str) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Gives a folder that other code has filled, and everything in it, modes 0700 and 0600; links stay as they are.
+    """Sets the modes of a folder that other code has filled: 0700 for folders and 0600 for files in it. Links stay as
+    they are.
 
     Raises:
-        OSError: one of them belongs to another user.
+        OSError: a file or folder belongs to another user.
     """
     folder.chmod(FOLDER_MODE)
     for path in folder.rglob("*"):
@@ -60,10 +61,11 @@ def make_private(folder: Path) -> None:
 
 
 def take_over_rights(old: Path, new: Path) -> None:
-    """Gives a private folder the rights of the one that it is to replace, and each file those of the file of its name.
+    """Gives a private folder the rights of the folder that it will replace, and each of its files the rights of the old
+    file of the same name.
 
-    Rights are owner, group, mode and access control lists: a mode without its group or list would let others in. Where
-    owner or group cannot be taken over, what is new stays private.
+    Rights are owner, group, mode and access control lists. A mode without its group or list would let others in, so a
+    new folder or file stays private if its owner or group cannot be changed.
 
     Args:
         old: a folder, or a link to one.

@@ -1,1 +1,2 @@
-"""Hints of the lattice mask: fetched once for each layer group and direction, and kept on disk."""
+"""This package fetches the hints of the lattice mask, once for each layer group and direction, and keeps them on
+disk."""

@@ -1,9 +1,10 @@
-"""One hint on disk: a safetensors file of rounded numbers in column tiles, mapped and decoded chunk by chunk.
+"""This module reads and packs one hint file: a safetensors file of rounded numbers in column tiles, mapped into memory
+and decoded chunk by chunk.
 
 Layout: 4096 bytes of header, then `crc32` (U32, one for each tile), then `tiles` (U8). Tile i holds columns 64·i to
-64·i + 63, row after row, each number in 32 - t bits, little-endian, so that a chunk of columns is one contiguous read.
-Numbers that share bytes (t = 10, 12) are groups of one row; the last tile is padded to whole groups.
-noise/hints/store.py states guarantees and limits.
+64·i + 63, row after row. Each number has 32 - t bits, little-endian; t is the number of low bits that were
+rounded away. A chunk of columns is thus one contiguous read. If numbers share bytes (t = 10, 12), they form groups
+within one row, and the last tile is padded to whole groups. noise/hints/store.py states guarantees and limits.
 """
 
 from __future__ import annotations
@@ -26,26 +27,33 @@ from wire.errors import ConfigurationError, InvalidTensor, MaskError
 from wire.limits import MAX_FEATURES
 
 TILE_FEATURES = 64
-"""Columns of a tile: about the chunk in which effects are made. Wider tiles would not decode faster, narrower ones
-slower."""
+"""The columns of a tile: about as many as the chunk in which effects are computed. Wider tiles would not decode faster;
+narrower tiles would decode slower."""
 HEADER_BYTES = 4096
 _CRC_BYTES = 4
 _WORD_BITS = 32
 _MOST_ROWS = 1 << 16
 _GROUP = {0: 1, 8: 1, 10: 4, 12: 2}
-"""Dropped bits → how many numbers fill whole bytes together: 32 and 24 bits alone, 4 × 22, 2 × 20."""
+"""Maps the number of dropped bits t to how many numbers fill whole bytes together: one number of 32 or 24 bits, four of
+22 bits, two of 20 bits."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the numbers of one hint lie; `rows` is rank·N, `features` the reply's width."""
+    """Says where the numbers of one hint lie in its file.
+
+    Attributes:
+        rows: the rows of the hint, rank·N.
+        features: the columns of the hint, which are those of a reply.
+        dropped_bits: t, the low bits of each number that are rounded away.
+    """
 
     rows: int
     features: int
     dropped_bits: int
 
     def __post_init__(self) -> None:
-        """Raises ConfigurationError for a rounding that does not exist, InvalidTensor for an impossible shape."""
+        """Raises ConfigurationError for a rounding that does not exist, and InvalidTensor for an impossible shape."""
         if self.dropped_bits not in _GROUP:
             known = ", ".join(str(_WORD_BITS - dropped) for dropped in _GROUP)
             raise ConfigurationError(f"hints are stored with {known} bits, got {_WORD_BITS - self.dropped_bits}")
@@ -54,11 +62,11 @@ class Layout:
 
     @property
     def num_tiles(self) -> int:
-        """Returns the number of column tiles, of which the last one may be narrower."""
+        """Returns the number of column tiles; the last one may be narrower than the others."""
         return -(-self.features // TILE_FEATURES)
 
     def columns(self, tile: int) -> range:
-        """Returns the features in a tile."""
+        """Returns the range of features that a tile holds."""
         return range(tile * TILE_FEATURES, min((tile + 1) * TILE_FEATURES, self.features))
 
     def stored_width(self, tile: int) -> int:
@@ -71,7 +79,7 @@ class Layout:
         return self.stored_width(tile) * (_WORD_BITS - self.dropped_bits) // 8
 
     def span(self, tile: int, rows: range) -> tuple[int, int]:
-        """Returns (offset in the file, bytes) of some rows of a tile; they are contiguous."""
+        """Returns (offset in the file, number of bytes) of some rows of a tile, which are contiguous."""
         before = tile * self.rows * self.row_bytes(0)  # All tiles but the last are as wide as the first.
         start = HEADER_BYTES + self.num_tiles * _CRC_BYTES + before
         return start + rows.start * self.row_bytes(tile), len(rows) * self.row_bytes(tile)
@@ -82,7 +90,7 @@ class Layout:
         return sum(self.span(self.num_tiles - 1, range(self.rows)))
 
     def header(self, key: Mapping[str, str], verified: bool) -> bytes:
-        """Returns the file's first 4096 bytes: the same key and layout give the same bytes."""
+        """Returns the file's first 4096 bytes. The same key, layout and `verified` always give the same bytes."""
         stated = {
             **key, "format": "veilbase-hint-1", "rows": str(self.rows), "features": str(self.features),
             "dropped_bits": str(self.dropped_bits), "tile_features": str(TILE_FEATURES),
@@ -100,10 +108,11 @@ class Layout:
 
 
 def _lanes(dropped_bits: int) -> Iterator[tuple[int, int, int]]:
-    """Yields for each number of a group: its place, the first byte of the word that ends where it ends, and that word's
-    shift.
+    """Yields, for each number of a group: its index in the group, the first byte of the four-byte word that ends in the
+    same byte as the number, and the shift that aligns the number with the word's highest bits.
 
-    The first word of a group may begin one byte before it (-1): decoding masks that byte off, encoding leaves it alone.
+    The first word of a group may begin one byte before the group (-1). Decoding masks that byte off; encoding does not
+    touch it.
     """
     bits = _WORD_BITS - dropped_bits
     for place in range(_GROUP[dropped_bits]):
@@ -113,10 +122,10 @@ def _lanes(dropped_bits: int) -> Iterator[tuple[int, int, int]]:
 
 
 def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
-    """Rounds to the nearest multiple of 2^t mod 2^32 (ties up) and packs.
+    """Rounds numbers to the nearest multiple of 2^t mod 2^32 (ties up) and returns them packed.
 
     Args:
-        numbers: int32, shape (rows, width), where width is a multiple of the group.
+        numbers: int32, shape (rows, width); the width is a multiple of the group.
         dropped_bits: t.
 
     Returns:
@@ -135,14 +144,14 @@ def pack(numbers: npt.NDArray[np.int32], dropped_bits: int) -> bytes:
 
 
 def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32], dropped_bits: int) -> None:
-    """Unpacks numbers as `pack` left them, or some columns of them.
+    """Unpacks all columns that `pack` has packed, or some of them.
 
     Args:
-        buffer: anything with a buffer; at least one byte lies before `offset`.
+        buffer: an object with the buffer protocol; at least one byte lies before `offset`.
         offset: where the first wanted number of the first row begins, at a whole group.
         row_bytes: the bytes from one row to the next.
-        out: int32, shape (rows, columns), written, where columns is a multiple of the group; the low t bits become
-            zero.
+        out: int32, shape (rows, columns), to which the numbers are written; columns is a multiple of the group. The low
+            t bits become zero.
         dropped_bits: t.
     """
     group = _GROUP[dropped_bits]
@@ -150,8 +159,8 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
     shape = (out.shape[0], out.shape[1] // group)
     mask = np.int32(-1 << dropped_bits)
     for place, first_byte, shift in _lanes(dropped_bits):
-        # These are unaligned, overlapping words straight from the file: nine times as fast as copying three bytes a
-        # number.
+        # These unaligned, overlapping words are read directly from the file, which is nine times as fast as copying
+        # three bytes for each number.
         words: npt.NDArray[np.int32] = np.ndarray(shape, "<i4", buffer, offset + first_byte, strides)
         lane = out[:, place::group]
         if shift:
@@ -161,13 +170,15 @@ def unpack(buffer: Any, offset: int, row_bytes: int, out: npt.NDArray[np.int32],
 
 
 class Hint(ABC):
-    """H of one group and direction, on the CPU, read as `Columns` of noise/polynomial/negacyclic.py. It is public.
+    """Gives access to the hint H of one group and direction, on the CPU. It implements `Columns` of
+    noise/polynomial/negacyclic.py. A hint is public.
 
-    A reference to a hint keeps its memory, whatever the store's budget. It is safe under threads.
+    A reference to a hint keeps its memory alive, whatever the store's budget. A hint is safe under threads.
     """
 
     def __init__(self, layout: Layout, verified: bool, num_bytes: int) -> None:
-        """Args: verified: whether every range passed a check; num_bytes: what it counts against the RAM budget."""
+        """Args: verified: whether every range passed a check; num_bytes: the bytes that count against the store's RAM
+        budget."""
         self.rows = layout.rows
         self.features = layout.features
         self.dropped_bits = layout.dropped_bits
@@ -175,7 +186,7 @@ class Hint(ABC):
         self.num_bytes = num_bytes
 
     def load(self, start: int, stop: int) -> torch.Tensor:
-        """Decodes some columns; this is cheapest in multiples of 8, and some dozens at a time.
+        """Returns some columns, decoded. This is cheapest for multiples of 8 columns and for some dozens at a time.
 
         Returns:
             int32, shape (rank·N, stop - start), contiguous, the caller's own.
@@ -193,10 +204,11 @@ class Hint(ABC):
 
 
 class MappedHint(Hint):
-    """A complete hint file, memory-mapped; each tile's checksum is compared at its first use."""
+    """Reads a complete hint file that is mapped into memory. Each tile's checksum is compared when the tile is first
+    used."""
 
     def __init__(self, path: Path, layout: Layout, verified: bool, file: mmap.mmap) -> None:
-        """Keeps what `open` has found."""
+        """Stores what `open` has found."""
         super().__init__(layout, verified, layout.file_bytes)
         self._path = path
         self._layout = layout
@@ -205,10 +217,11 @@ class MappedHint(Hint):
 
     @classmethod
     def open(cls, path: Path, layout: Layout, key: Mapping[str, str]) -> MappedHint | None:
-        """Maps a file, or returns None where there is none.
+        """Maps a file, or returns None if it does not exist.
 
         Raises:
-            MaskError: its size or header is not that of this key and layout.
+            MaskError: the file's size or header is not that of this key and layout.
+            ConfigurationError: the file cannot be read.
         """
         try:
             with path.open("rb") as handle:
@@ -236,7 +249,7 @@ class MappedHint(Hint):
         return torch.from_numpy(numbers)[:, start - first : stop - first].contiguous()
 
     def _decode(self, tile: int, column: int, out: npt.NDArray[np.int32]) -> None:
-        """Fills `out` with a tile's columns from `column` on."""
+        """Fills `out` with the columns of a tile, starting from `column`."""
         layout = self._layout
         offset, num_bytes = layout.span(tile, range(layout.rows))
         if not self._checked[tile]:

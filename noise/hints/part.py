@@ -1,8 +1,8 @@
-"""A hint file that is not complete yet: rows are stored as they come, so that an interrupted fetch goes on where it
-stopped.
+"""This module writes a hint file that is not complete yet. It stores rows as they come, so that an interrupted fetch
+continues from its last stored rows.
 
-Guarantees: a hint gets its name only when every row, checksum and header byte is on the disk; a range counts as done
-only while its bytes fit the checksum that was noted after they had been synced.
+Guarantees: a hint file gets its final name only when every row, checksum and header byte is on the disk. A range of
+rows counts as done only while its bytes fit the checksum that was written down after the bytes had been synced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wire.errors import ConfigurationError, MaskError
 
 @contextlib.contextmanager
 def disk_errors(path: Path, needed_bytes: int) -> Iterator[None]:
-    """Turns an operating system's error while writing into one line that says what to do."""
+    """Turns an operating system's error while writing into a ConfigurationError of one line that says what to do."""
     try:
         yield
     except OSError as exc:
@@ -35,21 +35,21 @@ def disk_errors(path: Path, needed_bytes: int) -> Iterator[None]:
 
 
 class PartFile:
-    """A hint that is being fetched: the file's tiles under `.part`, and a journal of complete row ranges.
+    """Holds a hint that is being fetched: the file's tiles in a `.part` file, and a journal of complete row ranges.
 
-    A journal line `[first, rows, crc32, verified]` is appended after its bytes have reached the disk. A torn line, or a
-    range whose bytes do not fit its checksum, counts as missing. One process at a time uses it, under the caller's
-    lock.
+    A journal line `[first, rows, crc32, verified]` is appended after the bytes of its range have reached the disk. If a
+    line is torn, or a range's bytes do not fit the checksum, the range counts as missing. One process at a time uses a
+    part file, under the caller's lock.
     """
 
     def __init__(self, path: Path, layout: Layout, verified: bool) -> None:
-        """Opens or creates the file; allocates all of it, so that a full disk shows before anything is fetched.
+        """Opens or creates the file and allocates all of it, so that a full disk shows before anything is fetched.
 
         Args:
             path: the finished file's name.
-            layout: its shape and rounding.
-            verified: whether ranges written now have passed a check; if so, older ones that have not count as missing,
-                and if not, the hint counts as unchecked even where older ones have.
+            layout: the hint's shape and rounding.
+            verified: whether the ranges written from now on have passed a check. If so, older ranges that have not
+                passed one count as missing; if not, the whole hint counts as unchecked.
 
         Raises:
             ConfigurationError: the disk is full or cannot be written.
@@ -60,7 +60,7 @@ class PartFile:
         with disk_errors(path, layout.file_bytes):
             self._handle = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                # macOS has no such function: there a full disk shows while fetching.
+                # macOS lacks this function, so a full disk shows there only while rows are fetched.
                 if hasattr(os, "posix_fallocate"):
                     os.posix_fallocate(self._handle, 0, layout.file_bytes)
                 self._done = self._recall()
@@ -70,7 +70,7 @@ class PartFile:
                 raise
 
     def __enter__(self) -> PartFile:
-        """Returns itself, since `__init__` has opened the file."""
+        """Returns this object; `__init__` has opened the file."""
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -100,7 +100,7 @@ class PartFile:
         return [range(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
     def write(self, first_row: int, rows: torch.Tensor) -> None:
-        """Rounds and stores rows, int32, shape (num_rows, features), and notes them as done."""
+        """Rounds rows (int32, shape (num_rows, features)), stores them from `first_row` on and records them as done."""
         layout, span = self._layout, range(first_row, first_row + rows.shape[0])
         crc = 0
         with disk_errors(self._path, layout.file_bytes):
@@ -112,14 +112,14 @@ class PartFile:
                 crc = zlib.crc32(data, crc)
                 _write_all(self._handle, data, layout.span(tile, span)[0])
             self._done.append(span)
-            if len(span) < layout.rows:  # A hint of one range has nothing to resume from.
+            if len(span) < layout.rows:  # A fetch of one range has nothing to resume from.
                 os.fsync(self._handle)
                 self._note(span, crc)
 
     def _note(self, span: range, crc: int) -> None:
         line = json.dumps([span.start, len(span), crc, self._verified])
         with open(self._journal, "a", opener=_private) as journal:
-            journal.write(f"\n{line}\n")  # The line stands alone, even after a torn one.
+            journal.write(f"\n{line}\n")  # The newline in front separates it from a torn line.
             journal.flush()
             os.fsync(journal.fileno())
 
@@ -131,7 +131,10 @@ class PartFile:
         return crc
 
     def finish(self, key: Mapping[str, str]) -> None:
-        """Adds checksums and header, and gives the file its name.
+        """Adds checksums and header, and gives the file its final name.
+
+        Args:
+            key: the hint's key as the header states it; see `HintKey.metadata`.
 
         Raises:
             MaskError: rows are missing.
@@ -152,7 +155,7 @@ class PartFile:
             self._journal.unlink(missing_ok=True)
 
     def delete(self) -> None:
-        """Removes everything that this fetch has left."""
+        """Removes the part file and the journal."""
         self._journal.unlink(missing_ok=True)
         self._part.unlink(missing_ok=True)
 
@@ -172,7 +175,8 @@ def _private(path: str, flags: int) -> int:
 
 
 def _write_all(handle: int, data: bytes, offset: int) -> None:
-    """Writes all bytes: `os.pwrite` may write fewer than it was given, above all on a disk that is nearly full."""
+    """Writes all bytes. `os.pwrite` may write fewer bytes than it was given, above all on a disk that is nearly
+    full."""
     view = memoryview(data)
     while view:
         written = os.pwrite(handle, view, offset)

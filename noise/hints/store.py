@@ -1,12 +1,14 @@
-"""The hint store: H = A·W̃ of every layer group and direction, fetched once from the provider and kept on disk.
+"""This module is the hint store. It keeps H = A·W̃, the product of the public matrix A and the int8 weight W̃, for
+every layer group and direction. Each hint is fetched once from the provider and kept on disk.
 
 Guarantees: a hint is used only if it was made for exactly this weight, seed, shape, group, direction and rounding, and
-every tile read from disk passes its checksum first. The caller's `verify` checks ranges at 32 bits, before they are
-rounded; a hint that was fetched without a check is fetched again for a session that checks. An interrupted fetch goes
-on where it stopped; a file appears under its name whole or not at all; processes that want one hint fetch it once.
+every tile that is read from disk first passes its checksum. The caller's `verify` checks ranges at 32 bits, before they
+are rounded. A session that checks does not use a hint that was fetched without a check, but fetches it again. An
+interrupted fetch continues where it stopped. A file appears under its name whole or not at all. If several processes
+want one hint, it is fetched once.
 
 Nothing protects against a user who writes to the tenant's own disk, which is trusted. The checksums find decay and
-mix-ups, not forgeries. Hints are public: without the secrets they are no help (docs/masks.md, "lattice").
+mix-ups, not forgeries. Hints are public: without the secrets they do not help an attacker (docs/masks.md, "lattice").
 """
 
 from __future__ import annotations
@@ -35,22 +37,23 @@ from wire.limits import MIB
 from wire.ring.seeded_rows import SEED_BYTES
 
 DEFAULT_DROPPED_BITS = 8
-"""Low bits that are rounded away on disk, which leaves 24 bits a number: the rounding stays below e·W̃
-(docs/decisions/0006-lattice.md), with a gradient norm error of 4e-5 on SmolLM2 (docs/masks.md, "lattice")."""
+"""The low bits that are rounded away on disk, which leaves 24 bits for each number. The rounding then stays below e·W̃,
+the error that the mask adds to a reply (docs/decisions/0006-lattice.md), with a gradient norm error of 4e-5 on SmolLM2
+(docs/masks.md, "lattice")."""
 DEFAULT_RAM_BUDGET_BYTES = 4 << 30
-"""Bytes of hints kept open, 4 GiB. A step uses every hint in turn, and what does not fit would be mapped and checked
-anew each time; SmolLM2 has 1.2 GB."""
+"""The most bytes of hints kept open, 4 GiB. A step uses every hint in turn, and hints that do not fit would be mapped
+and checked anew in each step. SmolLM2 has 1.2 GB of hints."""
 _MOST_MAPPED = 256
-"""Most hints kept open. Each mapping holds a file descriptor, of which a process commonly has 1,024."""
+"""The most hints kept open. Each mapping holds a file descriptor, of which a process commonly has 1,024."""
 
 
 @dataclass(frozen=True)
 class HintKey:
-    """What a hint belongs to.
+    """Names what a hint belongs to.
 
     Attributes:
-        weights: the group's weight digest, 64 hex digits. In a session that verifies, it is the one which the tenant
-            computed from its own checkpoint: a stored `verified` mark means nothing for another weight.
+        weights: the group's weight digest, 64 hex digits. In a session that verifies, the tenant has computed this
+            digest from its own checkpoint, since a stored `verified` mark means nothing for another weight.
         seed: the public seed of A.
         group, direction: see `Call`.
     """
@@ -71,7 +74,7 @@ class HintKey:
         return hashlib.sha256(self.seed).hexdigest()
 
     def metadata(self) -> dict[str, str]:
-        """Returns the key as a hint file's header states it."""
+        """Returns the fields that state this key in a hint file's header."""
         return {
             "weights": self.weights,
             "seed_sha256": self.seed_digest,
@@ -81,22 +84,24 @@ class HintKey:
 
 
 class Reply(Protocol):
-    """Rows that have been asked for and are not there yet, such as a `Pending` of wire/transport."""
+    """Stands for rows that have been asked for and are not there yet, such as a `Pending` of wire/transport."""
 
     def result(self) -> torch.Tensor:
-        """Waits for the rows: int32, shape (num_rows, features)."""
+        """Waits for the rows and returns them: int32, shape (num_rows, features)."""
         ...
 
 
 Fetch = Callable[[int, int], Reply]
-"""(first row, number of rows) of H → the pending rows. It is called for several ranges before the first is awaited."""
+"""Maps (first row, number of rows) of H to the pending rows. It is called for several ranges before the first is
+awaited."""
 Verify = Callable[[int, torch.Tensor], None]
-"""(first row, int32 rows at 32 bits): raises VerificationFailed unless they are A·W̃ of the trusted checkpoint."""
+"""Takes (first row, int32 rows at 32 bits) and raises VerificationFailed unless these are A·W̃ of the trusted
+checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Where one hint's rows come from."""
+    """Says where one hint's rows come from."""
 
     fetch: Fetch
     verify: Verify | None
@@ -104,7 +109,7 @@ class _Source:
     in_flight: int
 
     def into(self, write: Callable[[int, torch.Tensor], None], layout: Layout, missing: Iterable[range]) -> None:
-        """Fetches the missing rows, checks them and hands them to `write` in order."""
+        """Fetches the missing rows, checks them and passes them to `write` in order."""
         ranges = [part for rows in missing for part in _split(rows, self.rows_per_fetch)]
         for part, reply in self._replies(ranges):
             if reply.dtype != torch.int32 or reply.shape != (len(part), layout.features):
@@ -117,7 +122,7 @@ class _Source:
             write(part.start, reply)
 
     def _replies(self, ranges: list[range]) -> Iterator[tuple[range, torch.Tensor]]:
-        """Yields replies in order, and asks for up to `in_flight` ranges ahead of the one in hand."""
+        """Yields the replies in order, with up to `in_flight` ranges asked for at a time."""
         waiting: deque[tuple[range, Reply]] = deque()
         for part in ranges:
             waiting.append((part, self.fetch(part.start, len(part))))
@@ -135,12 +140,13 @@ def _split(rows: range, most: int) -> Iterator[range]:
 
 
 class HintStore:
-    """Hints by key, safe under threads and processes. Callers ask `get` for each use, and drop the hint afterwards.
+    """Keeps hints by key, safely under threads and processes. Callers call `get` for each use of a hint and drop the
+    hint afterwards.
 
-    The RAM budget bounds the hints that the store itself keeps open: mapped files on disk (their pages may be resident)
-    or, without a folder, whole hints in memory. The least recently used is dropped first; one that is larger than the
-    budget is handed out and not kept. What is mapped again is checked again. The kernel's page cache is not counted:
-    the kernel frees it for other needs by itself.
+    The RAM budget bounds the hints that the store itself keeps open: mapped files on disk (their pages may be in
+    memory) or, without a folder, whole hints in memory. The least recently used hint is dropped first. A hint larger
+    than the budget is returned but not kept. A file that is mapped again is checked again. The kernel's page cache is
+    not counted, since the kernel frees it for other needs by itself.
     """
 
     def __init__(
@@ -154,7 +160,8 @@ class HintStore:
         """Opens a store; nothing is read or written yet.
 
         Args:
-            folder: where hints lie, made with mode 0700; None fetches them anew (`hints="stream"`), unrounded.
+            folder: where hints are stored, made with mode 0700. None stores no hints, so that they are fetched anew,
+                unrounded (`hints="stream"`).
             dropped_bits: the low bits that are rounded away on disk: 0, 8, 10 or 12.
             ram_budget_bytes: see the class.
             range_bytes: the most bytes of one fetched range of rows; a single row may exceed it.
@@ -189,21 +196,22 @@ class HintStore:
         verify: Verify | None = None,
         rows_per_fetch: int | None = None,
     ) -> Hint:
-        """Returns one hint: a kept one, one from disk, or a fetched one.
+        """Returns one hint: one that is kept open, one from disk, or one that is fetched now.
 
         Args:
             key: which hint.
             shape: (rank·N, reply features).
-            fetch: asks the provider for rows; not called when the hint is at hand.
-            verify: called on every fetched range; with it, a hint stored without a check is fetched again.
-            rows_per_fetch: the most rows that the provider takes in a request; None where only `range_bytes` limits
+            fetch: asks the provider for rows; not called if the hint is kept or stored.
+            verify: called on every fetched range. If it is given, a hint that was stored without a check is fetched
+                again.
+            rows_per_fetch: the most rows that the provider accepts in a request; None if only `range_bytes` limits
                 them.
 
         Raises:
             MaskError: the file is damaged or belongs to another model, seed or setting; nothing was sent.
-            VerificationFailed: `verify` raised it; what had been fetched of this hint is deleted.
+            VerificationFailed: `verify` raised it; all fetched rows of this hint were deleted.
             ConfigurationError: the folder cannot be written, or its disk is full.
-            VeilbaseError: whatever `fetch` raises; the next `get` goes on from there.
+            VeilbaseError: `fetch` raised it; the next `get` continues from the rows that were stored.
         """
         layout = Layout(*shape, self.dropped_bits)
         most_rows = max(1, self._range_bytes // (layout.features * ITEM_BYTES))
@@ -211,25 +219,25 @@ class HintStore:
         slot = (key, layout)
         with self._lock:
             turn = self._fetching.setdefault(slot, threading.Lock())
-        with turn:  # Threads that want one hint fetch it once.
+        with turn:  # If several threads want one hint, it is fetched once.
             hint = self._recall(slot)
             if hint is None or (verify is not None and not hint.verified):
                 try:
                     hint = self._load(slot, source)
                 finally:
                     if key.seed in self._forgotten:
-                        self._clear(key.seed)  # `forget` has skipped the files that were locked here.
+                        self._clear(key.seed)  # `forget` skipped the files that this thread had locked.
                 self._keep(slot, hint)
         return hint
 
     def _load(self, slot: tuple[HintKey, Layout], source: _Source) -> Hint:
         key, layout = slot
-        if self.folder is None or key.seed in self._forgotten:  # A block of the old seed may still be in the making.
+        if self.folder is None or key.seed in self._forgotten:  # A block of the old seed may be unfinished.
             return _stream(Layout(layout.rows, layout.features, 0), source)
         return self._from_disk(self.folder, slot, source)
 
     def has(self, key: HintKey, shape: tuple[int, int]) -> bool:
-        """Tells whether the hint lies on disk, whole but not yet checked."""
+        """Tells whether the hint's file is on disk. The file is complete, but not yet checked."""
         return self.folder is not None and self._path(self.folder, key, Layout(*shape, self.dropped_bits)).exists()
 
     def _recall(self, slot: tuple[HintKey, Layout]) -> Hint | None:
@@ -258,7 +266,7 @@ class HintStore:
         with disk_errors(path, layout.file_bytes):
             make_private_folder(folder)
         with _locked(path.with_suffix(".lock")):
-            found = MappedHint.open(path, layout, key.metadata())  # Another process may have been first.
+            found = MappedHint.open(path, layout, key.metadata())  # Another process may have fetched it.
             if found is None or (source.verify is not None and not found.verified):
                 _fetch_to(path, slot, source)
                 found = MappedHint.open(path, layout, key.metadata())
@@ -268,21 +276,21 @@ class HintStore:
 
     @staticmethod
     def _path(folder: Path, key: HintKey, layout: Layout) -> Path:
-        """Returns `SEED/GROUP-DIRECTION-DIGEST.safetensors`: the name holds all that a hint depends on."""
+        """Returns `SEED/GROUP-DIRECTION-DIGEST.safetensors`; the digest covers everything that a hint depends on."""
         stated = repr((sorted(key.metadata().items()), layout)).encode()
         name = f"{key.group}-{key.direction.name.lower()}-{hashlib.sha256(stated).hexdigest()[:24]}.safetensors"
         return folder / key.seed_digest[:24] / name
 
     def total_bytes(self, shapes: Iterable[tuple[int, int]]) -> int:
-        """Returns the bytes that hints of these shapes take on disk; without a folder, the bytes fetched for one use of
-        each."""
+        """Returns the bytes that hints of these shapes take on disk; without a folder, the bytes fetched to use each
+        hint once."""
         layouts = (Layout(*shape, self.dropped_bits) for shape in shapes)
         if self.folder is None:
             return sum(layout.rows * layout.features * ITEM_BYTES for layout in layouts)
         return sum(layout.file_bytes for layout in layouts)
 
     def stored_bytes(self) -> int:
-        """Returns the bytes on disk at present: those of every seed, and what interrupted fetches left."""
+        """Returns the bytes that are on disk now: the hints of every seed, and the remains of interrupted fetches."""
         if self.folder is None:
             return 0
         total = 0
@@ -293,15 +301,16 @@ class HintStore:
         return total
 
     def rounding_bound(self) -> int:
-        """Returns the largest distance of a stored coefficient from the exact one, mod 2^32: 2^(t-1), or 0."""
+        """Returns the largest distance of a stored coefficient from the exact one, mod 2^32: 2^(t-1) for t dropped
+        bits, or 0."""
         return 1 << (self.dropped_bits - 1) if self.dropped_bits else 0
 
     def forget(self, seed: bytes) -> None:
         """Deletes every hint of a seed that is no longer used (after a reseed), without waiting.
 
-        Hints in use stay readable. One that is being fetched is deleted when its fetch has ended: here by that fetch,
-        in another process when that process forgets the seed itself. A later caller still gets the hint, but it is not
-        stored.
+        Hints in use stay readable. A hint that is being fetched is deleted when its fetch has ended: in this process by
+        that fetch, in another process when that process forgets the seed itself. A later caller still gets the hint,
+        but it is not stored.
         """
         with self._lock:
             self._forgotten.add(seed)
@@ -332,41 +341,41 @@ class HintStore:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Does what `locked` does, in a folder that is made where it is missing; raises the user's error where it cannot be
-    made."""
+    """Holds the lock of `locked`, and makes the lock's folder if it is missing; raises ConfigurationError if the folder
+    cannot be made."""
     with contextlib.ExitStack() as stack:
         is_held = False
         while not is_held:
             with disk_errors(path, 0):
                 with contextlib.suppress(FileExistsError):  # Path.mkdir(exist_ok=True) would look a second time.
                     path.parent.mkdir(mode=0o700)
-                with contextlib.suppress(FileNotFoundError):  # `forget` has removed the folder in between.
+                with contextlib.suppress(FileNotFoundError):  # `forget` removed the folder meanwhile.
                     is_held = stack.enter_context(locked(path))
         yield
 
 
 def _fetch_to(path: Path, slot: tuple[HintKey, Layout], source: _Source) -> None:
-    """Fetches what an earlier attempt has not left, and puts the whole file in place."""
+    """Fetches the rows that no earlier attempt has stored, and puts the whole file in place."""
     key, layout = slot
     with PartFile(path, layout, verified=source.verify is not None) as part:
         try:
             source.into(part.write, layout, part.missing())
         except VerificationFailed:
-            part.delete()  # Nothing that came from a provider caught lying stays, checked or not.
+            part.delete()  # Nothing from a provider that was caught lying is kept, checked or not.
             path.unlink(missing_ok=True)
             raise
         part.finish(key.metadata())
 
 
 class _StreamedHint(Hint):
-    """A hint in memory, exact."""
+    """Holds an exact hint in memory."""
 
     def __init__(self, layout: Layout, verified: bool) -> None:
         super().__init__(layout, verified, layout.rows * layout.features * ITEM_BYTES)
         self._numbers = torch.empty(layout.rows, layout.features, dtype=torch.int32, device="cpu")
 
     def write(self, first_row: int, rows: torch.Tensor) -> None:
-        """Takes rows of the hint."""
+        """Stores rows of the hint."""
         self._numbers[first_row : first_row + rows.shape[0]] = rows
 
     def _load(self, start: int, stop: int) -> torch.Tensor:
@@ -384,7 +393,7 @@ _STORES: weakref.WeakSet[HintStore] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for store in list(_STORES):
-        store._renew_locks()  # The threads that held the old ones are not in this process.
+        store._renew_locks()  # The threads that held the old locks are not in this process.
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,1 +1,1 @@
-"""The record of public seeds and of the blocks that were reserved under them."""
+"""This package records the public seeds and the blocks that were reserved under them."""

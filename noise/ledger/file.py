@@ -1,11 +1,12 @@
-"""The file of a ledger: its records, what they add up to, and how they are read, written and locked.
+"""This module is the file of a ledger: it defines the file's records, adds them up, and reads, writes and locks the
+file.
 
-The file has lines of `CHECK JSON`, where CHECK is SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record that
-is lost, changed or moved in the middle is noticed. The first line names format, version and identity. A crash inside
-write leaves a torn last record, one without its newline. It is cut off, which cannot under-count: `Ledger.reserve`
-returns only after write and fsync of the whole record, so no block of a torn one was ever used. A whole last record
-with a wrong CHECK is damage, not tearing; it may have been used, so the file is refused. No secret is ever written:
-seeds are public.
+The file has lines of `CHECK JSON`. CHECK is SHA-256(previous CHECK ‖ JSON) cut to 64 bits, so that a record that is
+lost, changed or moved in the middle is noticed. The first line names format, version and identity. A crash during a
+write leaves a torn last record, which has no newline. The torn record is cut off. This cannot under-count, since
+`Ledger.reserve` returns only after write and fsync of the whole record, so no block of a torn record was ever used. A
+complete last record with a wrong CHECK is damage. Its blocks may have been used, so the file is refused. No secret is
+ever written: seeds are public.
 
 This module guarantees nothing about which process may write when; noise/ledger/ledger.py does, and holds `exclusive`
 while it writes.
@@ -37,14 +38,14 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Seed:
-    """A public seed and what it has served. The last seed of a parameter set is the current one.
+    """Describes a public seed and what it has served. The last seed of a parameter set is the current one.
 
     Attributes:
-        seed: 32 bytes; empty for `shares` and `pad`, where each use has a seed of its own.
-        seed_id: names the seed in reservations: a digest, or the kind of one-time seed.
+        seed: 32 bytes; empty for `shares` and `pad`, for which each use has a seed of its own.
+        seed_id: the name of the seed in reservations: a digest, or the kind of one-time seed.
         parameters: the parameter set, or the kind of one-time seed.
-        budget: the most secrets that it may serve; None for one-time seeds.
-        used: the secrets that all processes have reserved so far, whether or not they were sent.
+        budget: the most secrets that the seed may serve; None for one-time seeds.
+        used: the secrets that all processes have reserved so far, whether or not anything was sent under them.
         num_reservations: the number of records that `used` adds up.
         drawn_at: Unix time, seconds.
     """
@@ -59,17 +60,17 @@ class Seed:
 
 
 class Book:
-    """The totals of the records read so far. It knows no file: lines go in, totals come out."""
+    """Adds up the records read so far. A book knows no file: it takes lines and gives totals."""
 
     def __init__(self, name: str, identity: str) -> None:
         self._name, self._identity = name, identity
         self.seeds: dict[str, Seed] = {}
         self.reserve_bytes = 0
-        # It is one tuple, so that an interrupt leaves it before or after a record: at worst one is counted twice.
+        # The mark is one tuple, so that an interrupt cannot split it. At worst a record is counted twice.
         self.mark: tuple[int, bytes, int] = (0, MAGIC, 0)
 
     def read(self, data: bytes) -> None:
-        """Reads whole lines from `mark` on; leaves a torn last one alone."""
+        """Reads complete lines from `mark` on; ignores a torn last line."""
         *lines, _torn = data.split(b"\n")
         for line in lines:
             offset, chain, num_records = self.mark
@@ -83,7 +84,7 @@ class Book:
             self.mark = (offset + len(line) + 1, check, num_records + 1)
 
     def damaged(self, number: int) -> ConfigurationError:
-        """Returns the one error about a file that cannot be trusted."""
+        """Returns the one error for a file that cannot be trusted."""
         return ConfigurationError(
             f"the ledger {self._name} is damaged at record {number}: move it away, and the next start makes a new one "
             "with new seeds (nothing was sent)"
@@ -116,24 +117,24 @@ class Book:
             raise ConfigurationError(f"the ledger {self._name} belongs to another identity: give each its own")
 
     def current(self, parameters: str, budget: int | None) -> Seed | None:
-        """Returns the last seed drawn for a parameter set. Another budget means another release's table, which has its
-        own seed."""
+        """Returns the last seed drawn for a parameter set and budget. If the budget differs, the seed is from another
+        release's table, and is not returned."""
         fitting = [seed for seed in self.seeds.values() if (seed.parameters, seed.budget) == (parameters, budget)]
         return fitting[-1] if fitting else None
 
     def is_ahead_of(self, other: Book) -> bool:
-        """Tells whether `other` lacks records that this book has: its file went back in time."""
+        """Tells whether `other` lacks records that this book has. If so, the file of `other` is an older state."""
         return any(
             seed_id not in other.seeds or other.seeds[seed_id].used < seed.used for seed_id, seed in self.seeds.items()
         )
 
     def compacted(self) -> list[dict[str, Any]]:
-        """Returns records that say the same in one line for each seed."""
+        """Returns records that state the same totals in one line for each seed."""
         return [header(self._identity), *(seed_record(seed) for seed in self.seeds.values())]
 
 
 def header(identity: str) -> dict[str, Any]:
-    """Returns the first record."""
+    """Returns the first record of a file."""
     return {"op": "ledger", "version": VERSION, "identity": identity}
 
 
@@ -143,7 +144,7 @@ def seed_record(seed: Seed) -> dict[str, Any]:
 
 
 def reserve_record(seed_id: str, num_blocks: int, what: str) -> dict[str, Any]:
-    """Returns the record of reserved blocks of a seed: which process reserved them, when and for what."""
+    """Returns the record that reserves blocks of a seed. It names the process, the time and the purpose."""
     origin = {"pid": os.getpid(), "time": int(time.time())}
     return {"op": "reserve", "seed": seed_id, "blocks": num_blocks, "what": what[:_MAX_WHAT_CHARS], **origin}
 
@@ -153,7 +154,7 @@ def _check(chain: bytes, body: bytes) -> bytes:
 
 
 def encode(records: Iterable[dict[str, Any]], chain: bytes) -> bytes:
-    """Encodes records as lines that follow the one whose CHECK is `chain`; the first of a file follows MAGIC."""
+    """Encodes records as lines that follow the line whose CHECK is `chain`. The first line of a file follows MAGIC."""
     lines = []
     for record in records:
         body = json.dumps(record, separators=(",", ":")).encode()
@@ -163,14 +164,14 @@ def encode(records: Iterable[dict[str, Any]], chain: bytes) -> bytes:
 
 
 def write_synced(fd: int, data: bytes) -> None:
-    """Writes the bytes and returns when all are on the disk; raises OSError otherwise."""
-    if os.write(fd, data) != len(data):  # Writes are short only on a full disk.
+    """Writes the bytes and returns when all of them are on the disk; raises OSError otherwise."""
+    if os.write(fd, data) != len(data):  # A write is short only if the disk is full.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.fsync(fd)
 
 
 def read_from(fd: int, offset: int) -> bytes:
-    """Returns all bytes from `offset` to the end."""
+    """Returns all bytes of a file from `offset` to its end."""
     parts = []
     while part := os.pread(fd, _READ_BYTES, offset):
         parts.append(part)
@@ -179,5 +180,5 @@ def read_from(fd: int, offset: int) -> bytes:
 
 
 def exclusive(path: Path) -> contextlib.AbstractContextManager[bool]:
-    """Returns the lock of the ledger at `path`, which is a file next to it."""
+    """Returns the lock of the ledger at `path`. The lock is a file next to the ledger."""
     return locked(path.with_name(path.name + ".lock"))

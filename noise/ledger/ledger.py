@@ -1,19 +1,20 @@
-"""The tenant's ledger: no mask slot is used twice, and no seed serves more secrets than its parameters allow.
+"""This module is the tenant's ledger: no slot (one row of a mask) is used twice, and no seed serves more secrets than
+its parameters allow.
 
-It has two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/file.py): the public seeds it
-drew, and one fsynced record for each reservation *before* any of its blocks is used. In memory, `Slots`
-(noise/blocks/slots.py) burns rows before their bytes are sent. A mask gets rows by reserve → `Reservation.open_block` →
-`Slots.take`, and no step of that can be taken twice.
+The ledger has two halves. On disk, `Ledger` keeps one file for a tenant identity (noise/ledger/file.py). It holds the
+public seeds that were drawn, and one fsynced record for each reservation *before* any of its blocks is used. In memory,
+`Slots` (noise/blocks/slots.py) burns rows (marks them as used) before their bytes are sent. A mask gets rows by reserve
+→ `Reservation.open_block` → `Slots.take`, and each step can be taken only once for a block or row.
 
-Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (as long as fsync works);
-threads and processes that open the same file share one count and one current seed; when a record cannot be made
-durable, the caller gets an error and no block; a forked child is refused; nothing here can be pickled or copied. A
-restart abandons what was reserved: masks are never serialised, so there is nothing to come back to.
+Guarantees: the count on disk is never below the number of blocks handed out, whatever crashes (as long as fsync works).
+Threads and processes that open the same file share one count and one current seed. If a record cannot be made durable,
+the caller gets an error and no block. A forked child is refused. Nothing here can be pickled or copied. A restart
+abandons what was reserved, since masks are never serialised.
 
-It guarantees nothing after the file is rolled back (an old backup, a restored snapshot of a virtual machine; only a
-process that still remembers higher counts notices), on NFS and other network file systems (flock and rename are not
-dependable there), or on Windows (which has no fcntl). Deleting the file is safe: another ledger draws other seeds.
-docs/decisions/0004-ledger.md has the reasons.
+The ledger guarantees nothing after the file is rolled back (an old backup, a restored snapshot of a virtual machine);
+only a process that still remembers higher counts notices. It guarantees nothing on NFS and other network file systems,
+where flock and rename are not dependable, or on Windows, which has no fcntl. Deleting the file is safe, since a new
+ledger draws new seeds. docs/decisions/0004-ledger.md has the reasons.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ from wire.errors import ConfigurationError, MaskError, MaskReused
 
 SEED_BYTES = 32
 COMPACT_BYTES = 1 << 20
-"""Bytes of reservations above which they are folded into totals: about 7,000 records, parsed in some 30 ms at start."""
+"""The bytes of reservations above which they are replaced by totals: about 7,000 records, which take some 30 ms to
+parse at start."""
 ONE_TIME_BATCH = 1024
-"""One-time seeds counted by one record: one fsync (milliseconds) is spread over as many calls."""
+"""How many one-time seeds one record counts, so that many calls share the cost of one fsync (milliseconds)."""
 
 _SEED_ID_CHARS = 16
 
 
 class SeedExhausted(MaskError):
-    """The seed has no room for that many more secrets: call `Ledger.renew`."""
+    """The seed has no room for so many more secrets. The caller must call `Ledger.renew`."""
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """Blocks that are on record and not yet used; `first_block` counts from 0 over the seed's whole life."""
+    """Names blocks that are on record and not used yet. `first_block` counts from 0 over the seed's whole life."""
 
     seed_id: str
     num_blocks: int
@@ -60,7 +62,7 @@ class Reservation:
     _blocks: Slots = field(repr=False)
 
     def open_block(self, num_rows: int) -> Slots:
-        """Returns the slots of the next block, `num_rows` of them.
+        """Opens the next block of the reservation and returns its slots, one for each of its `num_rows` rows.
 
         Raises:
             SlotsExhausted: every block of this reservation has been opened.
@@ -71,25 +73,25 @@ class Reservation:
 
 
 class Ledger:
-    """The file of one tenant identity, made by `open`. It is safe under threads and processes, and refuses a forked
-    child."""
+    """Keeps the file of one tenant identity; `open` makes one. It is safe under threads and processes, and refuses a
+    forked child."""
 
     def __init__(self, path: Path, identity: str, compact_bytes: int) -> None:
         self._path, self._identity, self._compact_bytes = path, identity, compact_bytes
         self._lock, self._batch_lock, self._origin = threading.Lock(), threading.Lock(), Origin()
         self._book = Book(str(path), identity)
-        # The file is held open, so that no later one can have the same inode number: a change of inode is a compaction.
+        # The file stays open, so that no later file gets its inode number. A new inode number thus shows a compaction.
         self._fd = -1
         self._batches: dict[str, Slots] = {}
 
     @classmethod
     def open(cls, path: Path, identity: str, compact_bytes: int = COMPACT_BYTES) -> Ledger:
-        """Opens the ledger, or starts one.
+        """Opens the ledger, or starts a new one.
 
         Args:
             path: the file, on a local file system; `path` + `.lock` is made next to it and must stay there.
-            identity: the name of the identity that owns it.
-            compact_bytes: bytes of reservations above which they are folded into totals.
+            identity: the name of the identity that owns the ledger.
+            compact_bytes: the bytes of reservations above which they are replaced by totals.
 
         Raises:
             ConfigurationError: the file is damaged, of another identity or version, open to other users, or not
@@ -108,21 +110,21 @@ class Ledger:
 
     def close(self) -> None:
         """Closes the file; later calls are refused."""
-        # A forked child leaves the file alone: the lock may have been copied while it was held.
+        # A forked child leaves the file alone: its copy of the lock may never be released.
         with contextlib.suppress(MaskReused):
             self._origin.check()
             with self._batch_lock, self._lock:
-                self._batches.clear()  # They are counted, and abandoned like every block that was not used.
+                self._batches.clear()  # These seeds stay counted, like every block that was not used.
                 fd, self._fd = self._fd, -1
                 if fd >= 0:
                     os.close(fd)
 
     def current_seed(self, parameters_name: str, max_secrets: int) -> Seed:
-        """Returns the seed that every process of this identity uses now; draws one when there is none with room left.
+        """Returns the seed that every process of this identity uses now; draws one if no seed has room left.
 
         Args:
             parameters_name: the parameter set.
-            max_secrets: its budget per seed.
+            max_secrets: the set's budget for each seed.
 
         Raises:
             MaskError, ConfigurationError: the file cannot be kept.
@@ -132,7 +134,8 @@ class Ledger:
             return self._draw(parameters_name, max_secrets) if seed is None or seed.used >= max_secrets else seed
 
     def renew(self, seed_id: str) -> Seed:
-        """Returns the seed after `seed_id`: the first caller draws it, and all later ones get the same."""
+        """Returns the seed that follows `seed_id`. The first caller draws it, and all later callers get the same
+        seed."""
         with self._transaction() as book:
             old = self._known(seed_id)
             seed = book.current(old.parameters, old.budget)
@@ -143,14 +146,14 @@ class Ledger:
 
         Args:
             seed_id: a seed's id, from `current_seed` or `renew`.
-            num_blocks: how many secrets; one record serves any number of them.
+            num_blocks: how many secrets to reserve; one record holds any number of them.
             what: a note for the audit trail, such as "forward, 210 groups"; never anything secret.
 
         Raises:
-            SeedExhausted: the budget would be passed; nothing was reserved.
+            SeedExhausted: the reservation would exceed the budget; nothing was reserved.
             MaskError, ConfigurationError: the record cannot be made durable; nothing was reserved.
         """
-        if num_blocks < 1:  # A negative count would give budget back.
+        if num_blocks < 1:  # A negative count would increase the budget.
             raise MaskError(f"a reservation is of at least 1 block, got {num_blocks}")
         with self._transaction():
             seed = self._known(seed_id)
@@ -165,8 +168,8 @@ class Ledger:
         return Reservation(seed_id, num_blocks, what, seed.used, Slots(num_blocks))
 
     def fresh_seed(self, kind: Literal["shares", "pad"]) -> bytes:
-        """Returns 32 new bytes of the operating system's CSPRNG, to be used once; counts them durably, `ONE_TIME_BATCH`
-        at a time.
+        """Returns 32 new bytes of the operating system's CSPRNG, to be used once. Such seeds are counted durably,
+        `ONE_TIME_BATCH` at a time.
 
         Raises:
             MaskError, ConfigurationError: the count cannot be made durable.
@@ -180,7 +183,7 @@ class Ledger:
         return os.urandom(SEED_BYTES)
 
     def audit(self) -> list[Seed]:
-        """Returns the totals of every seed of this identity, over all processes, in the order in which they were
+        """Returns the totals of every seed of this identity, over all processes, in the order in which the seeds were
         drawn."""
         with self._transaction() as book:
             return list(book.seeds.values())
@@ -205,8 +208,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[Book]:
-        """Excludes other threads and processes, and reads first what they wrote."""
-        self._origin.check()  # This comes before the lock: a fork may have copied it while it was held.
+        """Excludes other threads and processes while the block runs, after reading what they have written."""
+        self._origin.check()  # A fork may have copied the lock locked, so this comes first.
         with self._lock:
             if self._fd < 0:
                 raise MaskError("the ledger is closed")
@@ -231,19 +234,19 @@ class Ledger:
             self._book.read(file.read_from(self._fd, offset))
 
     def _attach(self) -> None:
-        """Opens the file that is at `path` now and reads all of it."""
-        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # Compaction would replace a link.
+        """Opens the file that is now at `path` and reads all of it."""
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)  # Compaction would replace a link itself.
         try:
             if stat.S_IMODE(os.fstat(fd).st_mode) & 0o077:
                 raise ConfigurationError(f"the ledger {self._path} is open to other users: chmod 600 it")
             book = Book(str(self._path), self._identity)
             book.read(file.read_from(fd, 0))
-            if not book.mark[0]:  # A new file appears whole, so one without a header is not torn but damaged.
+            if not book.mark[0]:  # A new file appears whole, so a missing header is damage.
                 raise book.damaged(1)
             if self._book.is_ahead_of(book):
                 raise self._went_back()
-            # The process that renamed it may have died before its folder was on disk; records in it count only after
-            # that.
+            # The process that renamed the file may have died before the folder was on disk. Records count only once the
+            # folder is on disk.
             sync_folder(self._path.parent)
         except BaseException:
             os.close(fd)
@@ -258,8 +261,8 @@ class Ledger:
         )
 
     def _append(self, record: dict[str, Any]) -> None:
-        """Writes and fsyncs one record. On failure the file is as before, or holds the record too (which
-        over-counts)."""
+        """Writes and fsyncs one record. After a failure the file is as before, or holds the record too, which only
+        over-counts."""
         offset, chain, _ = self._book.mark
         records, num_torn = [record], os.fstat(self._fd).st_size - offset
         if num_torn:
@@ -274,17 +277,17 @@ class Ledger:
             raise
         self._book.read(data)
         if self._book.reserve_bytes > self._compact_bytes:
-            # The record is durable already; a compaction that fails leaves a long file and is tried again.
+            # The record is durable already. If compaction fails, a later append tries again.
             with contextlib.suppress(OSError):
                 self._replace_file(self._book.compacted())
-                self._attach()  # What is appended next belongs there.
+                self._attach()  # The next record belongs in the new file.
 
     def _replace_file(self, records: Iterable[dict[str, Any]]) -> None:
-        """Puts a whole new file in place; every process finds out by its inode in `_catch_up`."""
+        """Puts a whole new file in place. Every process notices the new inode number in `_catch_up`."""
         scratch = self._path.with_name(self._path.name + ".new")
         fd = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
-            os.fchmod(fd, 0o600)  # The mode holds whatever the umask is, or the mode of a file that a crash left.
+            os.fchmod(fd, 0o600)  # This overrides the umask and a leftover file's mode.
             file.write_synced(fd, file.encode(records, file.MAGIC))
         finally:
             os.close(fd)
@@ -292,5 +295,5 @@ class Ledger:
         sync_folder(self._path.parent)
 
     def __reduce__(self) -> NoReturn:
-        """Refuses copies and pickles."""
+        """Refuses to be copied or pickled."""
         self._origin.__reduce__()

@@ -1,1 +1,1 @@
-"""Products in Z_q[X]/(X^N + 1), by transforms, and their compiled form."""
+"""This package computes products in Z_q[X]/(X^N + 1) by transforms, in torch and in a compiled form."""

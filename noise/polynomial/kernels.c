@@ -1,17 +1,18 @@
 /*
- * Products in Z_q[X]/(X^N + 1), q = 2^32, of 32-bit polynomials with ternary ones, by floating-point transforms on x86-64
- * with AVX2 and FMA. noise/polynomial/kernels.py is the only caller and checks every shape and pointer;
+ * Products in Z_q[X]/(X^N + 1), q = 2^32, of 32-bit polynomials with ternary polynomials, by floating-point transforms on
+ * x86-64 with AVX2 and FMA. noise/polynomial/kernels.py is the only caller and checks every shape and pointer;
  * noise/polynomial/negacyclic.py says why the result is exact.
  *
- * A polynomial a is folded into N/2 complex numbers a_j + i*a_{j+N/2}, that is into C[X]/(X^{N/2} - i), and reduced step
- * by step modulo the factors of X^{N/2} - i, four at a time, down to its values at the N/2 roots. Products are made
- * there; the way back undoes the steps. Nothing is ever put into another order. (Right-angle convolution: Crandall and
- * Fagin, 1994; transforms as reductions: Bernstein, "Multidigit multiplication for mathematicians", 2001, section 4.)
+ * A polynomial a is folded into N/2 complex numbers a_j + i*a_{j+N/2}, that is, into C[X]/(X^{N/2} - i). It is then
+ * reduced step by step modulo the factors of X^{N/2} - i, four at a time, down to its values at the N/2 roots.
+ * Products are computed there, and the inverse transform undoes the steps. No number ever changes its position.
+ * (Right-angle convolution: Crandall and Fagin, 1994; transforms as reductions: Bernstein, "Multidigit multiplication
+ * for mathematicians", 2001, section 4.)
  *
- * Four features (columns of A or of a hint) go through at once, one in each lane of a register, so no step needs a
- * shuffle. LANES numbers of real parts are followed by LANES of imaginary ones.
+ * Four features (columns of A or of a hint) are transformed at once, one in each lane of a register, so no step needs
+ * a shuffle. LANES numbers of real parts are followed by LANES of imaginary ones.
  *
- * Constant time in the numbers: no branch and no address depends on one.
+ * The code takes constant time: no branch and no address depends on a number.
  */
 #include <cpuid.h>
 #include <immintrin.h>
@@ -47,7 +48,7 @@ AVX2 static inline number sub(number a, number b) {
     return (number){_mm256_sub_pd(a.re, b.re), _mm256_sub_pd(a.im, b.im)};
 }
 
-/* Return a + i*b and a - i*b. */
+/* These return a + i*b and a - i*b. */
 AVX2 static inline number add_turned(number a, number b) {
     return (number){_mm256_sub_pd(a.re, b.im), _mm256_add_pd(a.im, b.re)};
 }
@@ -68,7 +69,7 @@ AVX2 static inline number times_conjugate(number a, __m256d re, __m256d im) {
 /* ---- transforms ------------------------------------------------------------------------------------------------- */
 
 /*
- * Transforms in place. `twiddles` holds the roots, pass by pass and node by node: where the number of doublings is odd,
+ * Transforms in place. `twiddles` holds the roots, pass by pass and node by node: if the number of doublings is odd,
  * a first pass of one node has w with w^2 = i; then each node, modulo X^size - r, has the three numbers w, w^2, w^3
  * with w^4 = r.
  */
@@ -140,7 +141,7 @@ AVX2 static void rebuild(double *x, int64_t half, const double *end) {
     }
 }
 
-/* Folds and transforms one polynomial of up to LANES columns; the lanes that are left are zeros. */
+/* Folds and transforms one polynomial of up to LANES columns; unused lanes hold zeros. */
 AVX2 static void transform_lanes(double *out, const int32_t *matrix, int64_t stride, int64_t lanes, int64_t half, const double *twiddles) {
     __m128i kept = _mm_cmpgt_epi32(_mm_set1_epi32((int32_t)lanes), _mm_setr_epi32(0, 1, 2, 3));
     for (int64_t j = 0; j < half; j++, matrix += stride) {
@@ -291,11 +292,11 @@ void veilbase_transform(const int32_t *matrix, int64_t stride, int64_t rank, int
 /*
  * Computes features `first` to `last` of a product, of all blocks, plus an error.
  *
- * hat: what `veilbase_transform` made, from feature `first` on, which begins a group of LANES; or NULL, and then
- * matrix: the matrix's numbers, from feature `first` on.
+ * hat: the result of `veilbase_transform`, from feature `first` on, which begins a group of LANES; or NULL.
+ * matrix: if hat is NULL, the matrix's numbers, from feature `first` on.
  * secrets: num_blocks x rank x N/2 complex numbers. error: NULL, or integers of 1, 2 or 4 bytes, which are added.
  * out: num_blocks x degree rows. Strides are in numbers. scratch: see `veilbase_mask_scratch`.
- * Returns the largest distance of a coefficient to the nearest integer; infinity where one was not a number.
+ * Returns the largest distance of a coefficient to the nearest integer; infinity if one was not a number.
  */
 AVX2 double veilbase_combine(const double *hat, const int32_t *matrix, int64_t stride, const double *secrets, int64_t num_blocks,
                      int64_t rank, int64_t degree, int64_t first, int64_t last, const double *twiddles,
@@ -312,7 +313,7 @@ AVX2 double veilbase_combine(const double *hat, const int32_t *matrix, int64_t s
         if (!hat) veilbase_transform(matrix + (c - first), stride, rank, degree, width, twiddles, made);
         seen = combine_width(&all, from, c, width, seen);
     }
-    _mm_sfence(); /* Other threads that are told afterwards see what bypassed the caches. */
+    _mm_sfence(); /* Threads that are notified after this see the stores that bypassed the caches. */
     double lanes[LANES], largest = 0;
     _mm256_storeu_pd(lanes, seen.largest);
     for (int i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;

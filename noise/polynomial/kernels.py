@@ -1,11 +1,11 @@
-"""The compiled form of noise/polynomial/negacyclic.py's transforms and products, for x86-64 processors with AVX2 and
-FMA.
+"""This module calls the compiled form of noise/polynomial/negacyclic.py's transforms and products, for x86-64
+processors with AVX2 and FMA.
 
-Guarantees: the numbers are the same as torch's form gives, since both are exact; every coefficient's distance to the
-nearest integer is measured. Where kernels.c was not built, or the processor lacks what it needs, `available()` is False
-and nothing else may be called.
+Guarantees: the numbers equal those of torch's form, since both are exact. The distance of every coefficient to the
+nearest integer is measured. If kernels.c was not built, or the processor lacks what the compiled code needs,
+`available()` is False, and callers must not call anything else.
 
-What the compiled code is given is checked here: it checks nothing itself.
+This module checks all arguments of the compiled code, which checks nothing itself.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from wire.errors import ConfigurationError
 
 LIBRARY = Path(__file__).with_name("_kernels.so")
 LANES = 4
-"""Features that go through the transforms at once."""
+"""How many features go through the transforms at once."""
 WIDTH = 16
-"""Features that are written at once."""
+"""How many features are written at once."""
 
 _VERSION = 2
-"""Version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
+"""The version of the functions' signatures, as in kernels.c; see `wire.ring.kernels`."""
 _POINTER: Any = ctypes.c_void_p
 _COUNT: Any = ctypes.c_int64
 
@@ -62,7 +62,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Tells whether this machine has the compiled form; VEILBASE_KERNELS=none makes it say no."""
+    """Tells whether this machine has the compiled form; it returns False if VEILBASE_KERNELS is `none`."""
     return _library() is not None
 
 
@@ -74,7 +74,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
-    """Transforms columns of a matrix.
+    """Returns the transforms of a matrix's columns.
 
     Args:
         matrix: int32, shape (rank·N, features), CPU, any strides.
@@ -97,7 +97,7 @@ def transform(matrix: torch.Tensor, rank: int, degree: int) -> torch.Tensor:
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
-    """Transforms secrets, each of which every feature is multiplied with.
+    """Returns the transforms of secrets. Each secret is later multiplied with every feature.
 
     Args:
         secrets: int8, shape (B, k, N), CPU.
@@ -113,16 +113,18 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
 
 
 class Combiner:
-    """Multiplies matrices with the secrets of some blocks. Each thread has one, since it holds scratch memory."""
+    """Multiplies matrices by the secrets of some blocks. Each thread needs a combiner of its own, since it holds
+    scratch memory."""
 
     def __init__(self, secrets_hat: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None = None) -> None:
         """Args:
             secrets_hat: the result of `secret_transform`.
-            out: int32, shape (B, N, features), features side by side; written.
-            error: int8, int16 or int32, shape (B, N, features), CPU, features side by side, which is added; or None.
+            out: int32, shape (B, N, features), the numbers of a row contiguous; the products are written to it.
+            error: int8, int16 or int32, shape (B, N, features), CPU, the numbers of a row contiguous, which is added to
+                the products; or None.
 
         Raises:
-            ConfigurationError: an argument is anything else.
+            ConfigurationError: an argument has another shape, type, device or layout.
         """
         self._library = _loaded()
         num_blocks, rank, half, two = secrets_hat.shape
@@ -142,10 +144,14 @@ class Combiner:
         self._scratch = np.empty(self._library.veilbase_mask_scratch(rank, 2 * half), dtype=np.float64)
 
     def by_transforms(self, matrix_hat: torch.Tensor, start: int, stop: int) -> float:
-        """Writes features `start` to `stop`, with the transforms of at least these; `start` is a multiple of `LANES`.
+        """Writes features `start` to `stop` of the products, from a matrix's transforms.
+
+        Args:
+            matrix_hat: the result of `transform`, for at least these features.
+            start, stop: the range of features; `start` is a multiple of `LANES`.
 
         Returns:
-            The largest distance of a coefficient to the nearest integer; infinity where one was no number.
+            The largest distance of a coefficient to the nearest integer; infinity if one was no number.
         """
         _, rank, degree = self._shape
         groups = matrix_hat[start // LANES : -(-stop // LANES)]
@@ -155,7 +161,8 @@ class Combiner:
         return self._combine(groups.data_ptr(), None, 0, start, stop)
 
     def by_matrix(self, matrix: torch.Tensor, start: int, stop: int) -> float:
-        """Does the same with the numbers of these features, int32, shape (k·N, stop − start), any strides."""
+        """Does the same as `by_transforms` with these features of the matrix itself: int32, shape (k·N, stop − start),
+        any strides."""
         _, rank, degree = self._shape
         matrix = _rows(matrix, rank * degree)
         if matrix.shape[1] != stop - start:
@@ -180,7 +187,7 @@ class Combiner:
 
 
 def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Returns the matrix with features side by side."""
+    """Checks a matrix of `num_rows` rows and returns it with the numbers of each row contiguous."""
     if matrix.dtype != torch.int32 or matrix.dim() != 2 or matrix.shape[0] != num_rows or not matrix.is_cpu:
         raise ConfigurationError(
             f"expected an int32 matrix of {num_rows} rows, got {matrix.dtype} of {tuple(matrix.shape)}"
@@ -190,11 +197,11 @@ def _rows(matrix: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 @functools.cache
 def twiddles(half: int) -> npt.NDArray[np.float64]:
-    """Returns the roots of i in the order in which kernels.c takes them, real and imaginary parts in turn.
+    """Returns the roots of i in the order in which kernels.c reads them, with real and imaginary parts alternating.
 
-    A node stands for C[X]/(X^size − e^{iπθ}), and its four children for the fourth roots of e^{iπθ}. Angles are exact
-    fractions, and their sines and cosines are taken in extended precision, so each part is within a unit in the last
-    place.
+    The transform is a tree. A node stands for C[X]/(X^size − e^{iπθ}), and its four children for the fourth roots of
+    e^{iπθ}. Angles are exact fractions, and their sines and cosines are computed in extended precision, so each part is
+    within a unit in the last place.
     """
     angles: list[Fraction] = []
     nodes = [Fraction(1, 2)]

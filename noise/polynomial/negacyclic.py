@@ -1,31 +1,35 @@
-"""Products in Z_q[X]/(X^N + 1), q = 2^32, of 32-bit polynomials with ternary secrets: exact, by floating-point FFT.
+"""This module computes products in Z_q[X]/(X^N + 1), q = 2^32, of 32-bit polynomials with ternary secrets. It is exact,
+although it uses floating-point FFTs.
 
-A negacyclic product of length N is a cyclic one of N/2 complex numbers: fold u_j = a_j + i·a_{j+N/2}, twist by
+A negacyclic product of length N is a cyclic product of N/2 complex numbers: fold u_j = a_j + i·a_{j+N/2}, twist by
 exp(iπj/N), transform, multiply, transform back, untwist, unfold (Bernstein, "Multidigit multiplication for
 mathematicians", 2001, section 4, the right-angle convolution of Crandall and Fagin, 1994).
 
-Why it is exact. A true coefficient is an integer below k·N·2^31 ≤ 2^44.6 in size (k ≤ 6, N ≤ 2048), so adding 1.5·2^52
-rounds it to an integer and leaves it mod 2^32, in two's complement, in the low 32 bits of the float64. That integer is
-right while the transforms err by less than 1/2. With u = 2^-53 a transform of length n errs by at most 6.7·u·log2(n) of
-its 2-norm (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 24.2), so a coefficient errs by at
-most about 6.7·u·log2(N/2)·‖a‖₂·(2·‖s‖₂ + max_f ‖ŝ_f‖₂): at 3×512 with the largest ‖a‖₂ = √1536·2^31, ‖s‖₂ ≤ √1536 and
-the ‖ŝ_f‖₂ ≈ 80 of a uniform secret, 0.08. Measured on random input: 8e-5 at 3×512, 2e-4 at 6×2048; with every
-coefficient −2^31 and every trit 1: 2e-3 and 1.2e-2, a few units in the last place of a float64 of that size.
+Why the result is exact: a true coefficient is an integer below k·N·2^31 ≤ 2^44.6 in size (k ≤ 6, N ≤ 2048). Adding
+1.5·2^52 rounds the float64 to an integer, and its low 32 bits then hold that integer mod 2^32, in two's complement. The
+integer is right if the transforms err by less than 1/2. With u = 2^-53, a transform of length n errs by at most
+6.7·u·log2(n) of its 2-norm (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., theorem 24.2). A
+coefficient of the product of a polynomial a and a secret s therefore errs by at most about 6.7·u·log2(N/2)·‖a‖₂·(2·‖s‖₂
++ max_f ‖ŝ_f‖₂), with the secret's transform ŝ_f at frequency f. At 3×512 (k×N) that is 0.08, with the largest ‖a‖₂
+= √1536·2^31, ‖s‖₂ ≤ √1536 and the ‖ŝ_f‖₂ ≈ 80 of a uniform secret. On random input 8e-5 was measured at 3×512 and 2e-4
+at 6×2048. With every coefficient −2^31 and every secret number 1 it was 2e-3 and 1.2e-2, a few units in the last place
+of a float64 of that size.
 
-The vendor's FFT is not proven, so every call of torch's form measures the distance to the nearest integer on some
-features (see `_CHECK_EVERY`), on all of them where k·N > 2048, and raises MaskError past 1/4. The compiled form
+The vendor's FFT is not proven. Every call of torch's form therefore measures the distance to the nearest integer on
+some features (see `_CHECK_EVERY`), on all of them if k·N > 2048, and raises MaskError past 1/4. The compiled form
 measures all.
 
-There are two forms: compiled (noise/polynomial/kernels.py, where it was built and the processor has AVX2 and FMA) and
-torch's. They keep transforms in different orders, and give the same numbers, since both are exact. The compiled one has
-transforms of its own, whose factors are within a unit in the last place.
+There are two forms: the compiled form (noise/polynomial/kernels.py, if it was built and the processor has AVX2 and FMA)
+and torch's form. They keep transforms in different orders, and give the same numbers, since both are exact. The
+compiled form has transforms of its own, whose factors are within a unit in the last place.
 
-Threads: a call shares its chunks among the threads of noise/blocks/workers.py, so that several of them call
-`Columns.load`; calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread
-does everything but the secrets' transforms.
+Threads: a call shares its chunks among the threads of noise/blocks/workers.py, so several threads call `Columns.load`.
+Calls share no state and may come from any thread. Under torch.set_num_threads(1) the calling thread does everything but
+the secrets' transforms.
 
-Why not integers: one int8 GEMM of the four bytes of H with a ternary Toeplitz matrix takes 8·k·N operations a token and
-feature, 12,288 at 3×512: 14 ns at the 850 GOP/s measured for `_int_mm` on a quiet 2-core machine.
+Integer arithmetic would be slower: one int8 matrix product of the four bytes of H with a ternary Toeplitz matrix takes
+8·k·N operations for each token and feature, 12,288 at 3×512. That is 14 ns at the 850 GOP/s measured for `_int_mm` on a
+quiet 2-core machine.
 
 The code is not constant time in the sense of a cryptographic library: no branch or index depends on a secret here, but
 torch and its FFT make no such promise. The tenant's own machine is trusted (docs/threat-model.md, "Who is trusted").
@@ -47,38 +51,43 @@ from noise.polynomial import kernels
 from wire.errors import ConfigurationError, MaskError
 
 _ROUNDER = 1.5 * 2.0**52
-"""A float64 for which x + this has unit spacing for |x| < 2^51: its low 32 bits are round(x) mod 2^32."""
+"""A float64 r for which x + r has unit spacing if |x| < 2^51, so that the low 32 bits of x + r are round(x) mod
+2^32."""
 
 _LOST_PRECISION = "a mask's transform lost precision: the FFT library of this machine cannot be used"
 _LARGEST_ERROR = 0.25
-"""Largest distance to an integer that is accepted: half of the 1/2 at which rounding goes wrong."""
+"""The largest accepted distance to an integer: half of 1/2, at which rounding goes wrong."""
 
 _CHECK_EVERY = 4
 _SAMPLED_DIMENSION = 2048
-"""Where k·N is no larger than this, one feature in four is measured, in one chunk in four of each thread, its first
-included: all share transforms, so a faulty library shows in each."""
+"""If k·N is at most this, a thread measures one feature in four, in one chunk in four, beginning with its first chunk.
+All features share transforms, so a faulty library shows in each. For larger k·N every feature is measured."""
 
 _CHUNK_BYTES = 3 << 20
-"""Bytes of the working set of one chunk of features; 2-4 MiB were alike on a 2-core machine with 1 MiB of L2 a core."""
+"""Bytes of the working set of one chunk of features. Values of 2 to 4 MiB were equally fast on a 2-core machine with 1
+MiB of L2 cache per core."""
 
 _COMPILED_CHUNK = 64
-"""Features that a thread takes at a time in the compiled form; of a packed hint, as many are decoded together."""
+"""How many features a thread takes at a time in the compiled form. So many columns of a packed hint are decoded
+together."""
 
 _PADDING = 4
-"""Complex numbers added to each row of a buffer that is read across. Without them rows lie a multiple of 4 KiB apart,
-land in the same cache sets, and the transposing copy takes four times as long."""
+"""Complex numbers added to each row of a buffer that is read by columns. Without them the rows lie a multiple of 4 KiB
+apart and share cache sets, and the transposing copy takes four times as long."""
 
 
 class Columns(Protocol):
-    """An int32 matrix of k·N rows, read a few features at a time, such as a memory-mapped or packed hint."""
+    """Gives access to an int32 matrix of k·N rows, a few columns (features) at a time. A memory-mapped or packed hint
+    is such a matrix."""
 
     @property
     def features(self) -> int:
-        """Returns the number of columns in all."""
+        """Returns the total number of columns."""
         ...
 
     def load(self, start: int, stop: int) -> torch.Tensor:
-        """Returns some columns: int32, shape (k·N, stop − start), any strides. Several threads call this at once."""
+        """Returns some columns: int32, shape (k·N, stop − start), any strides. Several threads may call this at
+        once."""
         ...
 
 
@@ -91,7 +100,7 @@ class TensorColumns:
 
     @property
     def features(self) -> int:
-        """Returns the number of columns in all."""
+        """Returns the total number of columns."""
         return self._matrix.shape[1]
 
     def load(self, start: int, stop: int) -> torch.Tensor:
@@ -101,32 +110,32 @@ class TensorColumns:
 
 @dataclass(frozen=True)
 class Transforms:
-    """The transforms of a public matrix.
+    """Holds the transforms of a public matrix.
 
     Attributes:
-        values: complex128, shape (k, features, N/2); in the compiled form, what `kernels.transform` returns.
-        features: the columns of the matrix.
+        values: complex128, shape (k, features, N/2); in the compiled form, the result of `kernels.transform`.
+        features: the number of columns of the matrix.
     """
 
     values: torch.Tensor
     features: int
 
     def first(self, features: int) -> Transforms:
-        """Returns the transforms of the first columns, as a view."""
+        """Returns the transforms of the first `features` columns, as a view."""
         if self.values.is_complex():
             return Transforms(self.values[:, :features], features)
         return Transforms(self.values[: -(-features // kernels.LANES)], features)
 
 
 def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> Transforms:
-    """Transforms a public matrix; the result is kept for `combine`.
+    """Returns the transforms of a public matrix, which `combine` can use again and again.
 
     Args:
         matrix: int32, shape (k·N, features), CPU; row i·N + j holds coefficient j of polynomial i.
         parameters: gives k and N.
 
     Returns:
-        The transforms, of 4·k·N·2 bytes a feature, twice the matrix.
+        The transforms, of 4·k·N·2 bytes for each feature, which is twice the size of the matrix.
 
     Raises:
         ConfigurationError: the matrix has another shape or type.
@@ -156,7 +165,7 @@ def transform(matrix: torch.Tensor | Columns, parameters: LatticeParameters) -> 
 
 
 def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
-    """Transforms the secrets of several blocks. The result is as secret as they are.
+    """Returns the transforms of the secrets of several blocks. The transforms are as secret as the secrets.
 
     Args:
         secrets: int8 in {−1, 0, 1}, shape (B, k, N), CPU.
@@ -177,7 +186,8 @@ def secret_transform(secrets: torch.Tensor) -> torch.Tensor:
 
 
 def combine(matrix_hat: Transforms, secrets_hat: torch.Tensor, error: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes for row t of block b, feature c: coefficient t of Σ_i matrix_{i,c}·s_{b,i}, plus the error, mod 2^32.
+    """Multiplies a matrix by the secrets of blocks. For row t of block b and feature c the result is coefficient t of
+    Σ_i matrix_{i,c}·s_{b,i}, plus the error, mod 2^32.
 
     Args:
         matrix_hat: the result of `transform`.
@@ -220,11 +230,11 @@ def product(
     secrets_hat: torch.Tensor,
     parameters: LatticeParameters,
 ) -> torch.Tensor:
-    """Does what `combine` does for a matrix whose transforms are not kept: a hint. Each chunk is transformed once for
-    all blocks.
+    """Does the same as `combine`, without an error, for a matrix whose transforms are not kept, such as a hint. Each
+    chunk is transformed once for all blocks.
 
     Args:
-        matrix: int32, shape (k·N, features), or something that loads its columns.
+        matrix: int32, shape (k·N, features), or an object that loads its columns.
         secrets_hat: the result of `secret_transform`.
         parameters: gives k and N.
 
@@ -259,14 +269,14 @@ def product(
 
 
 def _output(num_blocks: int, degree: int, features: int) -> torch.Tensor:
-    # Masks are added in place, and the code that adds them may be outside of inference mode.
+    # Rows are added to masks in place, possibly outside inference mode, where inference tensors refuse that.
     with torch.inference_mode(False):
         return torch.empty(num_blocks, degree, features, dtype=torch.int32, device="cpu")
 
 
 class _Inverse:
-    """Multiplies, transforms back, untwists, rounds and writes out, with buffers that the chunks of one thread
-    share."""
+    """Multiplies, transforms back, untwists, rounds and writes out. Its buffers are reused for all chunks of one
+    thread."""
 
     def __init__(self, num_blocks: int, rank: int, half: int) -> None:
         self._shape = num_blocks, rank, half
@@ -275,18 +285,19 @@ class _Inverse:
         self._sums = self._rounded = torch.empty(0, dtype=torch.complex128, device="cpu")
 
     def __call__(self, matrix_hat: torch.Tensor, secrets_hat: torch.Tensor, out: torch.Tensor) -> None:
-        """Args: matrix_hat (k, c, N/2), secrets_hat (B, k, N/2), out (B, N, c), of any strides."""
+        """Args: matrix_hat (k, c, N/2), secrets_hat (B, k, N/2), and out (B, N, c), to which the product is written;
+        any strides."""
         num_blocks, rank, half = self._shape
         chunk = matrix_hat.shape[1]
         if self._sums.shape[1:2] != (chunk,):
-            self._calls = 0  # Another number of transforms at a time may be another way through the library.
+            self._calls = 0  # Another number of transforms may run other code of the library.
             self._sums = torch.empty(num_blocks, chunk, half, dtype=torch.complex128, device="cpu")
             self._rounded = torch.empty(num_blocks, chunk, half + _PADDING, dtype=torch.complex128, device="cpu")
         factors = secrets_hat.unsqueeze(2)  # (B, k, 1, N/2)
         torch.mul(matrix_hat[0], factors[:, 0], out=self._sums)
         for i in range(1, rank):
             self._sums.addcmul_(matrix_hat[i], factors[:, i])
-        # norm="forward" leaves out the 1/n, which the untwisting factors hold; there is no out=, which would copy.
+        # norm="forward" leaves out the 1/n, which the untwisting factors hold. There is no out=, since it would copy.
         turned = torch.fft.ifft(self._sums, norm="forward")
         if self._calls % self._every == 0:
             _check_rounding(turned[:, :: self._every], half)
@@ -309,15 +320,15 @@ def _check_rounding(turned: torch.Tensor, half: int) -> None:
 
 
 def _transform_chunk(matrix: torch.Tensor, parameters: LatticeParameters) -> torch.Tensor:
-    """Transforms one chunk: (k·N, c) int32 → (k, c, N/2) complex128."""
+    """Returns the transforms of a chunk of c columns: int32 of shape (k·N, c) gives complex128 of shape (k, c, N/2)."""
     rank, half, chunk = parameters.rank, parameters.ring_degree // 2, matrix.shape[-1]
     if matrix.dtype != torch.int32 or matrix.shape[0] != parameters.dimension:
         raise ConfigurationError(
             f"expected an int32 matrix of {parameters.dimension} rows, got {matrix.dtype} of {matrix.shape[0]}"
         )
     if matrix.stride(1) == 1:
-        # Rows of a wide matrix collide in the cache (see _PADDING), so the chunk is gathered first and then read
-        # across.
+        # Rows of a wide matrix collide in the cache (see `_PADDING`), so the chunk is copied into a padded buffer first
+        # and then read by columns.
         padded = torch.empty(matrix.shape[0], chunk + 4 * _PADDING, dtype=torch.int32, device="cpu")
         matrix = padded[:, :chunk].copy_(matrix)
     halves = matrix.unflatten(0, (rank, 2, half)).transpose(2, 3)  # (k, 2, c, N/2)
@@ -327,21 +338,21 @@ def _transform_chunk(matrix: torch.Tensor, parameters: LatticeParameters) -> tor
 
 
 def _fft(folded: torch.Tensor) -> torch.Tensor:
-    """Twists in place and transforms the last dimension."""
+    """Twists the input in place and returns the transform of its last dimension."""
     turned: torch.Tensor = torch.fft.fft(folded.mul_(_twist(folded.shape[-1])))
     return turned
 
 
 @functools.cache
 def _twist(half: int) -> torch.Tensor:
-    """Returns exp(iπj/N), j < N/2, each correctly rounded but for a unit or so in the last place."""
+    """Returns exp(iπj/N) for j < N/2, each correctly rounded up to about a unit in the last place."""
     angle = torch.arange(half, dtype=torch.float64, device="cpu") * (math.pi / (2 * half))
     return torch.complex(torch.cos(angle), torch.sin(angle))
 
 
 @functools.cache
 def _untwist(half: int) -> torch.Tensor:
-    # Since half is a power of two, the division is exact.
+    # `half` is a power of two, so the division is exact.
     untwist: torch.Tensor = _twist(half).conj().resolve_conj() / half
     return untwist
 
@@ -356,7 +367,8 @@ def _as_columns(matrix: torch.Tensor | Columns) -> Columns:
 
 
 def _compiled_chunks(features: int) -> list[tuple[int, int]]:
-    """Returns the bounds of chunks, which are multiples of what the compiled form writes at once."""
+    """Returns the bounds of chunks; their sizes are multiples of what the compiled form writes at once, except for the
+    last."""
     num_threads = torch.get_num_threads()
     widths = -(-features // kernels.WIDTH)
     size = min(_COMPILED_CHUNK, kernels.WIDTH * max(1, -(-widths // num_threads)))
@@ -364,13 +376,14 @@ def _compiled_chunks(features: int) -> list[tuple[int, int]]:
 
 
 def _chunks(features: int, num_transforms: int, degree: int) -> list[tuple[int, int]]:
-    """Returns the bounds of chunks of features of at most `_CHUNK_BYTES`, with `num_transforms` of 8·N bytes each a
-    feature.
+    """Returns the bounds of chunks of features. A chunk takes at most `_CHUNK_BYTES`, with `num_transforms` of 8·N
+    bytes for each feature.
 
-    All are multiples of 8 (packed hints are read so) and of one size but for the last; the threads share them evenly.
+    All chunks are multiples of 8 features, as packed hints are read, and of one size except for the last. The threads
+    share them evenly.
     """
-    most = max(1, _CHUNK_BYTES // (8 * degree * num_transforms) // 8)  # This counts in eights of features.
+    most = max(1, _CHUNK_BYTES // (8 * degree * num_transforms) // 8)  # This counts groups of eight features.
     eights, num_threads = -(-features // 8), torch.get_num_threads()
-    rounds = -(-eights // (most * num_threads))  # This is the number of turns that each thread takes.
+    rounds = -(-eights // (most * num_threads))  # Each thread takes so many turns.
     size = 8 * max(1, -(-eights // max(1, rounds * num_threads)))
     return [(start, min(start + size, features)) for start in range(0, features, size)]

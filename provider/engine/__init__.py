@@ -1,2 +1,1 @@
-"""The way from a request in the queue to its reply: what shares a product, what computes it, how the reply is handed
-back."""
+"""This package takes requests from the queue, computes their products in batches, and hands back the replies."""

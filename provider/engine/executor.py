@@ -1,9 +1,9 @@
-"""The threads that make products: they take batches from the scheduler, gather rows, and see that all are answered.
+"""Runs the worker threads that compute products: they take batches from the scheduler and hand back the replies.
 
-Guarantees: a reply owns its memory, so that a tenant that does not read its reply holds no other tenant's;
-`provider.engine.replies` says which requests are answered, and when. In ring arithmetic a reply does not depend on what
-shared its batch; in float it does within rounding, since a matrix product of another height may add in another order.
-What a lost replica had begun, another makes.
+Guarantees: every reply owns its memory, so a tenant that does not read its reply keeps no other tenant's reply in
+memory. `provider.engine.replies` says when each request gets its reply. In ring arithmetic a reply does not depend on
+the other requests in its batch. In float it may differ by rounding, since a matrix product with another number of rows
+may add its terms in another order. If a replica is lost, another replica computes its unfinished batches.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _Made = TypeVar("_Made")
 _LOGGER = logging.getLogger(__name__)
 _CLOSE_S = 15.0
 RETRY_S = 1.0
-"""Seconds after which tenants may come again while a lost shard is being restored."""
+"""Seconds after which tenants may retry while a lost shard is being restored."""
 REJOIN_S = 60.0
-"""Seconds for which requests are told to come again where another host may join."""
+"""Seconds after the loss of the last replica in which tenants are told to retry, since another host may join."""
 _MAX_LOSSES = 2
-"""Replicas that may be lost over one batch before it is given up, since the batch may be what ends them."""
+"""Number of lost replicas after which their batch is given up, since the batch itself may be what ends replicas."""
 
 
 class _Lane:
-    """One replica and its thread. It is used under the executor's lock."""
+    """Holds one replica and its worker thread; every change is made under the executor's lock."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.is_busy = self.is_lost = False  # A busy lane makes one product, in whichever thread.
+        self.is_busy = self.is_lost = False  # A busy lane computes a product, in any thread.
         self.thread: threading.Thread | None = None
 
 
 class Executor:
-    """Runs one thread for each replica. The thread that brings a small request may compute it itself, while nothing
-    waits."""
+    """Runs one worker thread for each replica. A thread that receives a small request may compute it itself, as long
+    as no other request waits."""
 
     def __init__(
         self,
@@ -60,15 +60,15 @@ class Executor:
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
     ) -> None:
-        """Starts the threads.
+        """Starts the worker threads.
 
         Args:
-            replicas: all have the same weights; each takes the next batch when it is done with one. If there are none,
-                others will join.
-            scheduler: chooses batches; used under this object's lock alone.
-            completed: called for every request when it is answered with a tensor, or fails or is cancelled.
+            replicas: replicas with the same weights; each takes the next batch when its last one is done. If the list
+                is empty, replicas will be added by `join`.
+            scheduler: chooses the batches; it is used under this object's lock only.
+            completed: called for every request that gets a reply, fails or is cancelled.
             meter: counts every product.
-            charge: called with a tenant and its share of a product's seconds.
+            charge: called with a tenant's name and its share of a product's seconds.
         """
         self._scheduler, self._replies = scheduler, Replies(completed, self._unqueue)
         self._meter, self._charge = meter or Meter(), charge
@@ -76,18 +76,18 @@ class Executor:
         self._closing = threading.Event()
         self._lanes: list[_Lane] = []
         self._is_beside, self._beside_s = False, 0.0
-        """Whether a small product is being made beside another one, which the lane does not show; and the processor
-        seconds that all such products took."""
+        """The first is whether a small product is being computed beside a larger one on the same replica, which
+        `is_busy` of the lane does not show. The second is the processor time of all such products, in seconds."""
         self._num_expected, self._turn = max(1, len(replicas)), 0
         self._is_joined = not replicas
-        self._empty_since_s = float("inf")  # A replica that never came is waited for, however long that takes.
+        self._empty_since_s = float("inf")  # The first replica may join at any time.
         self._orphans: deque[tuple[Batch, int]] = deque()
-        """Batches of replicas that are gone, and how many replicas each has outlived."""
+        """Unfinished batches of lost replicas, each with the number of replicas that were lost while computing it."""
         for replica in replicas:
             self.add(replica)
 
     def add(self, replica: Replica) -> None:
-        """Adds one more replica."""
+        """Adds a replica and starts its worker thread."""
         lane = _Lane(replica)
         lane.thread = threading.Thread(target=self._run, args=(lane,), name="veilbase-compute", daemon=True)
         with self._changed:
@@ -95,20 +95,20 @@ class Executor:
         lane.thread.start()
 
     def join(self, replica: Replica) -> None:
-        """Adds a replica that may leave and come back: requests that find none are told to come again, for a while."""
+        """Adds a replica that may leave and join again; without it, tenants are told to retry for REJOIN_S seconds."""
         self._is_joined = True
         self.add(replica)
 
     def note_lost(self, replica: Replica) -> None:
-        """Notes that a replica is gone, for a caller that saw it before a product did."""
+        """Marks a replica as lost, for a caller that notices the loss before a product fails."""
         with self._changed:
             for lane in self._lanes:
                 if lane.replica is replica:
-                    lane.is_lost = True  # The lane's thread does the rest.
+                    lane.is_lost = True  # The lane's thread revives or removes the replica.
             self._changed.notify_all()
 
     def look(self) -> None:
-        """Notices replicas that went away while they had nothing to do."""
+        """Marks idle replicas that are no longer alive as lost."""
         with self._changed:
             gone = [one for one in self._lanes if not (one.is_busy or one.is_lost or one.replica.is_alive)]
             for lane in gone:
@@ -118,25 +118,25 @@ class Executor:
 
     @property
     def is_busy(self) -> bool:
-        """Tells whether a product is being made, or waits to be; without a lock, so the answer may be late."""
+        """Returns whether a product is computed or waits; the result may be out of date, since no lock is taken."""
         return bool(self._scheduler) or any(lane.is_busy for lane in self._lanes)
 
     @property
     def num_replicas(self) -> tuple[int, int]:
-        """Returns how many replicas can make products, and how many there should be."""
+        """Returns two counts: replicas that can compute products, and replicas that there should be."""
         with self._changed:
             return sum(not lane.is_lost for lane in self._lanes), max(self._num_expected, len(self._lanes))
 
     @property
     def is_given_up(self) -> bool:
-        """Tells whether no replica will make products any more, unless the provider is started again."""
+        """Returns whether all replicas are gone for good, so that only a restart of the provider can help."""
         with self._changed:
             return not self._lanes and not self._is_joined
 
     # ---- taking requests ------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queues a job; answers it at once where no replica is left."""
+        """Queues a job; a job without rows, or one that no replica can compute, is finished at once."""
         if job.ticket.num_rows == 0:
             self._answer_empty(job)
             return
@@ -144,22 +144,20 @@ class Executor:
             error = self._none_left()
             if error is None:
                 self._scheduler.add(job.ticket, time.monotonic())
-                self._changed.notify_all()  # All are woken, since one alone might be a lane whose replica is busy.
+                self._changed.notify_all()  # A single woken lane might be a busy one.
         if error is not None:
             self._replies.fail(job, error)
 
     def _answer_empty(self, job: Job) -> None:
-        """Answers a request without rows, which needs no replica."""
+        """Finishes a request without rows, which needs no replica."""
         dtype = DTYPES[job.ticket.call.arithmetic]
         self._replies.finish(job, torch.empty(0, job.reply_cols, dtype=dtype, device="cpu"))
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        """Makes the reply to a small request in the calling thread on one core; returns None where it should be queued
-        instead.
+        """Computes a small request in the calling thread on one core; returns None if it should be queued instead.
 
-        No job is made for it: a decode step is a hundred such calls, and each pays for every object. Under a latency
-        target one such request at a time need not wait for the end of a large product, where the replica can make it
-        beside that: the operating system gives each its part of the core.
+        This creates no job, since a decode step has about a hundred such calls. With a latency target, one such request
+        at a time may run beside a large product on the same replica, if the replica allows two threads.
         """
         outcome = self._make_here(tenant, call, lambda replica: replica.product(call, rows))
         if outcome is not None:
@@ -167,18 +165,17 @@ class Executor:
         return outcome
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """Does what `compute_here` does for a call that was checked, from the bytes of one row and into those of its
-        reply.
+        """Does the same as `compute_here` for the bytes of one row. The call must have passed `check_call`.
 
         Returns:
-            The request's error; or whether the reply is written. False means that the request should be queued.
+            The error if the request failed; True if `reply` is written; False if the request should be queued.
         """
         lane = self._idle() or self._beside()
         multiply = None if lane is None or self._replies.are_told else lane.replica.row_product(call)
         if multiply is None:
             return False
 
-        # The lane that is chosen may be another: all replicas have the same weights.
+        # `_make_here` may choose another replica; all replicas have the same weights.
         def make(_replica: Replica) -> bool:
             multiply(row, reply)
             return True
@@ -186,9 +183,9 @@ class Executor:
         return self._make_here(tenant, call, make) or False
 
     def _make_here(self, tenant: str, call: Call, make: Callable[[Replica], _Made]) -> _Made | VeilbaseError | None:
-        """Makes something small in the calling thread; returns None where it may not, or the replica is lost."""
+        """Returns what `make` returns, or None if a queued request goes first or no replica is free or left."""
         if not self._idle() and not self._beside():
-            # This looks without the lock first: a request that is wrongly sent to the queue is answered all the same.
+            # This check takes no lock. If it is out of date, the request is merely queued.
             return None
         with self._changed:
             idle = self._idle()
@@ -235,7 +232,8 @@ class Executor:
     def _done_here(
         self, lane: _Lane, beside_s: float | None, tenant: str, call: Call, began_s: float, is_lost: bool
     ) -> None:
-        """Args: beside_s: the processor seconds of a product beside another; None where it was alone."""
+        """Frees the lane of a small product, and charges the tenant: for the processor time `beside_s` if the product
+        ran beside another, and for the whole time if `beside_s` is None."""
         now_s = time.monotonic()
         with self._changed:
             if beside_s is None:
@@ -244,7 +242,7 @@ class Executor:
                 self._is_beside = False
                 self._beside_s += beside_s
             if is_lost:
-                lane.is_lost = True  # The lane's thread does the rest.
+                lane.is_lost = True  # The lane's thread revives or removes the replica.
                 self._changed.notify_all()
                 return
             self._scheduler.computed_elsewhere(tenant, call, began_s, now_s)
@@ -254,7 +252,7 @@ class Executor:
         self._charge(tenant, now_s - began_s if beside_s is None else beside_s)
 
     def cancel(self, job: Job) -> None:
-        """Takes a job out of the queue, and drops its rows."""
+        """Takes a job out of the queue and drops its rows."""
         self._replies.cancel(job)
 
     def _unqueue(self, ticket: Ticket) -> None:
@@ -262,24 +260,24 @@ class Executor:
             self._scheduler.cancel(ticket)
 
     def __len__(self) -> int:
-        """Returns how many requests wait."""
+        """Returns the number of requests in the queue."""
         with self._changed:
             return len(self._scheduler)
 
     def close(self) -> None:
-        """Ends each thread after its present batch, and closes the replicas."""
+        """Ends each worker thread after its present batch, and closes the replicas."""
         self.begin_close()
         with self._changed:
             lanes = list(self._lanes)
         for lane in lanes:
             if lane.thread is not None:
                 lane.thread.join(timeout=_CLOSE_S)
-            lane.replica.close()  # This frees a thread that waits for a replica that hangs.
+            lane.replica.close()  # This ends the wait of a thread whose replica hangs.
             if lane.thread is not None:
                 lane.thread.join(timeout=_CLOSE_S)
 
     def begin_close(self) -> None:
-        """Tells the threads to end, without waiting for them."""
+        """Asks the worker threads to end, without waiting for them."""
         self._closing.set()
         with self._changed:
             self._changed.notify_all()
@@ -299,12 +297,12 @@ class Executor:
                 with self._changed:
                     left = self._scheduler.abandon()
                 self._replies.fail_all(left, FAILED)
-            work = None  # Otherwise the last reply's memory would be held until the next request.
+            work = None  # Otherwise the last batch's memory would be kept until the next request.
 
     def _run_batch(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
-        """Makes a batch's products, frees the replica, and only then delivers the replies.
+        """Computes a batch's products, marks the replica as free, and only then delivers the replies.
 
-        A thread that a reply wakes may take this core, and no request should find the replica busy for as long.
+        The delivery wakes other threads, which may use this core for a while. The replica should be free by then.
         """
         made: list[tuple[Piece, Outcome]] = []
         measured_s, has_failed = None, False
@@ -313,7 +311,7 @@ class Executor:
         except ReplicaLost as exc:
             self._lose(lane, batch, num_losses + exc.began)
             return
-        except Exception as exc:  # noqa: BLE001 - as above
+        except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
             _LOGGER.error("a batch failed: %s", type(exc).__name__)
             has_failed = True
         try:
@@ -325,12 +323,12 @@ class Executor:
         finally:
             if has_failed:
                 self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
-            while made:  # Nothing else holds a reply once it is answered.
+            while made:  # Each reply leaves the list before it is delivered, so that its memory can be freed early.
                 self._replies.deliver(*made.pop(0))
 
     def _next_batch(self, lane: _Lane) -> tuple[Batch, int] | None:
-        """Returns the batch that this lane is to compute, and how many replicas it has outlived; None at the end, or if
-        lost."""
+        """Waits for the lane's next batch, and returns it with the number of replicas that were lost while computing
+        it; returns None if the executor closes or the replica is lost."""
         with self._changed:
             while not self._closing.is_set() and not lane.is_lost:
                 now, due = time.monotonic(), None
@@ -347,7 +345,7 @@ class Executor:
     # ---- loss -----------------------------------------------------------------------------------------------------
 
     def _lose(self, lane: _Lane, batch: Batch, num_losses: int) -> None:
-        """Leaves a batch to another replica, unless it seems to be what ends them."""
+        """Marks a lane as lost, and leaves its batch to another replica unless too many were lost with the batch."""
         with self._changed:
             lane.is_busy, lane.is_lost = False, True
             is_tried_again = num_losses < _MAX_LOSSES
@@ -359,7 +357,7 @@ class Executor:
             self._replies.fail_all([piece.ticket for piece in batch.pieces], FAILED)
 
     def _none_left(self) -> Unavailable | None:
-        """Returns the error that says why nothing can be computed, or None; the caller holds the lock."""
+        """Returns the error for requests if every replica is lost, else None; callers must hold the lock."""
         if any(not lane.is_lost for lane in self._lanes):
             return None
         is_waited_for = self._is_joined and time.monotonic() - self._empty_since_s < REJOIN_S
@@ -367,8 +365,7 @@ class Executor:
         return _unavailable(RETRY_S if can_return else 0.0)
 
     def _is_back(self, lane: _Lane) -> bool:
-        """Waits for a lost replica; meanwhile, and where it does not return, requests that no other can compute are
-        refused."""
+        """Waits for a lost replica, and returns whether it is back; without another replica, requests are refused."""
         self._refuse_all()
         try:
             is_back = lane.replica.revive(self._closing)
@@ -386,7 +383,7 @@ class Executor:
         return is_back
 
     def _refuse_all(self) -> None:
-        """Answers all that waits with an error, where no replica is left."""
+        """Fails all waiting requests if no replica is left."""
         with self._changed:
             error = self._none_left()
             if error is None:
@@ -398,11 +395,10 @@ class Executor:
     # ---- one batch ------------------------------------------------------------------------------------------------
 
     def _products(self, replica: Replica, batch: Batch) -> tuple[list[tuple[Piece, Outcome]], float | None]:
-        """Returns the outcome of each piece that is still wanted and was not answered, and the seconds that all rows
-        took.
+        """Computes a batch; returns the outcomes that are to be delivered, and the seconds that all rows took.
 
-        The seconds are None where not every row was multiplied, or not all at once: that says nothing about how long so
-        many rows take.
+        If the shared product is refused, each piece is computed and delivered alone, and no outcome is returned. The
+        seconds are None unless one product held all rows of the batch, since only then do they measure so many rows.
         """
         pieces = [piece for piece in batch.pieces if self._replies.is_good(piece, alone=len(batch.pieces) == 1)]
         parts = [(piece, rows) for piece in pieces if (rows := rows_of(piece)) is not None]
@@ -410,14 +406,14 @@ class Executor:
             return [], None
         began_s, beside_s = time.monotonic(), self._beside_s
         made = _at_once(replica, batch.call, parts)
-        # Which request was at fault shows when each runs alone; one that ends the replica spoils no other's.
+        # Each piece runs alone, so only the request at fault fails. If it ends the replica, the earlier ones are done.
         if not made:
             for piece, rows in parts:
                 self._replies.deliver(piece, _alone(replica, batch.call, rows))
         seconds = time.monotonic() - began_s
         computed = [piece for piece, _ in parts]
         self._meter.batch(computed, began_s, seconds)
-        # What small products took of the core does not count.
+        # The processor time of small products beside this one is not part of its cost.
         seconds = max(0.0, seconds - (self._beside_s - beside_s))
         num_rows = sum(piece.num_rows for piece in computed)
         for piece in computed:
@@ -428,7 +424,7 @@ class Executor:
 
 
 def _at_once(replica: Replica, call: Call, parts: Sequence[tuple[Piece, Rows]]) -> list[tuple[Piece, Outcome]]:
-    """Makes one product of all rows; returns nothing where that was refused."""
+    """Computes one product of all rows; returns an empty list if the replica refused a shared product."""
     if len(parts) == 1:
         return [(piece, _alone(replica, call, rows)) for piece, rows in parts]
     try:

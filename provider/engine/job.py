@@ -1,4 +1,4 @@
-"""A request inside the executor: its rows, the part of its reply that is there, and the callback that gets it."""
+"""Defines the job, a request inside the executor: its rows, the finished part of its reply, and its callback."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 
 Outcome = torch.Tensor | VeilbaseError
 Completed = Callable[[str, Call, Rows, torch.Tensor | None], None]
-"""Called with tenant, call, the whole request and its reply, before the reply is sent; None where there will be no
-reply."""
+"""A callback that is called before a reply is sent, with the tenant's name, the call, all rows of the request, and the
+reply, which is None if the request failed or was cancelled."""
 
 
 class Job:
-    """One request inside the executor."""
+    """Holds one request inside the executor until its reply is complete."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class Job:
         done: Callable[[Outcome], None],
         reply_cols: int,
     ) -> None:
-        """Makes the job and its ticket, which arrives now.
+        """Makes the job and its ticket, with the present time as the time of arrival.
 
         Args:
             call, rows, tenant, request_class: the request.
-            expires_at: its deadline on the clock of `time.monotonic`.
-            done: takes the reply or the error, in the worker.
+            expires_at: the request's deadline, in seconds of `time.monotonic`.
+            done: called once with the reply or the error, in a worker thread.
             reply_cols: how many numbers a row of the reply has.
         """
         num_rows = count_rows(rows)
@@ -47,15 +47,15 @@ class Job:
         self.reply: torch.Tensor | None = None
         self._lock = threading.Lock()
         self._placed: dict[int, int] = {}
-        """For a request in pieces: the first row of each piece that is in `reply`, and how many rows the piece has."""
+        """Pieces that are already in `reply`: the first row of each piece, with the piece's number of rows."""
         self.done, self.reply_cols = done, reply_cols
         self.ticket = Ticket(tenant, call, num_rows, request_class, time.monotonic(), expires_at, job=self)
 
     def place(self, piece: Piece, part: torch.Tensor) -> torch.Tensor | None:
-        """Puts a piece's part of the reply in its place; this is safe under threads.
+        """Copies the result of one piece into the reply; several threads may call this at once.
 
         Returns:
-            The reply, to the one caller that completed it; None to all others.
+            The whole reply, for the one call that completed it; None for all other calls.
         """
         with self._lock:
             if self.rows is None:
@@ -65,16 +65,16 @@ class Job:
             reply = self.reply
         reply[piece.first_row : piece.first_row + piece.num_rows] = part
         with self._lock:
-            if piece.first_row in self._placed:  # The piece was made again after a loss.
+            if piece.first_row in self._placed:  # The piece was computed again after a loss.
                 return None
             self._placed[piece.first_row] = piece.num_rows
             return reply if sum(self._placed.values()) == self.ticket.num_rows else None
 
     def end(self) -> Rows | None:
-        """Drops the rows, and what there is of the reply.
+        """Ends the job: drops its rows and its unfinished reply.
 
         Returns:
-            The rows, to the one caller that ended the job; None to all others.
+            The rows, for the one call that ended the job; None for all other calls.
         """
         with self._lock:
             rows, self.rows, self.reply = self.rows, None, None
@@ -82,7 +82,7 @@ class Job:
 
 
 def job_of(ticket: Ticket) -> Job:
-    """Returns the job that a ticket stands for."""
+    """Returns the job of a ticket."""
     job = ticket.job
     if not isinstance(job, Job):
         raise TypeError("a ticket of another executor")
@@ -90,7 +90,7 @@ def job_of(ticket: Ticket) -> Job:
 
 
 def rows_of(piece: Piece) -> Rows | None:
-    """Returns the piece's rows; None where the request was cancelled."""
+    """Returns the rows of a piece, or None if the request was cancelled."""
     rows = job_of(piece.ticket).rows
     if isinstance(rows, SeededRows):
         return SeededRows(rows.seed, rows.first_row + piece.first_row, piece.num_rows)

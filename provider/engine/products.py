@@ -1,8 +1,8 @@
-"""The products of one call.
+"""Computes the matrix products of calls, the rows of a request times a group's weight.
 
-Guarantees: `compute` is a pure function of the call and its rows: nothing is kept between calls, so any two requests
-are independent of each other and of their order. `check_call` needs only numbers, so it runs before anything is
-allocated.
+Guarantees: `compute` is a pure function of the call and the call's rows. Nothing is kept between calls, so a reply
+depends neither on other requests nor on their order. `check_call` needs no rows, so it can run before memory for rows
+is allocated.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from provider.model.weights import PreparedModel
 
 BLOCK_ELEMENTS = 1 << 24
-"""Weights that are converted to float32 at a time, 64 MiB: a full copy of an output head would take gigabytes."""
-HINT_SCRATCH_BYTES = 64 << 20
-"""Most bytes of scratch in which a hint's rows are expanded and multiplied: a whole hint of a wide layer would take
+"""Number of weights that are converted to float32 at a time, 64 MiB: an output head as a whole would take
 gigabytes."""
+HINT_SCRATCH_BYTES = 64 << 20
+"""Most bytes of scratch memory for a part of a hint, the product of rows expanded from a seed: a whole hint of a wide
+layer would take gigabytes."""
 
 
 def check_call(served: PreparedModel, call: Call, cols: int) -> int:
@@ -36,13 +37,13 @@ def check_call(served: PreparedModel, call: Call, cols: int) -> int:
     Args:
         served: the model.
         call: the call in a request's header.
-        cols: how many numbers per row the request announces.
+        cols: how many numbers per row the request's header announces.
 
     Returns:
         How many numbers per row the reply has.
 
     Raises:
-        UnknownLayer: there is no such group, or it is a hint in float arithmetic.
+        UnknownLayer: there is no such group, or the call asks for a hint in float arithmetic.
         InvalidTensor: `cols` is not the number of features of this group and direction.
     """
     if call.group >= len(served.manifest.groups):
@@ -51,7 +52,7 @@ def check_call(served: PreparedModel, call: Call, cols: int) -> int:
 
 
 def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
-    """Checks a call against its group; see `check_call`."""
+    """Checks a call against its group, and returns the number of columns of the reply; see `check_call`."""
     if call.purpose is Purpose.HINT and call.arithmetic is not Arithmetic.RING:
         raise UnknownLayer("hints exist in ring arithmetic only")
     given, replied = info.widths(call.direction)
@@ -61,20 +62,20 @@ def check_cols(info: GroupInfo, call: Call, cols: int) -> int:
 
 
 def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
-    """Makes one product.
+    """Computes one product.
 
     Args:
         served: the model.
-        call: which product.
-        rows: shape (num_rows, features of the direction), int32 (ring) or float32 (float), CPU; not written to. For a
-            hint, the seed that they come from.
+        call: the group, direction, arithmetic and purpose.
+        rows: shape (num_rows, in_features), or out_features if the direction is backward; int32 (ring) or float32
+            (float), CPU; not written to. For a hint, the seed of the rows.
 
     Returns:
-        Shape (num_rows, features of the other side), same dtype.
+        The product, shape (num_rows, out_features), or in_features if the direction is backward; same dtype.
 
     Raises:
-        UnknownLayer, InvalidTensor: see `check_call`; also for rows in place of a hint's seed, a seed for another
-            purpose, another dtype, NaN or infinity.
+        UnknownLayer, InvalidTensor: see `check_call`. InvalidTensor also if a hint comes with rows, if another purpose
+            comes with a seed, and for a wrong dtype, NaN or infinity.
     """
     if call.group >= len(served.groups):
         raise UnknownLayer(f"expected a group below {len(served.groups)}, got {call.group}")
@@ -82,7 +83,7 @@ def compute(served: PreparedModel, call: Call, rows: Rows) -> torch.Tensor:
 
 
 def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
-    """Makes one product of one group; see `compute`."""
+    """Computes one product with the weight of one group; see `compute`."""
     check_rows(call, rows)
     if isinstance(rows, SeededRows):
         check_cols(group.info, call, group.info.widths(call.direction)[0])
@@ -99,12 +100,12 @@ def product(group: ServedGroup, call: Call, rows: Rows) -> torch.Tensor:
         return _float_backward(group, rows)
     reply = _float_forward(group, rows)
     if call.purpose is Purpose.PRODUCT and group.bias is not None:
-        reply += group.bias  # The sum is the same for every caller: the two forms differ by exactly b.
+        reply += group.bias  # EFFECT leaves the bias out, and is otherwise computed alike.
     return reply
 
 
 def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Makes `product` of each matrix, by one multiplication of all rows; each reply has memory of its own."""
+    """Computes `product` for each of several matrices by one multiplication of all rows; each reply owns its memory."""
     if call.arithmetic is not Arithmetic.RING:
         return together(lambda call, rows: product(group, call, rows), call, parts)
     for rows in parts:
@@ -116,7 +117,8 @@ def products(group: ServedGroup, call: Call, parts: Sequence[torch.Tensor]) -> l
 def together(
     product: Callable[[Call, Rows], torch.Tensor], call: Call, parts: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Makes `products` by a function that makes one: rows are joined, and replies split, by copies."""
+    """Computes the products of several matrices by one call of `product`: copies the rows into one matrix, and copies
+    each reply out of the result."""
     counts = [rows.shape[0] for rows in parts]
     stacked = unwritten_tensor(sum(counts), parts[0].shape[1], parts[0].dtype)
     replies = product(call, torch.cat(list(parts), out=stacked)).split(counts)
@@ -124,25 +126,25 @@ def together(
 
 
 def _ring_weight(group: ServedGroup, direction: Direction) -> torch.Tensor:
-    """Returns W̃, int8, shape (features of the request, features of the reply)."""
+    """Returns W̃, the int8 weight, with shape (columns of the request, columns of the reply)."""
     return group.quantised if direction is Direction.FORWARD else group.quantised.t()
 
 
 def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, features: int | None = None) -> torch.Tensor:
-    """Makes the product of what a seed expands to, piece by piece.
+    """Expands a seed into rows and multiplies them by a weight, a part of the rows at a time to bound the memory.
 
     Args:
-        weight: int8, shape (len(columns), features of the reply).
-        rows: the seed and how many rows.
-        columns: the columns of the expanded rows that are multiplied.
-        features: how many numbers an expanded row has; None for as many as `columns` has.
+        weight: shape (len(columns), columns of the reply), int8.
+        rows: the seed, the first row and the number of rows.
+        columns: the columns of the expanded rows that are multiplied; another rank may multiply the others.
+        features: how many numbers an expanded row has; None for len(columns).
 
     Returns:
-        int32, shape (num_rows, features of the reply).
+        The product, shape (num_rows, columns of the reply), int32.
     """
     reply_features, features = weight.shape[1], features or len(columns)
     reply = torch.empty(rows.num_rows, reply_features, dtype=torch.int32, device="cpu")
-    # These are the numbers and their limbs, and four limbs of int32 sums.
+    # Per number of a row: 4 bytes and four 1-byte limbs. Per number of the reply: four int32 sums.
     row_bytes = 8 * features + 16 * reply_features
     for piece in rows.split(max(1, HINT_SCRATCH_BYTES // row_bytes)):
         start = piece.first_row - rows.first_row
@@ -152,8 +154,8 @@ def seeded_product(weight: torch.Tensor, rows: SeededRows, columns: range, featu
 
 
 def all_finite(rows: torch.Tensor) -> bool:
-    """Tells whether no number is NaN or infinite."""
-    # aminmax passes NaN on and cannot overflow, and needs no tensor of the rows' size.
+    """Returns whether all numbers are finite."""
+    # aminmax returns NaN if there is one, cannot overflow, and allocates no tensor of the rows' size.
     low, high = torch.aminmax(rows)
     return bool(torch.isfinite(low) & torch.isfinite(high))
 

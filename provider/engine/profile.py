@@ -1,4 +1,4 @@
-"""Measures how long this machine's products take, before the first tenant asks: the scheduler's first predictions."""
+"""Measures at the start how long products take on this machine, for the scheduler's first predictions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from provider.schedule.scheduler import Scheduler
 from wire.frame import DTYPES, Arithmetic, Call, Direction
 
 _ROWS = (1, 64, 1, 64)
-"""Rows of the measured products. Each size is measured twice: the first product of a shape also pays for its scratch
-memory."""
+"""Rows of the measured products. The first result of each size is dropped, since the first product of a shape also
+allocates scratch memory."""
 _MAX_PRODUCTS = 1 << 31
-"""Most multiplications in one measurement: an output head is profiled with fewer rows."""
+"""Most multiplications in one measurement, so that an output head is measured with fewer rows."""
 
 
 def make_scheduler(
@@ -30,7 +30,7 @@ def make_scheduler(
     product: Product | None = None,
     ids: Collection[int] | None = None,
 ) -> Scheduler:
-    """Makes a scheduler for the products of one model; `latency_model` and `Scheduler` describe the other arguments."""
+    """Returns a scheduler for one model; `latency_model` and `Scheduler` describe the arguments."""
     groups = served.manifest.groups
     return Scheduler(
         policy,
@@ -43,13 +43,15 @@ def make_scheduler(
 def latency_model(
     served: PreparedModel, profiled: bool = True, product: Product | None = None, ids: Collection[int] | None = None
 ) -> LatencyModel:
-    """Makes a model of ring products by shape, each shape measured once; float and hints begin at its rate.
+    """Returns a model that predicts the time of products, after measuring ring products of each shape.
+
+    Products in float arithmetic and hints start with the mean rate of the measured ring products.
 
     Args:
-        served: the model.
-        profiled: whether to measure; if not, the model begins at a guess, which the first products correct.
-        product: makes the products that are timed; None uses this process, with `served`.
-        ids: the groups that are measured; None for all.
+        served: the served model.
+        profiled: whether to measure; if not, the predictions start with a guess, which the first products correct.
+        product: computes the products that are timed; None computes them in this process, with `served`.
+        ids: the ids of the groups to measure; None for all groups.
     """
     groups = served.manifest.groups
     compute_one = product or (lambda call, rows: compute(served, call, rows))

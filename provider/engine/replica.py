@@ -1,7 +1,7 @@
-"""What makes an executor's products: this process, a shard's process, or a shard on another host.
+"""Defines the replica, which computes an executor's products: in this process, in a shard's process or on another host.
 
-Products are pure functions of the request, so one that was lost on its way may be made again by any holder of the same
-weights: the rows are the same bytes, and no mask is used for anything else.
+A product is a pure function of the request. If a product is lost, any replica with the same weights may compute it
+again. This is safe for the tenant's masks: the rows are the same bytes as before, so no mask hides a second value.
 """
 
 from __future__ import annotations
@@ -18,83 +18,84 @@ from wire.frame import Call
 from wire.ring.seeded_rows import Rows
 
 Product = Callable[[Call, Rows], torch.Tensor]
-"""Makes one product; raises nothing but `wire.errors` and `ReplicaLost`."""
+"""A function that computes one product; it raises only errors of `wire.errors` and `ReplicaLost`."""
 Products = Callable[[Call, Sequence[torch.Tensor]], list[torch.Tensor]]
-"""Makes the product of each of several matrices."""
+"""A function that computes the product of each of several matrices."""
 RowProduct = Callable[[memoryview, memoryview], None]
-"""Makes the product of one row, from the bytes of a request into those of its reply; see `wire.ring.kernels.OneRow`."""
+"""A function that computes the product of one row: it reads the bytes of a request and writes the bytes of its reply;
+see `wire.ring.kernels.OneRow`."""
 
 
 _LEAST_S, _PRODUCTS_PER_S = 5.0, 5e8
-"""Seconds that a product may take in any case, and multiplications a second beyond that. A core makes ten times as
-many; a tenant waits 30 s and more, so another replica still has time."""
+"""The least time limit of a product, in seconds, and the rate by which larger products extend it, in multiplications
+per second. A core is ten times as fast. A tenant waits for at least 30 s, so another replica still has time."""
 
 
 def product_limit_s(num_products: int) -> float:
-    """Returns the seconds after which a replica that makes so many multiplications counts as hanging."""
+    """Returns the seconds after which a replica counts as hanging, for a product of `num_products` multiplications."""
     return _LEAST_S + num_products / _PRODUCTS_PER_S
 
 
 class ReplicaLost(Exception):
-    """The replica that was to make a product is gone, and did not say whether it was made."""
+    """Says that the replica that was to compute a product is gone; whether it had computed the product is unknown."""
 
     def __init__(self, began: bool = True) -> None:
-        """Args: began: whether it may have got the rows, so that they may be what ended it."""
+        """Keeps `began`: whether the replica may have received the rows, so that these may be what ended it."""
         super().__init__()
         self.began = began
 
 
 class Replica(Protocol):
-    """One holder of an executor's weights. It makes one product at a time, unless it says otherwise."""
+    """Holds an executor's weights and computes products: one at a time, unless `can_share` is true."""
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Makes one product, shape (num_rows, features of the other side); see `provider.engine.products.compute`.
+        """Computes one product; see `provider.engine.products.compute` for shapes.
 
         Raises:
-            VeilbaseError: the request is at fault, or this replica in a way that another would not mend.
+            VeilbaseError: the request failed, and would fail on any other replica too.
             ReplicaLost: the replica is gone.
         """
         ...
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Makes `product` of several matrices at once; each reply has memory of its own."""
+        """Computes `product` for several matrices at once; each reply owns its memory."""
         ...
 
     def row_product(self, call: Call) -> RowProduct | None:
-        """Returns what makes `product` of one row for a call that was checked, in any thread; None where only `product`
-        can."""
+        """Returns a function that computes the product of one row of a checked call in any thread; None if the replica
+        has no such function for the call, so that `product` must be used."""
         ...
 
     @property
     def can_share(self) -> bool:
-        """Tells whether a small product may be made in another thread beside a large one."""
+        """Returns whether another thread may compute a small product while a large one is being computed."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """Tells whether the replica seems to be there; asked now and then while it has nothing to do."""
+        """Returns whether the replica seems to be alive; the executor asks from time to time while it is idle."""
         ...
 
     @property
     def can_return(self) -> bool:
-        """Tells whether `revive` may bring the replica back once it is lost."""
+        """Returns whether `revive` may bring the replica back once it is lost."""
         ...
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Brings a lost replica back; this may take long, but not longer than until `is_over`.
+        """Tries to bring a lost replica back; this may take long, but ends when `is_over` is set.
 
         Returns:
-            Whether it can make products again; False means never.
+            True if the replica can compute products again; False if it never will.
         """
         ...
 
     def close(self) -> None:
-        """Closes the replica."""
+        """Closes the replica and frees its resources."""
         ...
 
 
 class Here:
-    """A replica in this process, which is never lost."""
+    """Computes products in this process, so it is a replica that is never lost."""
 
     is_alive, can_return = True, False
 
@@ -105,13 +106,13 @@ class Here:
         can_share: bool = True,
         row_product: Callable[[Call], RowProduct | None] = lambda call: None,
     ) -> None:
-        """Keeps what it is given.
+        """Keeps the functions that compute.
 
         Args:
-            product: makes one product, in the calling thread.
-            products: makes several at once; None uses `product`.
-            can_share: whether several threads may make products at a time.
-            row_product: makes the product of a row, where it can.
+            product: computes one product in the calling thread.
+            products: computes several products at once; None joins the rows and calls `product`.
+            can_share: whether several threads may compute products at the same time.
+            row_product: returns the function for one row of a call, or None; see `Replica.row_product`.
         """
         self.product, self.can_share, self.row_product = product, can_share, row_product
         self.products: Products = products or partial(together, product)

@@ -1,7 +1,8 @@
-"""Answers each request once its products are made: replies are put together, and every callback is called once.
+"""Puts together the reply to each request from its products, and calls the request's callback.
 
-Guarantees: a request ends by exactly one call of `done`, or by none once it is cancelled; a fault of one request is
-that request's alone, whichever requests shared its product; a callback that fails keeps no other from being called.
+Guarantees: `done` is called exactly once for each request, or not at all if the request is cancelled. If a request is
+invalid, only that request fails, and not the others in its batch. If a callback fails, the other callbacks are still
+called.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ FAILED = RemoteFault("the provider failed while computing")
 
 
 class Replies:
-    """Answers requests. It is safe under threads: several replicas may have pieces of one request."""
+    """Finishes requests with a reply or an error. It is safe under threads, since several replicas may compute pieces
+    of one request."""
 
     def __init__(self, completed: Completed | None, unqueue: Callable[[Ticket], None]) -> None:
         """Keeps the callbacks.
 
         Args:
-            completed: called for every request when it is answered with a tensor, or fails or is cancelled; may be
-                None.
-            unqueue: drops what is left of a request that will not be answered.
+            completed: called for every request that gets a reply, fails or is cancelled; None for no callback.
+            unqueue: removes from the queue what is left of a request that failed or was cancelled.
         """
         self._completed, self._unqueue = completed, unqueue
 
     @property
     def are_told(self) -> bool:
-        """Tells whether there is a callback for every request."""
+        """Returns whether a callback is told of every request."""
         return self._completed is not None
 
     def tell(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
-        """Reports a request that has no job, with its reply, or None where it was answered with an error."""
+        """Calls the callback for a request, if there is a callback; `reply` is None if the request has no reply."""
         if self._completed is not None:
             self._completed(tenant, call, rows, reply)
 
     def cancel(self, job: Job) -> bool:
-        """Takes a job out of the queue, and drops its rows; returns False where it was over already."""
+        """Takes a job out of the queue and drops its rows; returns False if the job had already ended."""
         self._unqueue(job.ticket)
         rows = job.end()
         if rows is not None:
@@ -55,7 +56,8 @@ class Replies:
         return rows is not None
 
     def is_good(self, piece: Piece, alone: bool) -> bool:
-        """Tells whether a piece may be computed with others; one that may not has been answered."""
+        """Returns whether a piece may be computed in its batch. If not, the request was cancelled, or it is failed
+        here: because its deadline has passed, or because of a value that is not finite."""
         job = job_of(piece.ticket)
         rows = job.rows
         if rows is None:
@@ -71,7 +73,7 @@ class Replies:
         return False
 
     def deliver(self, piece: Piece, outcome: Outcome) -> None:
-        """Puts a piece's part of a product in its place, and answers the request if it is complete."""
+        """Puts the outcome of one piece into the request's reply, and finishes the request once all pieces are in."""
         try:
             self._deliver(piece, outcome)
         except Exception as exc:  # noqa: BLE001 - the thread serves every tenant and must go on
@@ -81,7 +83,7 @@ class Replies:
     def _deliver(self, piece: Piece, outcome: Outcome) -> None:
         job = job_of(piece.ticket)
         if job.rows is None:
-            return  # The request was cancelled meanwhile.
+            return  # The request has been cancelled meanwhile.
         if not isinstance(outcome, torch.Tensor):
             self.fail(job, outcome)
             return
@@ -90,7 +92,7 @@ class Replies:
             self.finish(job, reply)
 
     def finish(self, job: Job, reply: torch.Tensor) -> None:
-        """Answers a job with the whole reply to its rows."""
+        """Ends a job and calls its callback with the complete reply."""
         rows = job.end()
         if rows is None:
             return
@@ -104,10 +106,10 @@ class Replies:
         for ticket in tickets:
             try:
                 self.fail(job_of(ticket), error)
-            except Exception as exc:  # noqa: BLE001 - the others must be answered as well
+            except Exception as exc:  # noqa: BLE001 - the others must be told as well
                 _LOGGER.error("a request could not be told that it failed: %s", type(exc).__name__)
 
     def fail(self, job: Job, error: VeilbaseError) -> None:
-        """Answers with an error a job that was neither answered nor cancelled."""
+        """Ends a job with an error, unless the job has already ended."""
         if self.cancel(job):
             job.done(error)

@@ -1,1 +1,1 @@
-"""The provider's certificate authority, and the registry of the tenants and shards that it enrolled."""
+"""This package holds the provider's certificate authority, and the registry of enrolled tenants and shards."""

@@ -1,9 +1,11 @@
-"""The provider's private certificate authority: its state directory, the certificates it issues, and the names in them.
+"""Runs the provider's private certificate authority (CA): creates it in the state directory, issues certificates, and
+reads the identity in a peer's certificate.
 
-Guarantees: there is one CA per state directory, however many processes start at once; no private key is ever readable
-by another user, not even while it is being written; a tenant's certificate cannot act as the server, nor the server's
-as a tenant; no error holds key material. This module does not encrypt keys at rest, verify chains (TLS does, before
-`peer_identity` is asked), or know which certificates are revoked; `provider.identity.registry` does.
+Guarantees: there is one CA per state directory, even if several processes start at once. No private key is readable by
+another user, not even while the key is being written. A tenant's certificate cannot be used as a server's, nor a
+server's as a tenant's. No error contains key material. This module does not encrypt keys on disk. It does not verify
+certificate chains; TLS does so before `peer_identity` is called. It does not know which certificates are revoked;
+`provider.identity.registry` does.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from wire.errors import AccessError, Unauthenticated
 
-BACKDATE = timedelta(hours=1)  # A peer whose clock runs behind must not find a certificate that is not valid yet.
+BACKDATE = timedelta(hours=1)  # A certificate must be valid for peers whose clock is slow.
 CA_LIFETIME = timedelta(days=3650)
-# CA/Browser Forum baseline requirements, section 6.3.2: some TLS stacks refuse a longer lifetime.
+# Some TLS stacks refuse a longer lifetime: CA/Browser Forum baseline requirements, section 6.3.2.
 SERVER_LIFETIME = timedelta(days=397)
 Role = Literal["tenant", "shard"]
 _URIS: dict[Role, str] = {"tenant": "veilbase://tenant/", "shard": "veilbase://shard/"}
@@ -42,73 +44,74 @@ _ENDPOINT = re.compile(r"grpcs://[^\s/]+")
 
 
 class StateDamaged(AccessError):
-    """The state directory cannot be used: it is unreadable, incomplete, or open to other users."""
+    """Says that the state directory cannot be used: it is unreadable, incomplete, or open to other users."""
 
 
 class InvalidTenantName(AccessError):
-    """The text is not a tenant name."""
+    """Says that a text is not a valid tenant name."""
 
 
 class InvalidHost(AccessError):
-    """The text is neither an IP address nor a DNS name, so it cannot stand in a server certificate."""
+    """Says that a text is neither an IP address nor a DNS name, so that no server certificate can contain it."""
 
 
 class InvalidEndpoint(AccessError):
-    """The text is not a grpcs:// URL."""
+    """Says that a text is not a grpcs:// URL."""
 
 
 class InvalidLifetime(AccessError):
-    """A certificate cannot live for so many days."""
+    """Says that a certificate cannot be valid for the given number of days."""
 
 
 class IdentityNotWritten(AccessError):
-    """The output folder holds an identity already, or cannot be written."""
+    """Says that the output folder already holds an identity, or cannot be written."""
 
 
 class AlreadyEnrolled(AccessError):
-    """The name has a certificate that is neither revoked nor expired."""
+    """Says that the name already has a certificate that is neither revoked nor expired."""
 
 
 class UnknownTenant(AccessError):
-    """No tenant of this name was ever enrolled."""
+    """Says that no tenant of this name was ever enrolled."""
 
 
 class InvalidPeerCertificate(Unauthenticated):
-    """A client certificate names no tenant. As this is an Unauthenticated, it has a code on the wire."""
+    """Says that a client certificate names no tenant or shard. It is an Unauthenticated, so it has a code on the
+    wire."""
 
 
 @dataclass(frozen=True)
 class CertificateAuthority:
-    """The CA's certificate and key."""
+    """Holds the CA's certificate and private key."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey = field(repr=False)
 
     @property
     def pem(self) -> bytes:
-        """Returns the certificate in PEM, for those that are to trust this CA."""
+        """Returns the CA's certificate in PEM, for peers that are to trust this CA."""
         return self.certificate.public_bytes(serialization.Encoding.PEM)
 
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """The tenant or shard that a client certificate names, and the certificate's serial number."""
+    """Holds the name of the tenant or shard in a client certificate, and the certificate's serial number."""
 
     name: str
     serial: int
 
 
 class StateDir:
-    """A provider's state directory: `ca_key.pem`, `ca.pem`, `tenants.json`, `lock`."""
+    """Gives access to a provider's state directory, with the files `ca_key.pem`, `ca.pem`, `tenants.json`, `lock`."""
 
     def __init__(self, path: str | Path, *, create: bool = True, now: datetime | None = None) -> None:
-        """Opens the directory; at first use makes it (mode 0700) and the CA in it.
+        """Opens the directory; at first use creates the directory (mode 0700) and a CA in it.
 
         Args:
             path: the directory.
-            create: whether to make what is missing. Commands that only read or revoke pass False, since a mistyped path
-                should be an error and not a second CA.
-            now: the time, for tests; aware. None means the clock.
+            create: whether to create a missing directory or CA. Commands that only read or revoke pass False, so that a
+                mistyped path is an error and does not create a second CA.
+            now: the present time with a time zone, for tests; None reads the clock.
 
         Raises:
             StateDamaged: the directory is unreadable, incomplete or writable by other users, or its CA has expired.
@@ -126,16 +129,16 @@ class StateDir:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Locks the directory against other processes and threads; the lock does not nest."""
+        """Locks the directory against other processes and threads; a thread must not take the lock twice."""
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(fd)  # This releases the lock, too: flock belongs to the open file description.
+            os.close(fd)  # This also releases the lock, which belongs to the open file.
 
     def damaged(self, text: str) -> StateDamaged:
-        """Returns a one-line error about this directory."""
+        """Returns a StateDamaged whose text names this directory."""
         return StateDamaged(f"provider state {str(self.path)!r}: {text}")
 
     def _prepare(self, create: bool) -> None:
@@ -144,7 +147,7 @@ class StateDir:
         elif not self.path.is_dir():
             raise self._nothing_here()
         if self.path.stat().st_mode & 0o022:
-            # A user who can write here can put another CA in place of this one.
+            # Another user with write access could replace the CA.
             raise self.damaged("expected a directory that only its owner can write: run chmod 700 on it")
 
     def _open_authority(self, create: bool, now: datetime) -> CertificateAuthority:
@@ -161,8 +164,8 @@ class StateDir:
         return self.damaged("found no provider here: check --state, or run `provider serve --tls` or `enroll` first")
 
     def _create_authority(self, now: datetime) -> CertificateAuthority:
-        # The empty registry comes first, so that from the first certificate on a missing one means a lost one and
-        # RevocationList can fail closed on it.
+        # The empty registry is written before the CA. So if there is a CA without a registry, the registry was lost,
+        # and RevocationList refuses all callers.
         if not os.path.lexists(self.tenants_path):
             create_file(self.tenants_path, b"[]\n")
         elif self.tenants_path.read_bytes().strip() != b"[]":
@@ -188,17 +191,17 @@ class StateDir:
 def issue_server_certificate(
     state: StateDir, host: str, names: Sequence[str] = (), *, now: datetime | None = None
 ) -> tuple[bytes, bytes, bytes]:
-    """Makes the server's certificate, in memory; nothing is saved and each start makes a new one.
+    """Issues a certificate for the server. It is kept in memory only, and each start issues a new one.
 
     Args:
-        state: the provider's state.
-        host: where tenants reach it, an IP address (brackets allowed) or a DNS name; added to localhost, 127.0.0.1, ::1
-            and the machine's own name.
-        names: further names, such as those of a load balancer or a port that is forwarded.
-        now: the time, for tests.
+        state: the provider's state directory.
+        host: the IP address (brackets allowed) or DNS name under which tenants reach the provider. The certificate also
+            names localhost, 127.0.0.1, ::1 and the machine's own name.
+        names: further names, such as the name of a load balancer.
+        now: the present time, for tests; None reads the clock.
 
     Returns:
-        Key, certificate chain and CA, each PEM.
+        The private key, the certificate chain and the CA's certificate, each in PEM.
 
     Raises:
         InvalidHost: a name is neither an IP address nor a DNS name.
@@ -215,18 +218,28 @@ def issue_server_certificate(
 def issue_tenant_certificate(
     ca: CertificateAuthority, name: str, days: int, now: datetime, role: Role = "tenant"
 ) -> tuple[bytes, x509.Certificate]:
-    """Makes a tenant's or a shard's key and certificate, in memory; `provider.identity.registry.enroll` saves and
+    """Issues a key and a certificate for a tenant or a shard, in memory; `provider.identity.registry.enroll` saves and
     registers them.
 
+    Args:
+        ca: the CA that signs.
+        name: the name of the tenant or shard.
+        days: the lifetime in days.
+        now: the time at which the lifetime begins.
+        role: whether the certificate is for a tenant or a shard.
+
+    Returns:
+        The private key in PEM, and the certificate.
+
     Raises:
-        InvalidTenantName, InvalidLifetime: a certificate cannot have this name or this number of days.
+        InvalidTenantName, InvalidLifetime: the name or the number of days is not allowed.
     """
     check_tenant_name(name)
     most_days = (ca.certificate.not_valid_after_utc - now).days
     if not 1 <= days <= most_days:
         raise InvalidLifetime(f"expected a lifetime of 1 to {most_days} days (the CA ends then), got {days}")
-    # The name stands in the URI only. A DNS or IP name, or a common name such as `localhost`, would be one that a
-    # client could mistake for the server's.
+    # The name is put into a URI only. A client could mistake a DNS name, an IP address or a common name such as
+    # `localhost` for the server's name.
     names = [x509.UniformResourceIdentifier(_URIS[role] + name)]
     end = now + timedelta(days=days)
     key, certificate = _issue(ca, f"veilbase {role}", names, ExtendedKeyUsageOID.CLIENT_AUTH, now, end)
@@ -234,16 +247,20 @@ def issue_tenant_certificate(
 
 
 def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
-    """Returns the tenant or shard that a client certificate names; the TLS layer has verified its chain and dates
-    already.
+    """Reads the name of the tenant or shard, and the serial number, from a client certificate.
+
+    The TLS layer must have verified the certificate's chain and dates before.
 
     Args:
         cert_pem: one certificate, as in gRPC's `auth_context()["x509_pem_cert"][0]`.
-        role: the role that its owner claims; a tenant cannot act as a shard, nor a shard as a tenant.
+        role: the role that the peer claims; a tenant's certificate is refused for a shard, and the reverse.
+
+    Returns:
+        The name and the serial number.
 
     Raises:
-        InvalidPeerCertificate: it is anything but one certificate for client authentication only, whose alternative
-            names are exactly one veilbase://ROLE/NAME.
+        InvalidPeerCertificate: `cert_pem` is not exactly one certificate; or the certificate is not for client
+            authentication only; or its alternative names are not exactly one veilbase://ROLE/NAME.
     """
     refusal = InvalidPeerCertificate(
         f"expected a {role}'s certificate from `provider enroll`, got another: enrol again"
@@ -271,8 +288,8 @@ def peer_identity(cert_pem: bytes, role: Role = "tenant") -> PeerIdentity:
 
 
 def check_tenant_name(name: str) -> None:
-    """Raises InvalidTenantName for text that does not match `TENANT_NAME_PATTERN`, such as a path, URI syntax or a
-    newline."""
+    """Raises InvalidTenantName if a text does not match `TENANT_NAME_PATTERN`, which keeps out paths, URI syntax and
+    newlines."""
     if not re.fullmatch(TENANT_NAME_PATTERN, name):
         raise InvalidTenantName(
             f"expected a tenant name of 1 to 63 of a-z 0-9 . _ - that starts with a letter or digit, got {name[:80]!r}"
@@ -280,19 +297,19 @@ def check_tenant_name(name: str) -> None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises InvalidEndpoint for text that is not one grpcs:// URL of a host."""
+    """Raises InvalidEndpoint if a text is not one grpcs:// URL without a path."""
     if not _ENDPOINT.fullmatch(endpoint):
         raise InvalidEndpoint(f"expected an endpoint such as grpcs://host:8443, got {endpoint[:80]!r}")
 
 
 def current_time(now: datetime | None = None) -> datetime:
-    """Returns `now` or the clock's time, in UTC and whole seconds as certificates have them."""
+    """Returns `now`, or the clock's time if `now` is None, in UTC and cut to whole seconds as in certificates."""
     return (now or datetime.now(UTC)).astimezone(UTC).replace(microsecond=0)
 
 
 def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Writes a new file to disk; raises FileExistsError where there is one, even a dangling link."""
-    # O_EXCL with the final mode: at no moment does the file exist with a wider one, whatever the umask is.
+    """Writes a new file to disk; raises FileExistsError if the path exists, even as a dangling link."""
+    # The file is created with its final mode, so it is never readable by more users, whatever the umask is.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:
@@ -305,7 +322,7 @@ def create_file(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the directory's entries durable."""
+    """Writes the directory's entries to disk, so that new and renamed files survive a crash."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -400,8 +417,8 @@ def _issue(
 
 
 def _parse_authority(key_pem: bytes, cert_pem: bytes) -> CertificateAuthority | None:
-    """Returns the pair, or None if it is no P-256 CA. The parser's own words are dropped, as they may quote its
-    input."""
+    """Returns the CA, or None if the files do not hold a P-256 CA. The parser's error text is dropped, since it may
+    quote the key."""
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
         certificate = x509.load_pem_x509_certificate(cert_pem)

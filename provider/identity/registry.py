@@ -1,10 +1,10 @@
-"""The tenant registry: which tenants are enrolled, which are revoked, and the check that every request makes.
+"""Keeps the registry of enrolled and revoked tenants, and checks every request against it.
 
-Guarantees: `tenants.json` is replaced whole, under the state directory's lock and fsynced, so a reader sees the old or
-the new registry and a revocation that was reported is on disk; a registry that is missing or malformed admits nobody;
-one that cannot be read for want of descriptors, or by a fault of the disk, lets no new caller in, and counts as it was
-for a minute at most. This module does not close open connections: the service asks `RevocationList` on every request,
-inside open streams too.
+Guarantees: `tenants.json` is replaced as a whole, under the state directory's lock, and synced to disk. So a reader
+sees either the old or the new registry, and a revocation is on disk once it is reported. If the registry is missing or
+malformed, all callers are refused. If it cannot be read because file descriptors ran out or the disk failed, new
+callers are refused, and for at most a minute the registry as last read still counts for open streams. This module does
+not close open connections; the service asks `RevocationList` for every request, also on open streams.
 """
 
 from __future__ import annotations
@@ -40,30 +40,31 @@ from provider.net.descriptors import SpareDescriptor
 from wire.errors import Unavailable
 
 HELD_OVER_S = 60.0
-"""Seconds after it was last seen to be current for which the registry counts as it was while it cannot be read. This
-covers a flood that takes every descriptor; a revocation that is made meanwhile comes later by no more than this."""
+"""Seconds for which the registry as last read still counts if it can no longer be read. This bridges a flood of
+connections that takes every file descriptor. A revocation made in that time takes effect at most so much later."""
 RETRY_S = 5.0
-"""Seconds after which a refused caller may ask again: a descriptor or a disk comes back at no known time."""
+"""Seconds after which a refused caller may retry; the time at which the registry becomes readable is not known."""
 _PASSING = {errno.EMFILE: "raise the limit of open files (ulimit -n)", errno.ENFILE: "this machine has too many open"}
 _PASSING[errno.EIO] = "look at the disk"
-"""Errors that say nothing about the registry's contents, and what the operator can do about each."""
+"""Errors of the operating system after which the registry counts as unreadable and not as damaged, each with advice for
+the operator."""
 _LOGGER = logging.getLogger(__name__)
 
 
 class RegistryUnreadable(Unavailable):
-    """The registry cannot be read just now. As this is an Unavailable, it has a code on the wire."""
+    """Says that the registry cannot be read at present. It is an Unavailable, so it has a code on the wire."""
 
     def __init__(self) -> None:
         super().__init__("the registry of tenants cannot be read at the moment", RETRY_S)
 
 
 class TenantRecord(BaseModel):
-    """One issued certificate, live or not; `serial` is lower-case hexadecimal."""
+    """Describes one issued certificate, valid or not; `serial` is lower-case hexadecimal."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Annotated[str, Field(pattern=TENANT_NAME_PATTERN)]
-    # RFC 5280, 4.1.2.2: a serial number has at most 20 octets.
+    # A serial number has at most 20 octets: RFC 5280, section 4.1.2.2.
     serial: Annotated[str, Field(pattern=r"^[1-9a-f][0-9a-f]{0,39}$")]
     not_after: AwareDatetime
     enrolled_at: AwareDatetime
@@ -71,7 +72,7 @@ class TenantRecord(BaseModel):
     role: Role = "tenant"
 
     def is_live(self, now: datetime) -> bool:
-        """Tells whether the certificate is neither revoked nor expired."""
+        """Returns whether the certificate is neither revoked nor expired."""
         return self.revoked_at is None and now < self.not_after
 
 
@@ -88,22 +89,24 @@ def enroll(
     role: Role = "tenant",
     now: datetime | None = None,
 ) -> TenantRecord:
-    """Issues a tenant's identity: `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` in `out_dir`.
+    """Enrolls a tenant: writes `key.pem` (mode 0600), `cert.pem`, `ca.pem` and `endpoint` to `out_dir`, and registers
+    the certificate.
 
     Args:
-        state: the provider's state.
-        name: see `provider.identity.authority.check_tenant_name`.
-        out_dir: made with mode 0700 if it is not there; must not hold any of the four files.
+        state: the provider's state directory.
+        name: the tenant's name; see `provider.identity.authority.check_tenant_name`.
+        out_dir: the folder of the identity, created with mode 0700 if it does not exist; it must not hold any of the
+            four files.
         endpoint: the grpcs:// URL that the tenant is to use.
-        days: the lifetime of the certificate.
-        role: `shard` makes the identity of a host that joins with `provider shard`.
-        now: the time, for tests.
+        days: the lifetime of the certificate in days.
+        role: `tenant`, or `shard` for a host that joins with `provider shard`.
+        now: the present time, for tests; None reads the clock.
 
     Returns:
-        The record that is now in the registry.
+        The new record in the registry.
 
     Raises:
-        InvalidTenantName, InvalidEndpoint, InvalidLifetime: see the arguments.
+        InvalidTenantName, InvalidEndpoint, InvalidLifetime: an argument is not valid.
         AlreadyEnrolled: the name has a live certificate.
         IdentityNotWritten: `out_dir` holds an identity or cannot be written.
         StateDamaged: the registry cannot be read or written.
@@ -130,16 +133,16 @@ def enroll(
             "ca.pem": state.ca.pem,
             "endpoint": f"{endpoint}\n".encode(),
         }
-        # It is registered last: a crash in between leaves a certificate that no registry knows, which admits nobody.
+        # The certificate is registered last. After a crash in between, it is not in the registry, and is refused.
         _write_identity(Path(out_dir), files, lambda: _save(state, [*records, record]))
     return record
 
 
 def revoke(state: StateDir, name: str, *, now: datetime | None = None) -> int:
-    """Marks every live certificate of a tenant revoked; this is on disk when it returns.
+    """Revokes every valid certificate of a tenant; the revocation is on disk when this returns.
 
     Returns:
-        How many were marked; 0 where all had been revoked or had expired before.
+        The number of certificates that were revoked; 0 if all had been revoked or had expired before.
 
     Raises:
         UnknownTenant: the name was never enrolled here.
@@ -163,7 +166,7 @@ def revoke(state: StateDir, name: str, *, now: datetime | None = None) -> int:
 
 
 def tenants(state: StateDir) -> list[TenantRecord]:
-    """Returns every certificate ever issued to a tenant, in order of issue.
+    """Returns the records of all certificates that were ever issued to tenants and shards, in order of issue.
 
     Raises:
         StateDamaged: the registry is missing, unreadable or malformed.
@@ -171,22 +174,23 @@ def tenants(state: StateDir) -> list[TenantRecord]:
     try:
         return _parse(state.tenants_path.read_bytes())
     except (OSError, ValueError) as exc:
-        # pydantic's own words quote the file, so they stay out of the message.
+        # pydantic's error text quotes the file, so it stays out of the message.
         raise state.damaged(
             "expected a readable registry in tenants.json, found it missing or malformed: restore it from a backup"
         ) from exc
 
 
 def _now() -> datetime:
-    return datetime.now(UTC)  # Every request asks, and this is cheaper than whole seconds.
+    return datetime.now(UTC)  # This runs for every request, and is cheaper than `current_time`.
 
 
 class RevocationList:
-    """Answers from `tenants.json` on every request: with one stat, and a reload only when the file has changed.
+    """Checks certificates against `tenants.json`, which is read again only when `stat` shows that it has changed.
 
-    Threads may share it. While the file is missing or malformed everything counts as revoked. While it cannot be read
-    for want of descriptors (one is kept spare for it) or by a fault of the disk, what was read last counts, for
-    `HELD_OVER_S`; then every question raises `RegistryUnreadable`. It recovers by itself when the file does.
+    Several threads may use one object. While the file is missing or malformed, every certificate counts as revoked. If
+    file descriptors run out, a spare descriptor is used to read the file. While the file cannot be read even so, or
+    because the disk failed, the records that were read last count for `HELD_OVER_S` seconds. After that, every check
+    raises `RegistryUnreadable` until the file can be read again.
     """
 
     def __init__(
@@ -196,29 +200,29 @@ class RevocationList:
         clock: Callable[[], datetime] = _now,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepares; the file is read at the first question.
+        """Reserves a spare file descriptor; the file is read at the first check.
 
         Args:
-            state: the provider's state.
-            clock: gives the time that certificates' dates are compared with.
-            monotonic: gives seconds, to measure for how long a registry that cannot be read has counted.
+            state: the provider's state directory.
+            clock: returns the present time, which is compared with the certificates' dates.
+            monotonic: returns seconds, to measure for how long the file could not be read.
         """
         self._path, self._name = state.tenants_path, str(state.tenants_path)
         self._clock, self._monotonic = clock, monotonic
         self._reloading = threading.Lock()
-        # Stamp and records change together, as one reference, so that a reader without the lock sees a matching pair.
+        # Stamp and records are replaced together, as one tuple, so that a reader without the lock sees a matching pair.
         self._snapshot: tuple[_Stamp | None, dict[int, TenantRecord] | None] = (None, None)
         self._seen_at = float("-inf")
-        """When the file was last seen to be what the snapshot says, or to be gone."""
+        """Time at which the snapshot was last known to agree with the file, or the file to be missing."""
         self._spare = SpareDescriptor()
         self._noting = threading.Lock()
         self._trouble: str | None = None
 
     def is_revoked(self, serial: int) -> bool:
-        """Tells whether this certificate was revoked; True for all while the registry is missing or malformed.
+        """Returns whether a certificate is revoked; true for all certificates if the registry is missing or malformed.
 
         Raises:
-            RegistryUnreadable: the registry has been out of reach for too long.
+            RegistryUnreadable: the registry could not be read for `HELD_OVER_S` seconds.
         """
         records = self._known()
         if records is None:
@@ -227,8 +231,9 @@ class RevocationList:
         return record is not None and record.revoked_at is not None
 
     def is_enrolled(self, serial: int) -> bool:
-        """Tells whether this certificate is registered, not revoked and not expired: TLS checks dates only at a
-        handshake.
+        """Returns whether a certificate is registered, not revoked and not expired.
+
+        The date is checked here for every request, since TLS checks it only at the handshake.
 
         Raises:
             RegistryUnreadable: see `is_revoked`.
@@ -238,8 +243,7 @@ class RevocationList:
         return record is not None and record.is_live(self._clock())
 
     def check_current(self) -> None:
-        """Checks that the registry can be read now. It is for new callers, for which what was read earlier does not
-        count.
+        """Checks that the registry can be read now; new callers are admitted only if it can.
 
         Raises:
             RegistryUnreadable: the registry cannot be read.
@@ -248,10 +252,10 @@ class RevocationList:
             self._current()
         except OSError as exc:
             self._note(f"cannot be read ({os.strerror(exc.errno or 0)})", self._consequence(exc))
-            raise RegistryUnreadable from None  # an answer to a peer; the log has the cause
+            raise RegistryUnreadable from None  # It goes to a peer; the log has the cause.
 
     def _known(self) -> dict[int, TenantRecord] | None:
-        """Returns the newest records that count, or None where no caller is to be admitted."""
+        """Returns the newest records that count, by serial number; None if all callers are to be refused."""
         try:
             return self._current()
         except OSError as exc:
@@ -259,7 +263,7 @@ class RevocationList:
             what = f"cannot be read ({os.strerror(exc.errno or 0)})"
             if is_over:
                 self._note(f"still {what}", f"every request is refused until it can: {_PASSING[exc.errno or 0]}")
-                raise RegistryUnreadable from None  # asked for every request; the log has the cause
+                raise RegistryUnreadable from None  # It goes to a peer; the log has the cause.
             self._note(what, self._consequence(exc))
             return self._snapshot[1]
 
@@ -269,8 +273,8 @@ class RevocationList:
         return f"nobody new is let in, and open streams go on for {HELD_OVER_S:.0f} s at most: {advice}"
 
     def _current(self) -> dict[int, TenantRecord] | None:
-        """Returns what the file says now; raises OSError where that cannot be found out, for a reason that is in
-        `_PASSING`."""
+        """Returns the records in the file as it is now, or None if it is missing or malformed; raises OSError for a
+        reason in `_PASSING`."""
         try:
             stamp, records = self._snapshot
             if stamp != _stamp(os.stat(self._name)):
@@ -280,7 +284,7 @@ class RevocationList:
             if exc.errno in _PASSING:
                 raise
             records = None
-            self._snapshot = (None, None)  # What was enrolled before must not count again when reading fails later.
+            self._snapshot = (None, None)  # Records read earlier must not count if a later read fails.
         self._seen_at = self._monotonic()
         self._spare.take_back()
         if records is None:
@@ -300,11 +304,10 @@ class RevocationList:
 
     def _read(self) -> dict[int, TenantRecord] | None:
         with self._path.open("rb") as file:
-            # It is stamped before it is read, through the open file: a change while reading makes the next call read
-            # again.
+            # The stamp is taken before reading, so that after a change during the read the next call reads again.
             stamp = _stamp(os.fstat(file.fileno()))
             if stamp == self._snapshot[0]:
-                return self._snapshot[1]  # Another thread was here first.
+                return self._snapshot[1]  # Another thread has read this version.
             data = file.read()
         try:
             records = {int(record.serial, 16): record for record in _parse(data)}
@@ -314,7 +317,7 @@ class RevocationList:
         return records
 
     def _note(self, trouble: str | None, consequence: str) -> None:
-        """Logs one line whenever the trouble changes, and one when there is none any more."""
+        """Logs one line when the trouble with the file changes, and one line when it is over."""
         with self._noting:
             if trouble == self._trouble or (self._trouble or "").startswith(f"still {trouble}"):
                 return
@@ -329,12 +332,12 @@ _Stamp = tuple[int, int, int, int]
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
-    # The change time is in it because a restored copy can have the old size and modification time.
+    # The change time is included since a restored copy can have the old size and modification time.
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
 
 
 def _parse(data: bytes) -> list[TenantRecord]:
-    """Returns the registry; raises ValueError where it is malformed or lists a serial number twice."""
+    """Returns the records in a registry file; raises ValueError if it is malformed or lists a serial number twice."""
     try:
         records = _REGISTRY.validate_json(data)
     except ValidationError:
@@ -345,10 +348,10 @@ def _parse(data: bytes) -> list[TenantRecord]:
 
 
 def _save(state: StateDir, records: Sequence[TenantRecord]) -> None:
-    """Replaces the registry whole; the caller holds the lock."""
+    """Replaces the registry file as a whole; callers must hold the lock."""
     temporary = state.path / "tenants.json.tmp"
     try:
-        temporary.unlink(missing_ok=True)  # A crash left it: the lock says that no other process is writing it.
+        temporary.unlink(missing_ok=True)  # It is left from a crash, since nobody else holds the lock.
         create_file(temporary, _REGISTRY.dump_json(list(records), indent=1) + b"\n")
         temporary.replace(state.tenants_path)
         sync_directory(state.path)
@@ -357,7 +360,7 @@ def _save(state: StateDir, records: Sequence[TenantRecord]) -> None:
 
 
 def _write_identity(out_dir: Path, files: dict[str, bytes], commit: Callable[[], None]) -> None:
-    """Writes all files and commits, or leaves none of them behind."""
+    """Writes all files and then calls `commit`; if anything fails, removes the files that it wrote."""
     written: list[Path] = []
     try:
         out_dir.mkdir(mode=0o700, parents=True, exist_ok=True)

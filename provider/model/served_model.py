@@ -1,4 +1,4 @@
-"""A provider without a network: what the gRPC service and the embedded provider share."""
+"""Serves a model without a network; the service behind the ports and the embedded provider both use this."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """A served model, and the recorder if there is one. It is safe under threads, and a
-    `wire.transport.inproc.Handler`."""
+    """Computes products of one model, and records requests if there is a recorder.
+
+    It is safe under threads, and implements `wire.transport.inproc.Handler`.
+    """
 
     can_share = True
-    """Several threads may compute at a time; see `provider.engine.replica.Replica`."""
+    """Says that several threads may compute at the same time; see `provider.engine.replica.Replica`."""
 
     def __init__(self, served: PreparedModel, recorder: Recorder | None = None) -> None:
-        """Args: recorder: writes down what tenants send; None, the normal case, keeps nothing."""
+        """Keeps the prepared model and the recorder, which writes down what tenants send; None, the normal case,
+        records nothing."""
         self.served = served
         self._recorder = recorder
 
     def manifest(self) -> Manifest:
-        """Returns what tenants are told about the model."""
+        """Returns the manifest, which describes the model to tenants."""
         return self.served.manifest
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
@@ -45,14 +48,14 @@ class ServedModel:
         return self.served.bundle.read(file_name)
 
     def check(self, call: Call, cols: int) -> int:
-        """Checks a call; see `provider.engine.products.check_call`."""
+        """Checks a call and returns the columns of its reply; see `provider.engine.products.check_call`."""
         return products.check_call(self.served, call, cols)
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Makes one product; see `provider.engine.products.compute`. It records nothing; the code that answers does.
+        """Computes one product; see `provider.engine.products.compute`. It records nothing; callers use `record`.
 
         Raises:
-            VeilbaseError: the request is at fault, or `RemoteFault` for anything unforeseen, which the log explains.
+            VeilbaseError: the request is not valid; or, as a RemoteFault, an unexpected failure, whose type is logged.
         """
         try:
             return products.compute(self.served, call, rows)
@@ -60,15 +63,16 @@ class ServedModel:
             raise _fault_as_error(call, exc) from None  # the cause's text may hold values of a tenant's rows
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Makes `compute` of each, by one product of a call that was checked; each reply has memory of its own."""
+        """Computes the products of several matrices by one matrix product of all rows; the call must have been checked.
+        Each reply owns its memory."""
         try:
             return products.products(self.served.groups[call.group], call, parts)
         except Exception as exc:  # noqa: BLE001 - out of memory, a broken kernel
             raise _fault_as_error(call, exc) from None  # as in `compute`
 
     def row_product(self, call: Call) -> RowProduct | None:
-        """Returns what makes the product of one row for a call that was checked, in any thread; None where only
-        `compute` can."""
+        """Returns a function that computes the product of one row of a checked call in any thread; None if only
+        `compute` can compute the call."""
         if call.arithmetic is not Arithmetic.RING or call.direction is not Direction.FORWARD:
             return None
         if call.purpose is Purpose.HINT or call.group >= len(self.served.groups):
@@ -78,11 +82,11 @@ class ServedModel:
 
     @property
     def is_recording(self) -> bool:
-        """Tells whether `record` does anything."""
+        """Returns whether there is a recorder."""
         return self._recorder is not None
 
     def record(self, tenant: str, call: Call, rows: Rows, reply: torch.Tensor | None) -> None:
-        """Records a whole request and its reply, if it has one, where there is a recorder."""
+        """Records a whole request and its reply, which is None if there is none; does nothing without a recorder."""
         if self._recorder is not None:
             self._recorder.record(tenant, call, rows, reply)
 
@@ -92,8 +96,9 @@ class ServedModel:
         return {group.info.id: group.fingerprint() for group in self.served.groups}
 
     def let_weights_go(self) -> None:
-        """Drops the weights, since other processes compute from now on; what is left describes the model."""
-        self.fingerprints  # noqa: B018 - they are computed while there are weights to compute them from
+        """Drops the weights, for use when other processes compute; keeps the manifest, the bundle and the
+        fingerprints."""
+        self.fingerprints  # noqa: B018 - the property is cached before the weights are dropped
         self.served = replace(self.served, groups=())
         return_freed_memory()
 
@@ -104,8 +109,8 @@ class ServedModel:
 
 
 def _fault_as_error(call: Call, exc: Exception) -> VeilbaseError:
-    """Returns the request's own fault as it is, and anything else, such as a lack of memory, as an error that tells
-    nothing."""
+    """Returns a VeilbaseError unchanged. Logs the type of any other exception, such as a lack of memory, and returns a
+    RemoteFault without details."""
     if isinstance(exc, VeilbaseError):
         return exc
     # Only the type is logged: the text of an exception may hold values.

@@ -1,13 +1,16 @@
-"""Decides which layers a provider serves, and which of them share one call.
+"""Decides which layers a provider serves, and which of these share one call.
 
-Guarantees: layers are found by type and grouped by watching one forward pass; a layer whose weight is another layer's
-too, or is read or changed outside the layer's own call, is not served; nor is a layer with a forward of its own, unless
-it was seen to be x·W + b, for rows of several sizes. What torch's operations change in the model's tensors is restored
-after the pass (not what is written through numpy, or bound anew). What is not served is in the bundle.
+Layers are found by their type. One small forward pass, the trace, shows which layers get the same input; these become
+one group. Layers that are not served go into the bundle.
 
-What another input, a cache or training would do is not guaranteed. A group only says that its members met the same
-input in the trace: the tenant checks again in every call. The tenant's stand-in weight refuses to be read, in every
-call.
+Guarantees: a layer is not served if its weight is shared with another layer, or is read or changed outside the layer's
+own call. A layer with its own forward method is served only if it computed x·W + b for rows of several magnitudes. If
+operations of torch change the model's tensors during the pass, the tensors are restored.
+
+Not guaranteed: changes through numpy are not restored, nor are attributes that the pass sets to another tensor. With
+another input, with a cache or in training, the layers of a group may get different inputs, or a weight may be read
+outside its layer's call. So the tenant compares the inputs again in every call, and the tenant's stand-in for a weight
+raises an error if it is read.
 """
 
 from __future__ import annotations
@@ -33,43 +36,44 @@ _LOGGER = logging.getLogger(__name__)
 _TRACE_SHAPE = (2, 3)
 _MAX_NAME = 512
 _MAX_MEMBERS = 256
-"""Most characters of a group's name, and most layers in a group; wire/manifest.py refuses longer and larger ones."""
+"""Most characters of a group's name, and most layers in a group; wire/manifest.py refuses more."""
 _TOLERANCE = 1e-5
-"""Relative error of float32 sums in another order, some 100 units in the last place."""
+"""Largest relative error that float32 sums in another order may have, about 100 units in the last place."""
 
 
 def layer_kind(module: nn.Module) -> str | None:
-    """Returns `linear` or `conv1d` for a module of that type, or of a subclass, with a matrix to serve; else None."""
+    """Returns `linear` or `conv1d` if a module is an nn.Linear or a Conv1D, or a subclass, whose weight can be served;
+    else None."""
     from transformers.pytorch_utils import Conv1D
 
-    weight = module._parameters.get("weight")  # A parametrised layer has a property instead.
+    weight = module._parameters.get("weight")  # The weight of a parametrised layer is no parameter.
     if weight is None or weight.dim() != 2 or not weight.dtype.is_floating_point or not weight.numel():
         return None
     if isinstance(module, NonDynamicallyQuantizableLinear):
-        return None  # nn.MultiheadAttention reads its weight without calling it.
+        return None  # nn.MultiheadAttention reads the weight of this layer directly.
     if not _is_stock(module) and (set(module._parameters) - {"weight", "bias"} or module._buffers or module._modules):
-        return None  # A tenant's stand-in has a weight and a bias only.
+        return None  # A tenant's stand-in has only a weight and a bias.
     if isinstance(module, nn.Linear):
         return "linear"
     return "conv1d" if isinstance(module, Conv1D) else None
 
 
 def _is_stock(module: nn.Module) -> bool:
-    """Tells whether a module computes x·W + b by its type; any other must be seen to do so."""
+    """Returns whether a module's type alone shows that it computes x·W + b; other modules are checked in the trace."""
     from transformers.pytorch_utils import Conv1D
 
     return type(module).forward in (nn.Linear.forward, Conv1D.forward)
 
 
 def base_layers(model: nn.Module, patterns: str | None = None) -> dict[str, nn.Module]:
-    """Returns the layers that may be served, in module order; `trace_groups` says which of them are.
+    """Returns the layers that may be served, by name, in module order; `trace_groups` decides which of them are served.
 
     Args:
         model: any Hugging Face model.
-        patterns: comma-separated fnmatch patterns of full module names; `!` in front excludes; None means all.
+        patterns: comma-separated fnmatch patterns of full module names; a `!` in front excludes; None takes all.
 
     Raises:
-        ConfigurationError: nothing matches.
+        ConfigurationError: no layer matches.
     """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     found = {
@@ -94,14 +98,16 @@ def _matches(name: str, patterns: str | None) -> bool:
 
 
 def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[str, ...]]:
-    """Returns groups of layer names in execution order; layers of one group got the same tensor object and version.
+    """Runs the trace and groups the layers that got the same input.
 
     Args:
         model: the model, with its weights.
         layers: the layers from `base_layers`.
 
     Returns:
-        Every layer to serve, exactly once. One that ran never or more than once is alone in its group.
+        Groups of layer names, in order of execution. Every served layer is in exactly one group. The layers of a group
+        got the same tensor object at the same version. A layer that never ran, or ran more than once, is a group of its
+        own.
 
     Raises:
         ConfigurationError: none of the layers can be served.
@@ -110,7 +116,7 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
     groups: list[tuple[str, ...]]
     try:
         trace.run()
-    except Exception as exc:  # noqa: BLE001 - any model may fail in any way: serving unfused layers is still right
+    except Exception as exc:  # noqa: BLE001 - a model may fail in any way; layers can be served without groups
         _LOGGER.warning("tracing the model failed (%s): no layers are fused", type(exc).__name__)
         groups = [(name,) for name, module in layers.items() if _is_stock(module) and name not in trace.refused]
     else:
@@ -124,11 +130,12 @@ def trace_groups(model: nn.Module, layers: dict[str, nn.Module]) -> list[tuple[s
 
 
 class _Trace(TorchDispatchMode):
-    """Watches one forward pass: what each layer was given, what touches a layer's weight, and what is changed in place.
+    """Watches one forward pass: each layer's input, every use of a layer's weight, and every change in place.
 
     Attributes:
-        calls: (input, its version) of each call, by layer.
-        refused: layers whose weight was touched outside their own call or changed, or whose output is not x·W + b.
+        calls: by layer name, the input tensor of each call and the version of that tensor.
+        refused: names of layers whose weight was changed, or used outside their own call, or whose output was not
+            x·W + b.
     """
 
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module]) -> None:
@@ -140,11 +147,11 @@ class _Trace(TorchDispatchMode):
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._state = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
         self._places = sorted(self._state)
-        self._before: dict[int, torch.Tensor] = {}  # These are copies of what the pass changed.
+        self._before: dict[int, torch.Tensor] = {}  # Copies of tensors before the pass changed them.
         self._running: list[str] = []
 
     def run(self) -> None:
-        """Runs the model once, and restores what it changed."""
+        """Runs the model once, and restores the tensors that the run changed."""
         handles = [handle for name, module in self._layers.items() for handle in self._hook(name, module)]
         try:
             with self:
@@ -159,7 +166,7 @@ class _Trace(TorchDispatchMode):
     def _hook(self, name: str, module: nn.Module) -> list[Any]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = args[0] if args else next(iter(kwargs.values()))
-            # The tensor is kept, or its id could come back as another tensor's.
+            # The tensor is kept alive, since another tensor could get its id otherwise.
             self.calls.setdefault(name, []).append((given, given._version))
             self._running.append(name)
 
@@ -174,7 +181,8 @@ class _Trace(TorchDispatchMode):
         ]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Sees every operation before it runs; reading a shape or a dtype is no operation."""
+        """Notes the model's tensors in the arguments of an operation, and then runs the operation. Torch calls this for
+        every operation on tensors; reading a shape or a dtype is not an operation."""
         for tensor in tree_leaves((args, kwargs)):
             place = self._place(tensor) if isinstance(tensor, torch.Tensor) else None
             if place is not None:
@@ -182,7 +190,7 @@ class _Trace(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _place(self, tensor: torch.Tensor) -> int | None:
-        """Returns the address of the parameter or buffer that a tensor is, or is a view of."""
+        """Returns the address of the parameter or buffer in whose memory a tensor lies, or None."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -199,7 +207,8 @@ class _Trace(TorchDispatchMode):
 
 
 def _is_product(module: nn.Module, rows: torch.Tensor, output: Any) -> bool:
-    """Tells whether the output is x·W + b, and would be for rows of other sizes, in float32, in training, too."""
+    """Returns whether a module's output is x·W + b, also in float32 for random rows of three magnitudes, in training
+    mode and in eval mode."""
     if not isinstance(rows, torch.Tensor) or not isinstance(output, torch.Tensor) or not _agrees(module, rows, output):
         return False
     probe = copy.deepcopy(module).float()
@@ -221,12 +230,12 @@ def _agrees(module: nn.Module, rows: torch.Tensor, output: torch.Tensor) -> bool
 
 
 def _to_serve(layers: dict[str, nn.Module], trace: _Trace) -> list[str]:
-    """Returns the layers that ran and were not refused, and of those that did not run, the ones with a twin that is
-    served.
+    """Returns the names of the layers to serve.
 
-    Six tokens do not reach every expert of a mixture; the experts that they reach stand for the rest. A layer of which
-    no twin ran at all is one that this use of the model does not need, or that is never called: it stays with the
-    tenant.
+    Layers that ran are served unless they were refused. A layer that did not run is served if its type alone shows what
+    it computes, a twin of it ran, and no twin was refused; twins have the same name but for the numbers in it. This is
+    for mixtures of experts, since the six tokens of the trace do not reach every expert. If no twin ran, the layer
+    stays with the tenant, since this use of the model does not seem to call it.
     """
     refused = {_family(name) for name in trace.refused}
     served = {_family(name) for name in trace.calls} - refused
@@ -238,7 +247,7 @@ def _to_serve(layers: dict[str, nn.Module], trace: _Trace) -> list[str]:
 
 
 def _family(name: str) -> str:
-    """Returns the name that a layer shares with its twins at other places of a list."""
+    """Returns a layer's name with every number replaced by `#`, which is the same for all its twins."""
     return re.sub(r"\d+", "#", name)
 
 
@@ -266,7 +275,8 @@ def _group(names: list[str], calls: dict[str, list[tuple[torch.Tensor, int]]]) -
 
 
 def group_name(names: tuple[str, ...]) -> str:
-    """Returns `model.layers.0.self_attn.q_proj+k_proj+v_proj`: what the names have in common is written once."""
+    """Returns the name of a group, such as `model.layers.0.self_attn.q_proj+k_proj+v_proj`: the common beginning of the
+    layers' names, then the rest of each name, joined by `+`."""
     parts = [name.split(".") for name in names]
     shared = 0
     while all(len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts):

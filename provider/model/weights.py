@@ -1,7 +1,8 @@
-"""Turns a loaded model into what a provider holds: int8 (and native) weights per group, a manifest, a client bundle.
+"""Turns a loaded model into the groups' weights, a manifest and a client bundle.
 
-Guarantees: each original weight is released as soon as it has been quantised, and the model itself is dropped, so that
-a provider's memory is its weights. The quantiser is wire/ring/quantise.py's, bit for bit.
+Guarantees: each original weight is freed as soon as it is quantised, and the model itself is dropped, so that the
+provider's memory holds little more than the served weights. Weights are quantised by wire/ring/quantise.py, as the
+protocol prescribes.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from wire.ring.quantise import digest, max_norms, quantise
 WeightsKind = Literal["int8", "native"]
 _LOGGER = logging.getLogger(__name__)
 _NOTICED_SHARE = 0.05
-"""Share of the parameters in other modules from which a warning is logged. Routers and mixing coefficients stay below
-it; stacked experts are most of a model."""
+"""A warning is logged if at least this share of the parameters is in modules that cannot be served. Routers and mixing
+coefficients stay below this share; stacked experts are most of a model."""
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedModel:
-    """Everything that a provider serves; read-only."""
+    """Holds everything that a provider serves: manifest, weights and bundle. It is read-only."""
 
     manifest: Manifest
     groups: tuple[ServedGroup, ...]
@@ -43,7 +44,7 @@ class PreparedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the bytes of memory that the weights take."""
+        """Returns the memory of the weights, in bytes."""
         held = [t for g in self.groups for t in (g.quantised, g.alpha, g.bias, g.native) if t is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
@@ -56,15 +57,18 @@ def serve_model(
     bundle_parent: Path | None = None,
     recording: bool = False,
 ) -> PreparedModel:
-    """Takes a model apart; `loaded` is empty afterwards.
+    """Prepares a loaded model for serving: groups and quantises its layers, and writes its bundle and manifest.
 
     Args:
-        loaded: the model; its `model` and `tokenizer` become None.
-        weights: `native` keeps the checkpoint's weights next to int8.
-        patterns: see `provider.model.trace.base_layers`.
+        loaded: the loaded model; its attributes `model` and `tokenizer` are set to None.
+        weights: `int8`, or `native` to keep the checkpoint's weights as well.
+        patterns: the layers to serve; see `provider.model.trace.base_layers`.
         limits: the limits that the manifest announces; None for the defaults.
-        bundle_parent: the folder under which the bundle is written.
-        recording: whether the manifest announces a recording.
+        bundle_parent: the folder in which the bundle's temporary folder is made; None for the system's.
+        recording: whether the manifest tells tenants that their traffic is recorded.
+
+    Returns:
+        The model's manifest, weights and bundle.
 
     Raises:
         ConfigurationError: there is no layer to serve, a weight cannot be quantised, or the disk cannot be written.
@@ -98,9 +102,10 @@ def serve_model(
 
 
 def other_weights_share(model: nn.Module) -> float:
-    """Returns the share of a model's parameters that are matrices of no nn.Linear, Conv1D, convolution or embedding.
+    """Returns the share of a model's parameters that are matrices outside nn.Linear, Conv1D, convolutions and
+    embeddings.
 
-    Stacked experts are such: parameters of shape (num_experts, in, out) that no layer of their own multiplies by.
+    Stacked experts are an example: a single parameter of shape (num_experts, in_features, out_features).
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -122,9 +127,9 @@ def _warn_of_other_weights(model: nn.Module) -> None:
 
 
 def return_freed_memory() -> None:
-    """Gives the checkpoint's pages back: glibc kept 400 MB of SmolLM2's 540 MB after it was freed."""
+    """Returns freed memory to the system. Otherwise glibc kept 400 MB of SmolLM2's 540 MB after they were freed."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, other libraries may not.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # Other libraries than glibc may lack it.
     if trim is not None:
         trim(0)
 
@@ -146,7 +151,7 @@ def _serve_group(group_id: int, layers: dict[str, nn.Module], weights: WeightsKi
         if bias is not None and module.bias is not None:
             bias[columns] = module.bias.detach().to(torch.float32)  # type: ignore[operator]
         infos.append(_layer_info(name, module, part, scale))
-        module._parameters["weight"] = None  # This frees the original: only the quantised copy is left.
+        module._parameters["weight"] = None  # This frees the original weight.
         start += out
     column, row = max_norms(quantised)
     info = GroupInfo(
@@ -163,7 +168,7 @@ def _serve_group(group_id: int, layers: dict[str, nn.Module], weights: WeightsKi
 
 
 def _matrix(module: nn.Module) -> torch.Tensor:
-    """Returns the weight as (in_features, out_features): Conv1D stores it so, nn.Linear transposed."""
+    """Returns a layer's weight with shape (in_features, out_features); nn.Linear stores it transposed."""
     weight: torch.Tensor = module.weight.detach()  # type: ignore[operator]
     return weight.t() if layer_kind(module) == "linear" else weight
 

@@ -1,2 +1,1 @@
-"""Ports, streams and requests: which callers are admitted, which requests are refused, and how frames come in and go
-out."""
+"""This package holds the ports and streams: it admits callers, checks requests, and receives and sends frames."""

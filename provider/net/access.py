@@ -1,5 +1,7 @@
-"""Decides which callers are admitted: checks a certificate that TLS has verified against the registry of tenants and
-shards."""
+"""Decides which callers are admitted, by checking their certificates against the registry of tenants and shards.
+
+TLS must have verified each certificate before.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,22 @@ from wire.errors import REVOKED, NotPermitted, Unauthenticated, Unavailable, Wir
 
 @dataclass(frozen=True)
 class Access:
-    """The caller. `refusal` is asked again on every request, and raises `RegistryUnreadable` where the registry cannot
-    be read."""
+    """Holds the identity of an admitted caller, and the check that is repeated for every request.
+
+    Attributes:
+        tenant: the name of the tenant or shard.
+        refusal: returns None if the caller may go on, else the code of the refusal; raises `RegistryUnreadable` if the
+            registry has been unreadable for too long.
+    """
 
     tenant: str
     refusal: Callable[[], WireCode | None]
 
     def may_stay(self) -> bool:
-        """Tells whether the registry says that the caller may go on; where it cannot be read, it does not say so.
+        """Returns whether the caller may go on; false also if the registry cannot be read.
 
-        This is for shards, which come again by themselves. A tenant's stream asks `refusal`, and goes on meanwhile.
+        This is used for shards, which join again by themselves. A tenant's stream uses `refusal`, and stays open if the
+        registry cannot be read.
         """
         try:
             return self.refusal() is None
@@ -32,24 +40,26 @@ class Access:
 
 
 class AccessCheck:
-    """Identifies callers."""
+    """Identifies callers by their certificates, and admits or refuses them."""
 
     def __init__(self, revocations: RevocationList | None) -> None:
-        """Args: revocations: the registry; None on a loopback port without TLS, where every caller is the local
-        tenant."""
+        """Keeps the registry; with None, for a loopback port without TLS, every caller is the tenant `local`."""
         self._revocations = revocations
 
     def admit(self, cert_pem: bytes, role: Role = "tenant") -> Access:
-        """Returns the caller's access.
+        """Admits a caller.
 
         Args:
-            cert_pem: a certificate that TLS has verified; empty without TLS.
+            cert_pem: the caller's certificate in PEM, which TLS has verified; empty without TLS.
             role: the role that the caller claims.
 
+        Returns:
+            The caller's name, and the check for later requests.
+
         Raises:
-            Unauthenticated: the certificate is not of this role, or not this provider's.
-            NotPermitted: it was revoked.
-            RegistryUnreadable: the registry cannot be read just now.
+            Unauthenticated: the certificate is not for this role, or is not registered.
+            NotPermitted: the certificate was revoked.
+            RegistryUnreadable: the registry cannot be read at present.
         """
         if self._revocations is None:
             return Access(LOCAL_TENANT, lambda: None)

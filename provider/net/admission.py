@@ -1,7 +1,7 @@
-"""What each tenant may have at once: the operator's limits, kept over all streams of a tenant and over reconnects.
+"""Admits or refuses requests by the operator's limits for each tenant.
 
-Guarantees: a tenant has one quota, however many streams it opens and however often it comes back; a request that is
-refused takes nothing; only a few numbers are kept for each tenant, and tenants are those that were enrolled.
+Guarantees: a tenant has one quota for all its streams, and keeps it when it connects again. A refused request uses up
+nothing of the quota. Memory is bounded, since only a few numbers are kept for each enrolled tenant.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ TRAINING_S = 60.0
 
 
 class InFlight(NamedTuple):
-    """What a tenant has in flight, on all its streams: rows, and bytes of requests and replies."""
+    """Counts a tenant's rows in flight, and the bytes of their requests and replies, over all its streams."""
 
     num_rows: int
     num_bytes: int
 
 
 class TenantAdmission:
-    """One tenant's quota. It is safe under threads."""
+    """Applies one tenant's limits. It is safe under threads."""
 
     def __init__(self, limits: TenantLimits, room: SharedRoom) -> None:
-        """Args: limits: the operator's limits; room: the room that all tenants share."""
+        """Keeps the operator's limits for this tenant, and the bound on bytes in flight that all tenants share."""
         self.limits, self._room = limits, room
         self._lock = threading.Lock()
         self._quota: Quota | None = None
         self.num_decode = 0
-        """Requests in flight that count as decode, which go before others' large ones."""
+        """Number of requests in flight that count as decode."""
         self._trained_at_s = float("-inf")
 
     def admit(
@@ -46,19 +46,19 @@ class TenantAdmission:
         num_bytes: int,
         now_s: float,
     ) -> None:
-        """Admits a request; `release` gives back what it holds.
+        """Admits a request, and counts it as in flight until `release`.
 
         Args:
-            request_class: the class that it counts as.
-            allowed_by: classes of which the tenant must have one.
-            num_rows: the rows of the request.
-            num_bytes: the bytes of request and reply.
-            now_s: the present time.
+            request_class: the class that the request counts as.
+            allowed_by: the classes that permit the request; the tenant must be allowed at least one of them.
+            num_rows: the number of rows of the request.
+            num_bytes: the bytes of the request and its reply together.
+            now_s: the present time in seconds.
 
         Raises:
-            NotPermitted: the tenant has none of these classes.
-            LimitExceeded: the request has more rows than one of the tenant's may have.
-            QuotaExceeded: the tenant asks for too much at once; the error says when to come again.
+            NotPermitted: the tenant is allowed none of these classes.
+            LimitExceeded: the request has more rows than the tenant's limit for one request.
+            QuotaExceeded: the request would exceed the tenant's quota; the error says when to retry.
         """
         if self.limits.classes.isdisjoint(allowed_by):
             raise NotPermitted(f"this tenant may not send {min(allowed_by).name.lower()} requests")
@@ -73,32 +73,29 @@ class TenantAdmission:
             raise QuotaExceeded("more at once than this tenant may send", min(wait_s, MAX_RETRY_S))
 
     def is_training(self, now_s: float) -> bool:
-        """Tells whether the tenant sent a gradient lately, on any stream."""
+        """Returns whether the tenant sent a gradient in the last `TRAINING_S` seconds, on any stream."""
         return now_s - self._trained_at_s < TRAINING_S
 
     def trained(self, now_s: float) -> None:
-        """Notes that the tenant sent a gradient."""
+        """Notes that the tenant sent a gradient at `now_s`."""
         self._trained_at_s = now_s
 
     def release(self, request_class: RequestClass, num_rows: int, num_bytes: int) -> None:
-        """Notes that a request that was admitted is answered, cancelled or lost."""
+        """Notes that an admitted request is finished, cancelled or lost."""
         with self._lock:
             self.num_decode -= request_class is RequestClass.DECODE
             if self._quota is not None:
                 self._quota.released(num_rows, num_bytes)
 
     def in_flight(self) -> InFlight:
-        """Returns what was admitted and not yet released."""
+        """Returns the rows and bytes that were admitted and not yet released."""
         with self._lock:
             quota = self._quota
             return InFlight(0, 0) if quota is None else InFlight(quota.rows_in_flight, quota.bytes_in_flight)
 
     def announced(self, limits: Limits) -> Limits:
-        """Returns the limits in this tenant's manifest, by which the tenant splits its requests and waits.
-
-        Args:
-            limits: the provider's limits.
-        """
+        """Returns the limits for this tenant's manifest, to which the tenant adapts the size and number of its
+        requests: the provider's `limits`, reduced to the tenant's own."""
         own = self.limits
         return limits.model_copy(
             update={
@@ -115,7 +112,7 @@ class TenantAdmission:
 
 
 class Admission:
-    """All tenants' quotas."""
+    """Holds the quotas of all tenants."""
 
     def __init__(
         self, limits: Mapping[str, TenantLimits] | None = None, max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
@@ -123,8 +120,8 @@ class Admission:
         """Keeps the limits.
 
         Args:
-            limits: the limits by tenant; those of `EVERYBODY` are for all others.
-            max_in_flight_bytes: the most bytes of all tenants' requests and replies.
+            limits: the limits by tenant's name; the entry `EVERYBODY` is for all tenants without one of their own.
+            max_in_flight_bytes: most bytes of all tenants' requests and replies in flight.
         """
         self._limits, self._room = dict(limits or {}), SharedRoom(max_in_flight_bytes)
         self._lock = threading.Lock()
@@ -132,11 +129,11 @@ class Admission:
 
     @property
     def num_limits(self) -> int:
-        """Returns how many different limits there can be."""
+        """Returns the number of different sets of limits that there can be."""
         return len(self._limits) + 1
 
     def of(self, tenant: str) -> TenantAdmission:
-        """Returns the tenant's own quota, which is made at first use."""
+        """Returns the quota of a tenant; the first call for a tenant creates it."""
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:
@@ -144,7 +141,7 @@ class Admission:
             return known
 
     def weight_of(self, tenant: str) -> float:
-        """Returns the tenant's share beside others."""
+        """Returns the tenant's weight, which is its share of the executor relative to other tenants."""
         return self._limits_of(tenant).weight
 
     def _limits_of(self, tenant: str) -> TenantLimits:

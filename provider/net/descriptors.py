@@ -1,8 +1,8 @@
-"""Open files of a provider's process: how many there may be, how many the ports may take, and one kept in reserve.
+"""Divides the file descriptors of a provider's process among its ports, and keeps a spare one.
 
-Guarantees: strangers who only connect take no more than the ports' shares, so that what is left suffices for the
-registry, the accounts and the log; nothing else uses the spare descriptor while it is not lent. Descriptors are not
-counted: shares are worked out once, from the limit that holds when the ports are bound.
+Guarantees: peers that only connect take no more descriptors than the ports' shares, so that enough are left for the
+registry, the usage file and the log. The shares are computed once, from the limit at the time when the ports are bound.
+Descriptors are not counted afterwards.
 """
 
 from __future__ import annotations
@@ -16,42 +16,43 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 MOST_FILES = 1 << 16
-"""Most open files to which the soft limit is raised: more would be of no use, and some systems' hard limit is a
-billion."""
+"""Number to which the soft limit of open files is raised at most. The provider cannot use more, and on some systems the
+hard limit is a billion."""
 RESERVED_FILES = 128
-"""Open files that neither port takes: an idle provider has 16, and bundles, pipes to shards and accounts need a few."""
+"""Descriptors that are kept from the ports. An idle provider uses 16; bundles, pipes to shards and the usage file need
+a few more."""
 MOST_RPC_CONNECTIONS = 4096
-"""Most connections at the gRPC port, including those whose handshake is not done. A silent one takes 20 KB, one that
-has sent HELLO and no more up to 50 (the growth of the process over a thousand of either), so all of them take 200 MB at
-most."""
+"""Most connections at the gRPC port, including connections whose handshake is not finished. A silent connection takes
+20 KB of memory and one that has sent only HELLO up to 50 KB, measured with a thousand connections. So all of them
+together take at most 200 MB."""
 MOST_STREAMS = 256
-"""Most connections at the tensor port. Each holds a thread as well."""
+"""Most connections at the tensor port. Each of them also occupies a thread."""
 FILES_PER_STREAM = 2
-"""Descriptors of a stream: its socket, and the one that wakes its waiting thread."""
+"""Descriptors that a stream at the tensor port uses: one for its socket, and one to wake its waiting thread."""
 _FEW_CONNECTIONS = 1024
-"""Connections below which the log says so: a flood then soon shuts tenants out."""
+"""Number of connections below which a warning is logged, since a flood of connections then soon keeps tenants out."""
 _STREAMS_PART = 0.6
-"""Share of the free descriptors that streams may take; at the usual soft limit of 1,024 it is just enough for all of
-them."""
+"""Share of the free descriptors that streams may take. At the usual soft limit of 1,024, this is just enough for
+`MOST_STREAMS`."""
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The most connections that each port holds open."""
+    """Holds the most connections that each port may have open."""
 
     rpc_connections: int
     streams: int
 
 
 def shares(num_files: int, has_tensor_port: bool) -> Shares:
-    """Divides so many descriptors among the ports.
+    """Divides the process's descriptors among the ports.
 
     Args:
-        num_files: the soft limit.
-        has_tensor_port: whether there is one; if not, gRPC gets its share.
+        num_files: the soft limit of open files.
+        has_tensor_port: whether there is a tensor port; if not, gRPC gets the tensor port's share.
     """
-    # A limit that is too low for the reserve is divided as well as it can be.
+    # If the limit is too low to keep the reserve, half of the descriptors are divided.
     free = max(num_files - RESERVED_FILES, num_files // 2)
     streams = 0
     if has_tensor_port:
@@ -60,20 +61,21 @@ def shares(num_files: int, has_tensor_port: bool) -> Shares:
 
 
 def file_limit() -> int:
-    """Returns the soft limit of open files of this process."""
+    """Returns the soft limit of open files of this process; `MOST_FILES` if there is no limit."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_file_limit() -> None:
-    """Raises the soft limit of open files towards the hard one; writes a line to the log where that leaves it low.
+    """Raises the soft limit of open files towards the hard limit; logs a warning if the result is too low.
 
-    Only a process that is a provider's own may call this: a library must not do it to a program that uses it.
+    Only the provider's own command may call this, since a library must not change the limits of the program that uses
+    it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
-        with suppress(OSError, ValueError):  # Some systems allow less than they say.
+        with suppress(OSError, ValueError):  # Some systems allow less than the hard limit.
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     limit = file_limit()
     here = shares(limit, has_tensor_port=True)
@@ -87,20 +89,23 @@ def raise_file_limit() -> None:
 
 
 class SpareDescriptor:
-    """A descriptor that is kept open, so that a file can be opened when no other is left. It is safe under threads."""
+    """Keeps a descriptor open, so that a file can still be opened after the others ran out. It is safe under threads.
+
+    While the descriptor is not lent, nothing else can use it.
+    """
 
     def __init__(self) -> None:
-        """Takes a descriptor, if there is one."""
+        """Takes a descriptor, if one is free."""
         self._lock = threading.Lock()
         self._fd: int | None = None
         self.take_back()
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Closes the descriptor for the length of the block, which may then open one file.
+        """Closes the spare descriptor during a `with` block, so that the block can open one file.
 
-        Another thread can be faster. Then the block's own attempt fails as it would have without this, and the spare is
-        taken back when one is free again.
+        If another thread takes the descriptor first, the block's attempt to open a file fails. `take_back` takes
+        another descriptor later, when one is free.
         """
         with self._lock:
             self._let_go()
@@ -110,7 +115,7 @@ class SpareDescriptor:
                 self._take()
 
     def take_back(self) -> None:
-        """Takes a descriptor again after another thread was faster; does nothing if it is held."""
+        """Takes a descriptor if none is held and one is free."""
         if self._fd is None:
             with self._lock:
                 self._take()
@@ -131,5 +136,5 @@ class SpareDescriptor:
             self._let_go()
 
     def __del__(self) -> None:
-        """Closes the descriptor, since servers come and go in one process, as in tests."""
+        """Closes the descriptor, since one process may start and stop several servers, as tests do."""
         self._let_go()

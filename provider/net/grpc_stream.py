@@ -1,6 +1,6 @@
-"""Carries one session's frames over one gRPC stream, for tenants that cannot reach the tensor port.
+"""Carries the frames of one session over one gRPC stream, for tenants that cannot reach the tensor port.
 
-It uses grpc's public interface: one thread reads, and the RPC's own thread sends.
+It uses grpc's public interface only. One thread receives messages, and the RPC's own thread sends.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from provider.net.session import Session
 
 
 def carry_rpc(session: Session, messages: Iterator[bytes]) -> Iterator[bytes]:
-    """Moves a session's messages until one side ends.
+    """Hands received messages to a session, and yields the session's frames, until one side ends.
 
     Args:
         session: a new session.
-        messages: the RPC's messages, read in a thread of their own.
+        messages: the RPC's received messages, which a new thread reads.
 
     Yields:
-        The frames that grpc sends.
+        The frames to send.
     """
     wake = threading.Event()
     session.notify = wake.set
@@ -43,4 +43,4 @@ def _read(session: Session, messages: Iterator[bytes]) -> None:
                 return
         session.end_input()
     except grpc.RpcError:
-        session.close()  # The tenant went away.
+        session.close()  # The tenant has disconnected.

@@ -1,12 +1,12 @@
-"""What one stream sends next: short frames in their order, and large replies that take turns, a chunk each.
+"""Decides which frame a stream sends next: short frames in their order, and large replies in turns, one chunk each.
 
-Guarantees: a reply that is forgotten before its turn is not sent, and one that is forgotten half sent stops there; a
-reply gives up its place among the requests before its last chunk is handed out, so that the tenant may use the room as
-soon as it has that chunk; a large reply keeps no small one waiting for longer than a chunk. How much waits here is not
-bounded by itself: whoever puts something asks `is_full`.
+Guarantees: if a request is forgotten, for example by a cancel, no further chunk of its reply is sent. A request is
+forgotten just before the last chunk of its reply is handed out, so that its bytes in flight are free when the tenant
+has that chunk. A small reply never waits for more than one chunk of a large reply. The number of waiting frames is not
+bounded here: callers must check `is_full`.
 
-Threads: any thread puts. One thread at a time, which sends, calls `next_frame` and `stop_sending`, and it alone looks
-at replies that are half sent. There is no lock: `deque` makes appending and taking safe.
+Threads: any thread may add frames. Only the thread that sends calls `next_frame` and `stop_sending`, and only this
+thread uses replies that are half sent. There is no lock, since appending to a `deque` and taking from it are safe.
 """
 
 from __future__ import annotations
@@ -24,54 +24,54 @@ from wire.limits import CHUNK_BYTES
 
 
 class Outbox:
-    """The frames of one stream that wait to be sent."""
+    """Holds the frames and replies of one stream that wait to be sent."""
 
     def __init__(self, table: RequestTable, usage: TenantUsage, most_waiting: int = MAX_REQUESTS) -> None:
         """Starts empty.
 
         Args:
-            table: what is in flight; a reply that is sent is forgotten there.
-            usage: the tenant's account.
-            most_waiting: how many answers may wait.
+            table: the stream's requests in flight; a request is forgotten there when its reply is sent.
+            usage: counts the tenant's replies.
+            most_waiting: how many frames and replies may wait before `is_full` is true.
         """
         self._table, self._usage, self._most_waiting = table, usage, most_waiting
         self.notify: Callable[[], None] = lambda: None
-        """Called, in any thread, when there may be a frame to send."""
+        """Callback for new frames to send; it may be called in any thread."""
         self._waiting: deque[bytes | memoryview | Request | None] = deque()
-        """Frames, requests whose replies wait, and None for the end."""
+        """Frames, requests whose replies wait to be sent, and None to mark the end."""
         self._turns: deque[tuple[Request, Iterator[bytes | memoryview]]] = deque()
-        """Large replies that are being sent."""
+        """Large replies of which chunks are being sent, in the order of their turns."""
         self._has_input_ended = False
         self.is_over = False
-        """Whether `next_frame` will never return another frame."""
+        """True once `next_frame` will never return another frame."""
 
     # ---- putting ----------------------------------------------------------------------------------------------------
 
     def append(self, message: bytes | memoryview) -> None:
-        """Adds a frame, and leaves it to the caller to call `notify`."""
+        """Adds a frame without calling `notify`; callers must call `notify` themselves."""
         self._waiting.append(message)
 
     def put(self, message: bytes | memoryview) -> None:
-        """Adds a frame."""
+        """Adds a frame and calls `notify`."""
         self._waiting.append(message)
         self.notify()
 
     def put_reply(self, request: Request, reply: torch.Tensor) -> None:
         """Adds the reply to a request in flight.
 
-        The request keeps it, so that a request that is forgotten takes its reply with it.
+        The reply is stored in the request, so that its memory is freed if the request is forgotten.
         """
         request.reply = reply
         self._waiting.append(request)
         self.notify()
 
     def end_input(self) -> None:
-        """Makes this the end once everything in flight has been answered and sent."""
+        """Ends the outbox once every request in flight has a reply or an error, and all of these are sent."""
         self._has_input_ended = True
         self.notify()
 
     def end(self) -> None:
-        """Makes this the end once what waits here has been sent; replies that are half sent are not finished."""
+        """Ends the outbox once the frames that wait now are sent; large replies that are half sent are cut off."""
         self._waiting.append(None)
         self.notify()
 
@@ -79,30 +79,31 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Tells whether nothing waits and no reply is half sent."""
+        """Returns whether nothing waits and no reply is half sent."""
         return not self._waiting and not self._turns
 
     @property
     def is_full(self) -> bool:
-        """Tells whether more answers wait than may: the tenant asks and does not read."""
+        """Returns whether too many frames and replies wait, because the tenant sends requests and does not read."""
         return len(self._waiting) > self._most_waiting
 
     @property
     def num_waiting(self) -> int:
-        """Returns how many frames and replies wait for their turn; replies that were forgotten count until then."""
+        """Returns how many frames and replies wait; replies to forgotten requests count until they are taken out."""
         return len(self._waiting)
 
     @property
     def num_half_sent(self) -> int:
-        """Returns how many large replies are being sent."""
+        """Returns how many large replies are half sent."""
         return len(self._turns)
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def next_frame(self) -> bytes | memoryview | None:
-        """Returns the frame to send next, or None where there is none now, or ever: see `is_over`."""
+        """Returns the frame to send next, or None if there is none at present; if `is_over` is true, there will be
+        none."""
         while not self.is_over:
-            # This is asked before anything is seen to be empty: what is queued in between is found the next time.
+            # This is checked before the queues, so that a frame which is added in between is found in the next call.
             is_done = self._has_input_ended and self._table.is_idle
             if self._waiting:
                 item = self._waiting.popleft()
@@ -125,20 +126,20 @@ class Outbox:
         return None
 
     def stop_sending(self) -> None:
-        """Drops replies that are half sent; called by the thread that takes frames, which will take no more."""
+        """Drops replies that are half sent, and ends the outbox. Only the thread that takes frames may call this."""
         self.is_over = True
         self._turns.clear()
 
     def _next_chunk(self) -> bytes | memoryview | None:
-        """Returns the next chunk of the large reply whose turn it is; None where that was forgotten."""
+        """Returns the next chunk of the large reply whose turn it is, or None if its request was forgotten."""
         request, chunks = self._turns.popleft()
         chunk = next(chunks, None)
-        if chunk is not None and self._table.has(request):  # Otherwise that was the last chunk.
+        if chunk is not None and self._table.has(request):  # Otherwise this chunk is the last.
             self._turns.append((request, chunks))
         return chunk
 
     def _small_reply(self, request: Request) -> bytes | memoryview | None:
-        """Returns the one frame of a reply; None where the request was cancelled or expired before its turn."""
+        """Returns a small reply as one frame, or None if its request was cancelled or has expired meanwhile."""
         reply = request.reply
         if reply is None:
             return None
@@ -146,22 +147,23 @@ class Outbox:
         return message if self._table.forget(request.header.request_id) else None
 
     def _chunks(self, request: Request) -> Iterator[bytes | memoryview]:
-        """Yields the frames of a large reply, for as long as its request is in flight."""
+        """Yields the frames of a large reply, as long as its request is in flight."""
         reply, left = request.reply, request.reply_bytes
         if reply is None:
-            return  # The request was cancelled, or expired before its turn.
+            return  # The request was cancelled or has expired.
         for message in frame.frames(self._answered(request), frame.tensor_bytes(reply)):
             left -= len(message) - frame.HEADER_BYTES
             if not self._table.has(request):
                 return
             if left == 0:
-                # It is released before the last chunk is sent: the tenant may use the room as soon as it has that
-                # chunk.
+                # The request is forgotten before the last chunk is sent, so that the tenant can send another request as
+                # soon as it has that chunk.
                 self._table.forget(request.header.request_id)
             yield message
 
     def _answered(self, request: Request) -> Header:
-        """Returns the header of the reply, and counts it; from here on the caller holds the reply."""
+        """Returns the header of a reply and counts the reply as sent; callers must hold the reply's tensor, since this
+        removes the tensor from the request."""
         asked, size = request.header, request.reply_bytes
         self._usage.answered(request.request_class, asked.rows, asked.total_bytes, size)
         request.reply = None

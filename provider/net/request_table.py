@@ -1,13 +1,13 @@
-"""The requests of one stream that were admitted and not yet answered, and what they hold.
+"""Keeps the requests in flight of one stream, from their admission until their reply is sent.
 
-Guarantees: a request takes its place here and its share of the tenant's quota together, or neither; whatever ends it
-(its reply, an error, a cancel, its deadline, the end of the stream) gives both back, once; what the requests of a
-stream hold is bounded in bytes and in number; nothing is admitted after `close`. This module reads no frames and sends
-none.
+Guarantees: a request enters the table and uses the tenant's quota together, or does neither. When it ends, by a reply,
+an error, a cancel, its deadline or the end of the stream, both are undone exactly once. The number of requests, and the
+bytes that they and their replies take, are bounded. Nothing is admitted after `close`. This module neither reads nor
+sends frames.
 
-Threads: the thread that reads the stream admits. That thread, the one that sends, the executor's workers and the sweep
-look requests up and forget them. `_lock` guards the table; whoever holds it may take the locks of the tenant's quota,
-and no other.
+Threads: the thread that reads the stream admits requests. That thread, the thread that sends, the executor's worker
+threads and the sweep look up and forget requests. `_lock` guards the table. A thread that holds `_lock` may take the
+locks of the tenant's quota, but no other lock.
 """
 
 from __future__ import annotations
@@ -26,29 +26,36 @@ from wire.errors import QuotaExceeded, Unavailable
 from wire.frame import Assembler, Direction, Header
 
 MAX_REQUESTS = 1 << 14
-"""Most requests of a stream that are in flight, and most of its answers that wait to be sent: without it, empty
-requests would cost nothing and add up."""
+"""Most requests of a stream in flight, and most replies and errors that wait to be sent. A bound on bytes alone would
+not stop requests without rows from piling up."""
 
 
 class Request:
-    """A request that was admitted and not yet answered."""
+    """Holds a request in flight: its header, the chunks received so far, and then its job or its reply."""
 
     def __init__(
         self, header: Header, reply_cols: int, held_bytes: int, request_class: RequestClass, expires_at: float
     ) -> None:
-        """Args: header: its first; reply_cols: numbers in a row of the reply; held_bytes: what request and reply take;
-        request_class: what it counts as; expires_at: its deadline on the clock of `time.monotonic`."""
+        """Prepares to receive the chunks.
+
+        Args:
+            header: the header of the request's first frame.
+            reply_cols: how many numbers a row of the reply has.
+            held_bytes: the bytes of the request and its reply together.
+            request_class: the class that the request counts as.
+            expires_at: the deadline, in seconds of `time.monotonic`.
+        """
         self.header, self.reply_cols, self.held_bytes = header, reply_cols, held_bytes
         self.reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
         self.request_class, self.expires_at = request_class, expires_at
         self.assembler: Assembler | None = Assembler(header)
-        """Takes the chunks; None once all have come."""
+        """Collects the chunks; None once all chunks are received."""
         self.job: Job | None = None
         self.reply: torch.Tensor | None = None
 
 
 class RequestTable:
-    """What is in flight on one stream."""
+    """Holds the requests in flight of one stream."""
 
     def __init__(
         self,
@@ -60,10 +67,10 @@ class RequestTable:
         """Starts empty.
 
         Args:
-            max_in_flight_bytes: the most bytes that the stream's requests and their replies take together.
-            admission: the tenant's quota, which its streams share.
-            cancel: takes a job out of the executor.
-            most_requests: the most requests in flight.
+            max_in_flight_bytes: most bytes of the stream's requests and their replies together.
+            admission: the tenant's quota, which all streams of the tenant share.
+            cancel: called to take a job out of the executor.
+            most_requests: most requests in flight.
         """
         self._max_bytes, self._most_requests = max_in_flight_bytes, most_requests
         self._admission, self._cancel = admission, cancel
@@ -72,12 +79,12 @@ class RequestTable:
         self._held_bytes = 0
         self._is_answering = False
         self.is_closed = False
-        """Whether `close` was called; set under the lock."""
+        """True once `close` was called; changed under the lock only."""
 
     # ---- admission --------------------------------------------------------------------------------------------------
 
     def class_of(self, header: Header, now: float) -> RequestClass:
-        """Returns what a request counts as, beside what its tenant has in flight at this time."""
+        """Returns the class of a request, which also depends on what the tenant has in flight."""
         admission = self._admission
         return class_of(header.call, header.rows, admission.num_decode, admission.is_training(now))
 
@@ -87,20 +94,20 @@ class RequestTable:
         """Admits a request whose header passed every check.
 
         Args:
-            header: its first header.
-            request_class: see `class_of`.
-            held_bytes: the bytes of request and reply.
-            now: the present time.
-            request: what takes the place; None for a row that the caller answers before it does anything else, and for
-                which it calls `row_ended`. Nothing can ask for such a row meanwhile, so it takes no place.
+            header: the header of the request's first frame.
+            request_class: the class of the request; see `class_of`.
+            held_bytes: the bytes of the request and its reply together.
+            now: the present time in seconds.
+            request: the request to put into the table; None for a single row that the calling thread computes at once.
+                Such a row stays out of the table, and the caller must call `row_ended` after it.
 
         Raises:
             Unavailable: the stream has ended.
-            QuotaExceeded: this stream, or its tenant, has too much in flight.
+            QuotaExceeded: the stream or the tenant has too much in flight.
             NotPermitted, LimitExceeded: see `TenantAdmission.admit`.
         """
         with self._lock:
-            if self.is_closed:  # This message was taken just before the end: what it asked for would be held for ever.
+            if self.is_closed:  # A request that is admitted after `close` would never be forgotten.
                 raise Unavailable("the stream has ended")
             if self._held_bytes + held_bytes > self._max_bytes or len(self._requests) >= self._most_requests:
                 raise QuotaExceeded("too much in flight", FULL_RETRY_S)
@@ -114,15 +121,15 @@ class RequestTable:
             self._admission.trained(now)
 
     def _keep(self, request: Request) -> None:
-        """Puts a request in its place; the caller holds the lock."""
+        """Puts a request into the table; callers must hold the lock."""
         self._requests[request.header.request_id] = request
         self._held_bytes += request.held_bytes
 
     def keep_row(self, request: Request) -> bool:
-        """Gives a place to a row that was admitted without one, and that could not be answered at once.
+        """Puts a row into the table that was admitted outside it and could not be computed at once.
 
         Returns:
-            False where the stream has ended meanwhile.
+            False if the stream has ended meanwhile.
         """
         with self._lock:
             if self.is_closed:
@@ -131,7 +138,8 @@ class RequestTable:
             return True
 
     def row_ended(self, request_class: RequestClass, held_bytes: int, is_kept: bool) -> None:
-        """Notes that a row that was admitted without a place is answered, or lost, or has a place now (`is_kept`)."""
+        """Notes that a row that was admitted outside the table is finished or lost; if `is_kept`, the row was put into
+        the table instead, and stays in flight."""
         self._is_answering = False
         if not is_kept:
             self._admission.release(request_class, 1, held_bytes)
@@ -139,11 +147,11 @@ class RequestTable:
     # ---- what is in flight ------------------------------------------------------------------------------------------
 
     def get(self, request_id: int) -> Request | None:
-        """Returns the request in flight of this id."""
+        """Returns the request in flight with this id, or None."""
         return self._requests.get(request_id)
 
     def has(self, request: Request) -> bool:
-        """Tells whether this request is still in flight; another one of its id does not count."""
+        """Returns whether this very request is still in flight; another request with the same id does not count."""
         return self._requests.get(request.header.request_id) is request
 
     def expired(self, now: float) -> list[int]:
@@ -153,27 +161,27 @@ class RequestTable:
 
     @property
     def is_idle(self) -> bool:
-        """Tells whether every request has been answered, and its answer is queued."""
+        """Returns whether no request is in flight and no row is being computed outside the table."""
         with self._lock:
             return not self._requests and not self._is_answering
 
     def in_flight(self) -> tuple[int, int]:
-        """Returns how many requests have a place, and how many bytes they and their replies take."""
+        """Returns the number of requests in the table, and the bytes of these requests and their replies."""
         with self._lock:
             return len(self._requests), self._held_bytes
 
     # ---- forgetting -------------------------------------------------------------------------------------------------
 
     def forget(self, request_id: int, then: Callable[[], object] | None = None) -> bool:
-        """Drops a request with its reply, takes its job out of the executor, and gives back what it held.
+        """Drops a request with its reply, takes its job out of the executor, and releases its share of the quota.
 
         Args:
-            request_id: its id.
-            then: called under the lock, if the request was there. A thread that finds no request left finds what this
-                has done.
+            request_id: the id of the request.
+            then: called under the lock if the request was in the table, so that a thread that finds the request gone
+                also sees the effect of `then`.
 
         Returns:
-            False where there was no such request.
+            False if there was no such request.
         """
         with self._lock:
             request = self._requests.pop(request_id, None)
@@ -189,16 +197,16 @@ class RequestTable:
         return True
 
     def forget_unfinished(self) -> None:
-        """Drops requests of which chunks are missing, since no more will come."""
+        """Drops requests of which chunks are missing, for use when no more chunks will be received."""
         with self._lock:
             unfinished = [number for number, request in self._requests.items() if request.assembler is not None]
         for number in unfinished:
             self.forget(number)
 
     def close(self) -> None:
-        """Drops everything. It is safe to call this twice and from any thread."""
+        """Drops all requests and admits no more. Any thread may call this, also more than once."""
         with self._lock:
-            self.is_closed = True  # It is set under the lock, so that nothing is admitted after it.
+            self.is_closed = True  # This is set under the lock, so that no request is admitted afterwards.
             numbers = list(self._requests)
         for number in numbers:
             self.forget(number)

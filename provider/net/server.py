@@ -1,4 +1,4 @@
-"""A provider's ports: what listens, with which certificate, before and after there is a model to serve."""
+"""Binds a provider's ports, keeps the server's certificate, and starts and stops the service behind the ports."""
 
 from __future__ import annotations
 
@@ -34,25 +34,23 @@ from wire.transport.tls_context import server_context
 _STOP_GRACE_S = 2.0
 _TRY_AGAIN_S = 60.0
 _RENEW_S = 30 * 86_400.0
-"""Age of the server's certificate, in seconds, at which the next handshake gets a new one; it would live for 397
-days."""
+"""Age of the server's certificate, in seconds, from which the next handshake gets a new one. A certificate is valid for
+397 days."""
 _HANDSHAKE_MS = 3000
-"""Milliseconds for TLS and HTTP/2's first frame. They take one round trip after the connection is there, so this allows
-for a slow link and a lost packet. The shorter it is, the sooner strangers who only connect make room for a tenant."""
+"""Milliseconds for the TLS handshake and HTTP/2's first frame. They take one round trip, so this allows for a slow
+link and a lost packet. A short time is good, since connections of peers that send nothing then soon make room."""
 _LOGGER = logging.getLogger(__name__)
 
 
 def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[str, Any]]:
-    """Returns gRPC's options for the server: message limits, keepalive both ways, one process per port, and few
-    strangers.
+    """Returns gRPC's options for the server: limits on messages and connections, keepalive, and one process per port.
 
     Args:
-        most_connections: the most that are open at a time; one more is closed as soon as it comes.
+        most_connections: most open connections; a further connection is closed at once.
     """
     return [
-        # Any peer can connect and stay silent. Without the first of these two options as many as there may be would
-        # stay for two minutes and shut tenants out; without the second there may be as many as the process can open
-        # files.
+        # Any peer can connect and stay silent. Without the first option, silent connections would stay for two minutes
+        # and keep tenants out. Without the second, they could take every file descriptor of the process.
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.max_allowed_incoming_connections", most_connections),
         ("grpc.max_send_message_length", MAX_FRAME_BYTES),
@@ -61,7 +59,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Tenants ping every 20 s; gRPC's own default would call that abuse and hang up.
+        # Tenants ping every 20 s; by default, gRPC counts this as abuse and closes the connection.
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
         ("grpc.so_reuseport", 0),
@@ -70,7 +68,7 @@ def server_options(most_connections: int = MOST_RPC_CONNECTIONS) -> list[tuple[s
 
 
 class Server:
-    """Bound ports, behind which a service can be put."""
+    """Holds the bound ports, and the service behind them once there is a model."""
 
     def __init__(
         self,
@@ -80,14 +78,15 @@ class Server:
         names: Sequence[str] = (),
         tensor_port: int | None = 0,
     ) -> None:
-        """Binds before a model is loaded, so that a port that is taken shows at once.
+        """Binds the ports before a model is loaded, so that the operator learns of a taken port at once.
 
         Args:
             host: the address to bind; with TLS also a name in the server's certificate.
-            port: the port's number; 0 picks one.
-            state: the CA and the registry; None serves plain text, and opens no tensor port.
+            port: the number of the gRPC port; 0 picks a free one.
+            state: the state directory with the CA and the registry; None serves without TLS and without a tensor port.
             names: further names for the certificate.
-            tensor_port: its number; 0 picks one, None opens none, and then gRPC carries the streams.
+            tensor_port: the number of the tensor port; 0 picks a free one. With None there is no tensor port, and
+                streams use gRPC.
 
         Raises:
             ConfigurationError: a port is taken, or the address is not this machine's.
@@ -105,12 +104,12 @@ class Server:
 
     @property
     def tensors(self) -> TensorPort | None:
-        """Returns the tensor port, for callers that want to watch it, or None where there is none."""
+        """Returns the tensor port, for its counts, or None if there is none."""
         return self._tensors
 
     @property
     def tensor_port(self) -> int | None:
-        """Returns the number of the tensor port, or None where there is none."""
+        """Returns the number of the tensor port, or None if there is none."""
         return None if self._tensors is None else self._tensors.port
 
     def _bind(self, address: str, host: str, names: Sequence[str]) -> int:
@@ -133,17 +132,17 @@ class Server:
         usage: UsageBook | None = None,
         busy_poll_s: float = MOST_S,
     ) -> ProviderService:
-        """Begins to answer.
+        """Starts the service behind the ports.
 
         Args:
             model: the model that is served.
-            shards: compute; None computes in this process, with a scheduler of the default policy, without a profile.
-            admission: the tenants' quotas; None limits no tenant.
-            usage: the accounts; None keeps none.
-            busy_poll_s: see `wire.transport.busy_poll`.
+            shards: the shards that compute; None computes in this process, with the default policy and no measurements.
+            admission: the tenants' quotas; None sets no limits of the operator's.
+            usage: the tenants' usage; None saves none.
+            busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.
 
         Returns:
-            The service that answers, for callers that want to watch it.
+            The service, for its counts.
         """
         if shards is None:
             shards = [whole(model, make_scheduler(model.served, Policy(), profiled=False))]
@@ -159,15 +158,16 @@ class Server:
         return service
 
     def renew_certificate(self) -> None:
-        """Makes the next handshake use a certificate made then; open connections keep theirs."""
+        """Makes the next handshake use a new certificate; open connections keep the old one."""
         if self._certificates is not None:
             self._certificates.renew()
 
     def stop(self, drain_s: float = 0.0) -> None:
-        """Ends every call and waits until all have ended.
+        """Ends every call, and waits until all have ended.
 
         Args:
-            drain_s: how long, before that, new work is refused while what is in flight is answered.
+            drain_s: longest time in seconds in which, before that, requests in flight are finished and new ones are
+                refused.
         """
         if self._service is not None:
             if drain_s > 0 and not self._service.drain(drain_s):
@@ -183,16 +183,16 @@ class Server:
 
 
 def whole(model: ServedModel, scheduler: Scheduler) -> Shard:
-    """Makes a shard of all groups, computed in this process."""
+    """Returns a shard that holds all groups and computes in this process."""
     here = Here(model.compute, model.compute_together, model.can_share, model.row_product)
     return Shard(range(len(model.manifest().groups)), [here], scheduler)
 
 
 class _Certificates:
-    """The server's own certificate, made anew before it expires and when `renew` was called."""
+    """Holds the server's certificate, and replaces it before it expires and after `renew`."""
 
     def __init__(self, state: StateDir, host: str, names: Sequence[str]) -> None:
-        """Makes the first certificate."""
+        """Issues the first certificate."""
         self._state, self._host, self._names = state, host, names
         self._lock = threading.Lock()
         self._is_stale = self._has_failed = False
@@ -207,11 +207,11 @@ class _Certificates:
         self._number += 1
 
     def renew(self) -> None:
-        """Makes the next handshake get a new one."""
+        """Makes the next handshake issue and use a new certificate."""
         self._is_stale = True
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Returns the credentials for gRPC, which asks again at every handshake."""
+        """Returns the credentials for gRPC, which calls `_fetch` at every handshake."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(), self._fetch, require_client_authentication=True
         )
@@ -221,7 +221,7 @@ class _Certificates:
         return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=ca)
 
     def _fetch(self) -> Any:
-        """Returns a new configuration; None keeps the one that gRPC has."""
+        """Returns a new configuration for gRPC, or None if gRPC already has the newest."""
         with self._lock:
             self._look()
             if self._given == self._number:
@@ -230,7 +230,7 @@ class _Certificates:
             return self._configuration()
 
     def tls_context(self) -> ssl.SSLContext:
-        """Returns the TLS context for the tensor port, which asks at each handshake."""
+        """Returns the TLS context with the newest certificate; the tensor port calls this at each handshake."""
         with self._lock:
             self._look()
             return self._context
@@ -240,7 +240,7 @@ class _Certificates:
         if not self._is_stale and now - self._made_at < _RENEW_S:
             return
         if self._has_failed and now - self._tried_at < _TRY_AGAIN_S:
-            return  # Any peer can begin a handshake: that must not fill the log.
+            return  # Handshakes, which any peer can begin, must not fill the log.
         self._tried_at, self._has_failed = now, False
         try:
             self._make()

@@ -1,7 +1,8 @@
-"""The provider's network methods: three for tenants, one for shards, and the tensor port, each with its access check.
+"""Implements the provider's network methods, each with its access check: three gRPC methods for tenants, one for
+shards, and the streams of the tensor port.
 
-Guarantees: every call, and every request inside a stream, is checked against the registry; messages above the frame
-limit are refused before they reach this code; the tensor path uses no protobuf and unpickles nothing.
+Guarantees: every call, and every request inside a stream, is checked against the registry. Messages above the frame
+limit are refused before they reach this code. Tensors pass through neither protobuf nor pickle.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from wire.transport.tls_socket import MessageSocket
 
 SERVICE_NAME = "veilbase.v1.Provider"
 MAX_THREADS = 256
-"""Threads that all callers share; each call holds one."""
+"""Number of threads for the calls of all callers; each open call occupies one."""
 _DRAIN_LOOK_S = 0.02
 _STATUS = {
     Unauthenticated: (grpc.StatusCode.UNAUTHENTICATED, "not enrolled for this"),
@@ -54,12 +55,12 @@ _STATUS = {
     RegistryUnreadable: (grpc.StatusCode.UNAVAILABLE, "cannot tell who is enrolled"),
     Unavailable: (grpc.StatusCode.UNAVAILABLE, "shutting down"),
 }
-"""gRPC's status and a fixed text for each refusal; the text tells nothing about what happened here."""
+"""The gRPC status and a fixed text for each kind of refusal; the text gives away no details."""
 _LOGGER = logging.getLogger(__name__)
 
 
 class ProviderService:
-    """The methods of the gRPC service. They are thin, since `ServedModel` and `Session` do the work."""
+    """Implements the methods of the service; `ServedModel` and `Session` do most of the work."""
 
     def __init__(
         self,
@@ -71,15 +72,17 @@ class ProviderService:
         tensor_port: int | None = None,
         busy_poll_s: float = MOST_S,
     ) -> None:
-        """Starts the executor and the thread that sweeps streams.
+        """Starts the executor, and a thread that regularly checks all streams.
 
         Args:
             model: the model that is served.
-            revocations: the registry; None serves every caller as the local tenant.
-            shards: hold all groups; the service owns them, but not the far ends of their replicas.
-            admission, usage: quotas and accounts, which the service owns, too.
-            tensor_port: the port that the manifest announces; the code that listens there calls `serve`.
-            busy_poll_s: see `wire.transport.busy_poll`.
+            revocations: the registry; with None, every caller is the tenant `local`.
+            shards: the shards, which hold all groups together. The service closes them; the caller ends any processes
+                behind their replicas.
+            admission: the tenants' quotas.
+            usage: the tenants' usage.
+            tensor_port: the number of the tensor port, for the manifest; the listener at this port calls `serve`.
+            busy_poll_s: longest busy polling in seconds; see `wire.transport.busy_poll`.
         """
         self._model, self._admission, self.usage, self._tensor_port = model, admission, usage, tensor_port
         self._busy_poll_s = busy_poll_s
@@ -103,27 +106,27 @@ class ProviderService:
 
     @property
     def queue_depth(self) -> int:
-        """Returns how many requests wait for the executor."""
+        """Returns the number of requests in the executor's queues."""
         return len(self._executor)
 
     @property
     def num_replicas(self) -> list[tuple[int, int]]:
-        """Returns for each shard the number of replicas that can compute, and of all."""
+        """Returns two counts for each shard: replicas that can compute, and replicas that there should be."""
         return self._executor.num_replicas
 
     @property
     def num_given_up(self) -> int:
-        """Returns how many shards have lost their last replica for good."""
+        """Returns the number of shards that have lost all replicas for good."""
         return sum(one.is_given_up for one in self._executor.executors)
 
     @property
     def sessions(self) -> list[Session]:
-        """Returns the streams that are open now."""
+        """Returns the sessions of all open streams."""
         with self._lock:
             return list(self._sessions)
 
     def status(self) -> ServiceStatus:
-        """Returns what all streams have in flight and hold."""
+        """Returns counts over all streams."""
         sessions = self.sessions
         each, tenants = [session.status() for session in sessions], {session.tenant for session in sessions}
         return ServiceStatus(
@@ -140,7 +143,7 @@ class ProviderService:
         )
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Returns the methods for gRPC, which takes and gives raw bytes."""
+        """Returns the gRPC methods, whose messages are raw bytes."""
         return grpc.method_handlers_generic_handler(
             SERVICE_NAME,
             {
@@ -171,8 +174,8 @@ class ProviderService:
 
     def _serve_stream(self, messages: Iterator[bytes], context: Any) -> Iterator[bytes]:
         access = self._admit(context)
-        # This refuses by a status, not by a frame: a tenant that never reads could hold this thread with a frame that
-        # it does not take.
+        # A refusal is sent as a gRPC status and not as a frame, since a tenant that reads no frames would keep this
+        # thread waiting.
         self._occupy(access.tenant, context)
         session = self._open(access, context.cancel)
         if not context.add_callback(lambda: self._drop(session)):
@@ -183,13 +186,13 @@ class ProviderService:
             self._drop(session)
 
     def serve(self, connection: MessageSocket) -> VeilbaseError | None:
-        """Serves a stream on the tensor port until it ends.
+        """Serves a stream of the tensor port until it ends.
 
         Args:
-            connection: a new connection, whose peer's certificate has been verified. The caller releases it.
+            connection: a new connection, for which TLS has verified the peer's certificate; the caller releases it.
 
         Returns:
-            The error that refuses the stream, which the caller sends; None where it was served.
+            None if the stream was served; else the error for which it is refused, which the caller must send.
         """
         cert_pem = ssl.DER_cert_to_PEM_cert(connection.peer_certificate()).encode()
         try:
@@ -232,13 +235,13 @@ class ProviderService:
         yield from self._shard_listener.serve(access.tenant, messages, context, lambda: not access.may_stay())
 
     def _enter(self, context: Any) -> str:
-        """Returns the name of the tenant that calls; ends the RPC if the tenant may not."""
+        """Admits a tenant's call and returns the tenant's name; ends the RPC if the call is refused."""
         access = self._admit(context)
         self._occupy(access.tenant, context)
         return access.tenant
 
     def _admit(self, context: Any, role: Role = "tenant") -> Access:
-        """Returns the caller's access; ends the RPC if the caller is not known to this provider."""
+        """Returns the caller's access; ends the RPC if the caller is refused."""
         chain = context.auth_context().get("x509_pem_cert")
         try:
             return self._look_up(chain[0] if chain else b"", role)
@@ -255,14 +258,14 @@ class ProviderService:
         return access
 
     def _occupy(self, caller: str, context: Any) -> None:
-        """Counts the call until it ends, whichever side ends it; ends it at once where there are too many."""
+        """Counts the call as open until either side ends it; ends the RPC if the caller has too many calls open."""
         if not self._calls.take_place(caller):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many calls at once")
         if not context.add_callback(lambda: self._calls.leave(caller)):
             self._calls.leave(caller)
 
     def _sweep(self) -> None:
-        """Checks every stream from outside: a stream that only waits for messages would not notice a revocation."""
+        """Checks every stream regularly, since a stream that only waits for messages would not notice a revocation."""
         while not self._stopped.wait(SWEEP_S):
             self._executor.look()
             if self._shard_listener is not None:
@@ -279,13 +282,13 @@ class ProviderService:
             self._sessions.discard(session)
 
     def drain(self, seconds: float) -> bool:
-        """Refuses new work, and waits for what is in flight.
+        """Refuses new streams and requests, and waits for the requests in flight.
 
         Args:
-            seconds: how long to wait.
+            seconds: the longest time to wait.
 
         Returns:
-            Whether all of it was answered in time.
+            Whether all requests were finished in time.
         """
         self._is_draining = True
         now = self.status()
@@ -295,7 +298,7 @@ class ProviderService:
         )  # fmt: skip
         give_up_at = time.monotonic() + seconds
         while True:
-            sessions = self.sessions  # They are asked for anew each time: one may have come in just before.
+            sessions = self.sessions  # A stream may have been opened just before the drain began.
             for session in sessions:
                 session.drain()
             busy = [session for session in sessions if not session.is_idle]
@@ -304,7 +307,7 @@ class ProviderService:
             time.sleep(_DRAIN_LOOK_S)
 
     def close(self) -> None:
-        """Tells every open stream, then ends the compute threads."""
+        """Ends every open stream with an error, and then closes the executor."""
         self._stopped.set()
         for session in self.sessions:
             session.end(WireCode.UNAVAILABLE)

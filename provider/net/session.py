@@ -1,14 +1,14 @@
-"""The protocol of one tenant's stream: what each of its frames means, and what a fault of one brings about.
+"""Implements the protocol of one tenant's stream: it reads the tenant's frames, and computes, replies or refuses.
 
-Guarantees: a request's header passes every check before anything is allocated for it; a fault of one request answers
-that request alone, a frame that cannot be read ends the stream; only replies are sent, and errors as numbers. When the
-tenant goes, everything of the session goes. This module does not know which transport carries the frames. What is in
-flight is kept by `provider.net.request_table`, and what is to be sent by `provider.net.outbox`.
+Guarantees: a request's header passes every check before memory is allocated for the request. If a request is invalid,
+only that request fails; a frame that cannot be read ends the stream. Errors are sent as numbers, without text. When the
+tenant disconnects, all memory of the session is freed. This module does not know which transport carries the frames.
+`provider.net.request_table` keeps the requests in flight, and `provider.net.outbox` the frames to send.
 
-Threads: the session has none of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands messages
-in, one at a time, and takes frames out, one at a time; small requests are computed where they are handed in, the rest
-by the executor's worker, which hands its outcomes in. The sweep of `provider/net/service.py`, and whoever drains or
-ends the stream, come in other threads. There is no lock here: the table has one.
+Threads: the session has no thread of its own. `provider/net/tensor_port.py` or `provider/net/grpc_stream.py` hands in
+one message at a time, and takes out one frame at a time. The thread that hands in a small request computes it at once.
+The executor's worker threads compute the others, and hand in the outcomes. The sweep of `provider/net/service.py`, a
+drain and the end of the provider use other threads. There is no lock here, since the table has one.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from wire.limits import CHUNK_BYTES, MAX_DEADLINE_MS, Limits
 from wire.ring.seeded_rows import Rows
 
 INLINE_ROWS = 8
-"""Most rows of a decode request that is computed where it is read, while nothing else is computed: a step is 4 calls a
-block, and each change of threads costs."""
+"""Most rows of a decode request that the receiving thread computes itself while no other product runs. A decode step
+has four calls per block of the model, and in each of them a change of threads would cost time."""
 INLINE_PRODUCTS = 1 << 23
-"""Most multiplications of such a request, which take a millisecond or so."""
+"""Most multiplications of a request that the receiving thread computes itself; they take about a millisecond."""
 SWEEP_S = 0.5
-"""Seconds after which, at most, a stream that only waits learns of a revocation or of a deadline."""
+"""Seconds between two checks of a stream for a revocation and for deadlines that have passed."""
 HANDSHAKE_S = 20.0
 _LOGGER = logging.getLogger(__name__)
 
 
 class Computes(Protocol):
-    """An executor, or several behind one interface."""
+    """Describes what a session needs of an executor, or of several executors behind one interface."""
 
     def submit(self, job: Job) -> None:
         """Queues a job; see `provider.engine.executor.Executor` for this and the other methods."""
@@ -70,14 +70,14 @@ class Computes(Protocol):
 
 
 class _Refused(Exception):
-    """The whole stream is refused with this code."""
+    """Says that the whole stream is refused with a code."""
 
     def __init__(self, code: WireCode) -> None:
         self.code = code
 
 
 def _is_whole_row(header: Header, payload: memoryview, request_class: RequestClass, reply_cols: int) -> bool:
-    """Tells whether a request is one token's, all of it is here, and its product is small."""
+    """Returns whether a request is a single decode row that was received as a whole and has a small product."""
     return (
         header.rows == 1
         and request_class is RequestClass.DECODE
@@ -89,15 +89,15 @@ def _is_whole_row(header: Header, payload: memoryview, request_class: RequestCla
 
 
 def error_frame(request_id: int, error: VeilbaseError) -> bytes:
-    """Returns the frame for an error of a request, or by id 0 of the whole stream: a number, and a time where there is
-    one."""
+    """Returns the frame for an error: the error's code and, if there is one, the time after which to retry. With id 0
+    the error is about the whole stream."""
     retry_s = error.retry_s if isinstance(error, QuotaExceeded | Unavailable) else 0.0
     retry_ms = min(math.ceil(retry_s * 1000), MAX_DEADLINE_MS)
     return Header(FrameType.ERROR, request_id, deadline_ms=retry_ms, code=code_of(error)).pack()
 
 
 class Session:
-    """The provider's end of one stream."""
+    """Implements the provider's end of one stream."""
 
     def __init__(
         self,
@@ -113,14 +113,14 @@ class Session:
         """Prepares for the first message.
 
         Args:
-            tenant: the name for the log and the recorder.
+            tenant: the tenant's name, for the log and the recorder.
             limits: the limits of this stream.
-            admission, usage: the tenant's, which its streams share.
-            check: takes a call and its columns and returns the columns of the reply; raises `wire.errors`.
-            executor: computes.
-            refusal: returns why this tenant may not go on, or None; called on every request. If it raises Unavailable,
-                the registry cannot be read just now, and that request alone is answered so.
-            hang_up: ends the RPC from outside.
+            admission, usage: the tenant's quota and usage, which all streams of the tenant share.
+            check: checks a call and its columns, and returns the columns of the reply; raises errors of `wire.errors`.
+            executor: computes the products.
+            refusal: called for every request; returns None, or the code with which the stream is refused. If it raises
+                Unavailable, since the registry cannot be read, only that request fails.
+            hang_up: ends the connection from any thread.
         """
         self.tenant = tenant
         self.stream_id = secrets.token_hex(4)
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def notify(self) -> Callable[[], None]:
-        """What is called, in any thread, when there may be a frame to send; whoever carries the frames sets it."""
+        """Returns the callback for new frames to send, which may be called in any thread; the transport sets it."""
         return self._outbox.notify
 
     @notify.setter
@@ -146,7 +146,7 @@ class Session:
     # ---- frames that come -------------------------------------------------------------------------------------------
 
     def receive(self, message: bytes | memoryview) -> bool:
-        """Takes one message, from one thread at a time. Returns False when no more will be taken."""
+        """Takes one message; returns False if the session takes no more. One thread at a time may call this."""
         try:
             self._take(*frame.parse(message))
             return not self._table.is_closed
@@ -154,7 +154,7 @@ class Session:
             self.end(exc.code)
         except VeilbaseError as exc:
             self.end(code_of(exc))
-        except Exception as exc:  # noqa: BLE001 - a stream that is no longer read must not leave the tenant waiting
+        except Exception as exc:  # noqa: BLE001 - the tenant must learn that its stream is no longer read
             _LOGGER.error("a stream failed: %s", type(exc).__name__, extra=self._named(0))
             self.end(WireCode.INTERNAL)
         return False
@@ -191,19 +191,20 @@ class Session:
         elif header.offset == 0:
             raise MalformedFrame("a request id that is in flight was used again")
         assembler = request.assembler
-        if assembler is None:  # Only a request that came whole has none.
+        if assembler is None:  # All of its chunks were received.
             raise MalformedFrame("a request id that is in flight was used again")
         if assembler.add(header, payload):
             request.assembler = None
             self._compute(request, assembler)
 
     def _check_leftover(self, header: Header) -> None:
-        """Skips chunks of a request that was refused, cancelled or expired; other chunks here lack a first chunk."""
+        """Accepts a later chunk of a request that was refused, cancelled or expired; raises MalformedFrame if the
+        request's first chunk never came."""
         if header.request_id > self._highest_id:
             raise MalformedFrame("a request must begin with its first chunk")
 
     def _admit_or_answer(self, header: Header, payload: memoryview) -> Request | None:
-        """Admits a request, whose first frame has this payload; returns None where it has been answered."""
+        """Admits a request by its first frame; returns None if the request was computed at once, or has failed."""
         if header.request_id == 0:
             raise MalformedFrame("request id 0 is the stream itself")
         self._highest_id = max(self._highest_id, header.request_id)
@@ -222,27 +223,27 @@ class Session:
             return None
 
     def _admit(self, header: Header, payload: memoryview, now: float) -> Request | None:
-        """Makes every check that needs the header alone, then takes a place in the table, unless it can be answered at
-        once."""
+        """Makes all checks that need only the header, and then puts the request into the table. A single decode row is
+        computed at once instead, if possible; then this returns None."""
         if header.deadline_ms == 0:
             raise DeadlineExceeded("a request without time to be answered in")
         reply_cols = self._check_shape(header)
         held = header.total_bytes + header.rows * reply_cols * frame.ITEM_BYTES
         expires_at = now + min(header.deadline_ms, MAX_DEADLINE_MS) / 1000
         request_class = self._table.class_of(header, now)
-        # This holds only where nothing waits to be sent: otherwise replies to a tenant that does not read would pile up
-        # uncounted.
+        # A row is computed outside the table only if nothing waits to be sent. Otherwise replies to a tenant that does
+        # not read would pile up without being counted.
         is_row = _is_whole_row(header, payload, request_class, reply_cols) and self._outbox.is_empty
         request = None if is_row else Request(header, reply_cols, held, request_class, expires_at)
         self._table.admit(header, request_class, held, now, request)
         return request or self._answer_row(header, payload, reply_cols, held, expires_at)
 
     def _check_shape(self, header: Header) -> int:
-        """Returns how many numbers a row of the reply has, to what the header announces."""
+        """Checks the shape that a header announces against the limits; returns the columns of the reply."""
         reply_cols = self._check(header.call, header.cols)
         try:
             frame.check_tensor_header(header, self._limits.max_rows, self._limits.max_tensor_bytes)
-        except MalformedFrame as exc:  # One request's numbers do not fit; the frames around it can be read.
+        except MalformedFrame as exc:  # Only this request fails; the stream can still be read.
             raise InvalidTensor(str(exc)) from None
         reply_bytes = header.rows * reply_cols * frame.ITEM_BYTES
         if reply_bytes > self._limits.max_tensor_bytes:
@@ -250,7 +251,7 @@ class Session:
         return reply_cols
 
     def end_input(self) -> None:
-        """Notes that no more messages will come; what is being computed is still answered."""
+        """Notes that no more messages will be received; complete requests still get their replies."""
         self._table.forget_unfinished()
         self._outbox.end_input()
 
@@ -259,10 +260,10 @@ class Session:
     def _answer_row(
         self, header: Header, row: memoryview, reply_cols: int, held: int, expires_at: float
     ) -> Request | None:
-        """Answers a token's row, which was admitted, without a place in the table: nothing can ask for it meanwhile.
+        """Computes a single admitted row in this thread, without putting it into the table.
 
         Returns:
-            None; or the request, with its place, where it cannot be answered here.
+            None if the row was computed or has failed; else the request, which is now in the table.
         """
         size, is_kept = reply_cols * frame.ITEM_BYTES, False
         try:
@@ -287,7 +288,7 @@ class Session:
         header, call = request.header, request.header.call
         try:
             rows = assembler.rows()
-        except VeilbaseError as exc:  # The seed does not fit its header, which is a fault of this request alone.
+        except VeilbaseError as exc:  # The seed does not fit the header, so only this request fails.
             self._answer(request, exc)
             return
 
@@ -307,12 +308,12 @@ class Session:
         job = request.job = Job(
             call, rows, self.tenant, request.request_class, request.expires_at, done, request.reply_cols
         )
-        if self._table.has(request):  # Otherwise the tenant went away since the last chunk.
+        if self._table.has(request):  # Otherwise it was cancelled, or the stream has ended.
             self._executor.submit(job)
 
     def _answer(self, request: Request, outcome: Outcome) -> None:
         if not self._table.has(request):
-            return  # The request was cancelled meanwhile.
+            return  # The request has been cancelled meanwhile.
         if isinstance(outcome, VeilbaseError):
             self._fail(request.header.request_id, outcome)
         elif self._outbox.is_full:
@@ -323,9 +324,10 @@ class Session:
     # ---- faults and ends --------------------------------------------------------------------------------------------
 
     def _fail(self, request_id: int, error: VeilbaseError, is_admitted: bool = True) -> None:
-        """Answers a request with an error: one in the table, unless it has ended, or one that never was in it."""
+        """Sends an error for a request. If `is_admitted`, the request is taken out of the table first, and nothing is
+        sent if it was not there any more."""
         code = code_of(error)
-        if code is WireCode.INTERNAL:  # The tenant is told to ask for this line, so it comes first.
+        if code is WireCode.INTERNAL:  # The operator needs this line if the tenant asks about the error.
             _LOGGER.error("a request failed", extra=self._named(request_id))
         last = error_frame(request_id, error)
         if not is_admitted:
@@ -338,71 +340,72 @@ class Session:
         self._outbox.notify()
 
     def _named(self, request_id: int) -> dict[str, object]:
-        """Returns the fields that tell the log which request of which stream this is."""
+        """Returns the log fields that identify a request: tenant, stream and request id."""
         return {"tenant": self.tenant, "stream": self.stream_id, "request": request_id}
 
     def _give_up(self) -> None:
-        """Ends a stream whose tenant asks and does not read."""
+        """Ends a stream whose tenant sends requests and does not read the replies."""
         self.end(WireCode.QUOTA)
         self._hang_up()
 
     def sweep(self, now: float) -> None:
-        """Drops what has expired; ends a stream whose tenant was revoked, or that never sent HELLO."""
+        """Fails requests whose deadline has passed; ends the stream if the tenant was revoked, or did not send HELLO
+        in time."""
         self._sweep_at = now + SWEEP_S
         if self._table.is_closed:
-            self._hang_up()  # The thread that sends is held by a tenant that does not read.
+            self._hang_up()  # The thread that sends still waits for the tenant to read.
             return
         for number in self._table.expired(now):
             self._fail(number, DeadlineExceeded("not answered in time"))
         try:
             code = self._refusal()
         except Unavailable:
-            code = None  # The registry may be back in a moment, and until then every request is refused.
+            code = None  # The stream stays open; each request is refused on its own.
         if code is None and not self._has_greeted and now >= self._greet_by:
             code = WireCode.MALFORMED
         if code is not None:
             self.end(code)
 
     def drain(self) -> None:
-        """Refuses new requests from now on; those that are here are answered."""
+        """Refuses new requests from now on; requests in flight are still computed."""
         self._is_draining = True
 
     def end(self, code: WireCode) -> None:
-        """Ends the stream with one error about all of it."""
+        """Ends the stream with an error about the whole stream."""
         self._usage.failed(code)
         self._outbox.append(Header(FrameType.ERROR, 0, code=code).pack())
         self.close()
 
     def close(self) -> None:
-        """Drops everything. It is safe to call this twice and from any thread."""
+        """Drops all requests and ends the stream. Any thread may call this, also more than once."""
         self._table.close()
         self._outbox.end()
 
     # ---- frames that go, and what is here ---------------------------------------------------------------------------
 
     def next_frame(self) -> bytes | memoryview | None:
-        """Returns the frame to send next, or None where there is none now; one thread at a time calls this.
+        """Returns the frame to send next, or None if there is none at present; one thread at a time may call this.
 
-        Large replies take turns, a chunk each. `notify` is called when there may be a frame again.
+        Large replies take turns, one chunk each. `notify` is called when there may be another frame.
         """
         return self._outbox.next_frame()
 
     @property
     def is_over(self) -> bool:
-        """Tells whether `next_frame` will never return another frame."""
+        """Returns whether `next_frame` will never return another frame."""
         return self._outbox.is_over
 
     def stop_sending(self) -> None:
-        """Drops replies that are half sent; called by the thread that takes frames, which will take no more."""
+        """Drops replies that are half sent, and sends nothing more. Only the thread that takes frames may call this."""
         self._outbox.stop_sending()
 
     @property
     def is_idle(self) -> bool:
-        """Tells whether every request has been answered, and its answer is queued."""
+        """Returns whether no request is in flight."""
         return self._table.is_idle
 
     def status(self) -> SessionStatus:
-        """Returns what is in flight and what waits, from any thread; it keeps the stream up for a moment only."""
+        """Returns counts of requests in flight and of waiting frames; any thread may call this."""
         num_requests, held_bytes = self._table.in_flight()
         return SessionStatus(
             num_requests=num_requests,

@@ -1,9 +1,9 @@
-"""What streams hold at one moment, for the log, for metrics and for tests: counts, bytes and callers' names.
+"""Describes the state of streams at one time, for the log, for metrics and for tests: counts, bytes and callers' names.
 
-Guarantees: a status is a copy that does not change; making one keeps a stream's thread up for no longer than it takes
-to read a few numbers. It does not guarantee that its numbers are of exactly one moment, since streams go on meanwhile.
+Guarantees: a status is a copy that does not change. To make one delays a stream's thread only while a few numbers are
+read. The numbers may be from slightly different times, since streams go on meanwhile.
 
-Threads: any.
+Threads: any thread may use this.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """One stream.
+    """Describes one stream.
 
     Attributes:
-        num_requests: requests in flight. A row that is answered where it is read is not among them.
-        held_bytes: what those requests and their replies take.
-        num_waiting: frames and replies that wait to be sent.
-        num_half_sent: large replies of which some chunks have been sent.
-        is_idle: every request has been answered, and its answer is queued or sent.
-        has_greeted: the tenant has sent its HELLO.
-        is_draining: new requests are refused.
-        is_closed: the session has ended, and takes nothing more.
-        is_over: there will be no further frame to send.
+        num_requests: number of requests in flight, without rows that the receiving thread computes at once.
+        held_bytes: bytes of these requests and their replies.
+        num_waiting: number of frames and replies that wait to be sent.
+        num_half_sent: number of large replies of which some chunks have been sent.
+        is_idle: whether no request is in flight.
+        has_greeted: whether the tenant has sent its HELLO.
+        is_draining: whether new requests are refused.
+        is_closed: whether the session has ended, so that it takes no more messages.
+        is_over: whether there will be no further frame to send.
     """
 
     num_requests: int
@@ -41,18 +41,19 @@ class SessionStatus:
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """All streams of a provider.
+    """Describes all streams of a provider.
 
     Attributes:
-        num_streams: streams that are open.
-        num_tenants: tenants that have one.
-        num_unanswered: streams with a request that is not answered.
-        num_requests, held_bytes, num_waiting: see `SessionStatus`; of all streams together.
-        num_rows: rows in flight of those tenants, as their quotas count them: with rows that are answered where they
-            are read.
-        calls: how many streams, downloads and visits each caller has open, without those that have none.
-        num_joining: hosts of shards on their way in.
-        is_draining: new streams and requests are refused.
+        num_streams: number of open streams.
+        num_tenants: number of tenants with an open stream.
+        num_unanswered: number of streams with a request in flight.
+        num_requests, held_bytes, num_waiting: sums over all streams; see `SessionStatus`.
+        num_rows: rows in flight of these tenants, as in their quotas: including rows that the receiving thread computes
+            at once.
+        calls: by caller's name, the number of open streams and downloads, or connections of a shard's host; only
+            callers with at least one.
+        num_joining: number of shards' hosts that are joining.
+        is_draining: whether new streams and requests are refused.
     """
 
     num_streams: int

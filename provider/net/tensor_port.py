@@ -1,11 +1,11 @@
-"""The tensor port: a listener of its own for the tenants' streams, with TLS and without gRPC.
+"""Listens at the tensor port, which carries the tenants' streams over TLS without gRPC (wire/SPEC.md, section 1).
 
-Each connection has a thread of its own that reads, computes what is small, and sends; replies that other threads made
-wake it (wire/SPEC.md, section 1). gRPC's `Stream` carries the same frames for tenants that cannot reach this port.
+Each connection has one thread, which reads, computes small requests, and sends. Replies that other threads computed
+wake this thread. gRPC's `Stream` carries the same frames for tenants that cannot reach this port.
 
-Guarantees: a peer without a certificate of the provider's CA does not get past the handshake, which has a deadline;
-connections are bounded in number, and where there are too many the oldest without a stream makes room for the next; a
-tenant that goes away, or that does not read, costs no other tenant anything.
+Guarantees: a peer without a certificate of the provider's CA fails the handshake, and the handshake has a deadline. The
+number of connections is bounded. If there are too many, the oldest connection without a stream is closed to make room.
+A tenant that disconnects or does not read its replies does not slow other tenants down.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from wire.transport.busy_poll import BusyPoll
 from wire.transport.tls_socket import MessageSocket, handshake
 
 MAX_CONNECTIONS = MOST_STREAMS
-"""Most connections, including those whose handshake is not done. Each holds a thread."""
+"""Most connections, including connections whose handshake is not finished. Each of them occupies a thread."""
 _BACKLOG = 64
 _LINGER_S = 2.0
-"""Most seconds that a tenant may take to read the last frame."""
+"""Longest time in seconds that a tenant may take to read the last frame."""
 _STOP_S = 2.0
 _PAUSE_S = 0.1
 _WAKE = (1).to_bytes(8, sys.byteorder)
-"""The bytes that wake a waiting thread. eventfd takes a number to add to its count; a pipe takes anything."""
+"""Bytes that are written to wake a waiting thread. An eventfd needs eight bytes that hold a number; a pipe takes any
+bytes."""
 _LOGGER = logging.getLogger(__name__)
 Serve = Callable[[MessageSocket], VeilbaseError | None]
 
 
 @dataclass(frozen=True)
 class TensorPortStatus:
-    """What a tensor port holds at one moment.
+    """Counts the connections of a tensor port at one time.
 
     Attributes:
-        num_connections: connections that are open, each of which has a place and a thread.
-        num_guests: those of them without a stream: their handshake is not done, or they were refused. Where they are
-            nearly all, strangers hold the places.
+        num_connections: number of open connections, each of which occupies a thread.
+        num_guests: number of open connections without a stream, because their handshake is not finished or they were
+            refused. If nearly all connections are guests, peers without access are flooding the port.
     """
 
     num_connections: int
@@ -57,22 +58,22 @@ class TensorPortStatus:
 
 
 class TensorPort:
-    """A bound port. `start` lets connections in."""
+    """Holds the bound tensor port; `start` begins to accept connections."""
 
     def __init__(self, host: str, port: int, most: int = MOST_STREAMS) -> None:
         """Binds the port.
 
         Args:
             host: an address or a name of this machine.
-            port: the port's number; 0 picks one.
-            most: the most connections, fewer than `MAX_CONNECTIONS` where the process may not open so many files.
+            port: the port's number; 0 picks a free one.
+            most: most connections, which may be fewer than `MAX_CONNECTIONS` if the process may open only a few files.
 
         Raises:
             ConfigurationError: the port is taken, or the address is not this machine's.
         """
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            # This does what gRPC does: "::" is IPv4 as well.
+            # As with gRPC, "::" also accepts IPv4.
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
             self._listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as exc:
@@ -84,22 +85,22 @@ class TensorPort:
         self._lock = threading.Lock()
         self._open: dict[socket.socket | MessageSocket, threading.Thread] = {}
         self._guests: dict[socket.socket | MessageSocket, None] = {}
-        """Open connections without a stream, the oldest first: their handshake is not done, or they were refused."""
+        """Open connections without a stream, the oldest first; see `TensorPortStatus.num_guests`."""
         self._has_stopped = False
 
     def status(self) -> TensorPortStatus:
-        """Returns how many connections are open; any thread may call it."""
+        """Returns how many connections are open; any thread may call this."""
         with self._lock:
-            # For a moment after its handshake a connection stands here twice, but its thread is one.
+            # Threads are counted, since a connection is in `_open` twice for a short time after its handshake.
             return TensorPortStatus(len({*self._open.values()}), len(self._guests))
 
     def start(self, context: Callable[[], ssl.SSLContext], serve: Serve) -> None:
-        """Lets connections in.
+        """Begins to accept connections.
 
         Args:
-            context: gives the newest TLS context; called at each handshake.
-            serve: called in a thread of its own for each connection, which ends when that returns; an error that it
-                returns is sent first.
+            context: returns the newest TLS context; called at each handshake.
+            serve: called for each connection in a thread of its own. When it returns, the connection is closed; if it
+                returns an error, the error is sent before.
         """
         threading.Thread(target=self._accept, args=(context, serve), name="veilbase-tensors", daemon=True).start()
 
@@ -124,8 +125,8 @@ class TensorPort:
                 time.sleep(_PAUSE_S)
 
     def _find_place(self) -> bool:
-        """Takes a place for a connection. Where there is none, the oldest connection without a stream is closed, since
-        otherwise any peer could hold the places."""
+        """Reserves room for one more connection, and returns whether there was any. If there is none, this first closes
+        the oldest connection without a stream, since otherwise any peer could keep the port full."""
         if self._places.acquire(blocking=False):
             return True
         with self._lock:
@@ -156,8 +157,8 @@ class TensorPort:
             if refusal is not None and self._note(connection, is_guest=True):
                 _refuse(connection, refusal)
         except OSError:
-            pass  # The peer was no tenant, or has gone.
-        except Exception as exc:  # noqa: BLE001 - one connection's fault must not touch another's
+            pass  # The handshake failed, or the peer has disconnected.
+        except Exception as exc:  # noqa: BLE001 - a failed connection must not affect others
             _LOGGER.error("a connection failed: %s", type(exc).__name__)
         finally:
             self._forget(plain)
@@ -173,7 +174,7 @@ class TensorPort:
             self._guests.pop(connection, None)
 
     def stop(self) -> None:
-        """Ends every connection and waits a moment until they have ended."""
+        """Stops accepting, and ends every connection after waiting up to `_STOP_S` seconds for their threads."""
         with self._lock:
             self._has_stopped = True
             ending = dict(self._open)
@@ -185,13 +186,13 @@ class TensorPort:
                 _shut(connection)
         give_up_at = time.monotonic() + _STOP_S
         for connection, thread in ending.items():
-            thread.join(max(0.0, give_up_at - time.monotonic()))  # The service has told each stream by now.
+            thread.join(max(0.0, give_up_at - time.monotonic()))  # The service has already ended each stream.
             if isinstance(connection, MessageSocket):
                 connection.close()
 
 
 def _shut(connection: socket.socket | MessageSocket) -> None:
-    """Wakes the thread that waits for a connection; that thread closes it."""
+    """Shuts a connection down, which wakes the thread that waits for it; that thread closes the connection."""
     if isinstance(connection, MessageSocket):
         connection.close()
     else:
@@ -200,27 +201,27 @@ def _shut(connection: socket.socket | MessageSocket) -> None:
 
 
 def _refuse(connection: MessageSocket, error: VeilbaseError) -> None:
-    """Ends a connection with one error about all of it."""
+    """Sends an error about the whole stream, and ends the connection."""
     with contextlib.suppress(OSError):
         connection.send(error_frame(0, error))
         connection.finish(_LINGER_S)
 
 
 def carry(session: Session, connection: MessageSocket, busy_poll: BusyPoll) -> None:
-    """Moves a session's messages until one side ends, in the caller's thread.
+    """Carries the frames of a session over a connection, in the caller's thread, until one side ends.
 
     Args:
         session: a new session.
-        connection: its connection, new as well; the caller releases it.
-        busy_poll: this connection's.
+        connection: the session's new connection; the caller releases it.
+        busy_poll: decides how long this connection's thread polls before it sleeps.
     """
     _Carrier(session, connection, busy_poll).run()
 
 
 def _wake_ends() -> tuple[int, int]:
-    """Returns the descriptor that a thread waits for, and the one that another writes `_WAKE` to.
+    """Returns two descriptors: one that a thread waits for, and one to which another thread writes `_WAKE`.
 
-    They are one and the same where there is eventfd, since descriptors are few (provider/net/descriptors.py).
+    If the system has eventfd, both are the same, since descriptors are scarce (provider/net/descriptors.py).
     """
     if hasattr(os, "eventfd"):
         both = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -242,7 +243,7 @@ class _Carrier:
         session.notify = self._notify
 
     def _notify(self) -> None:
-        """Notes that there may be a frame to send; any thread may call it."""
+        """Notes that there may be a frame to send, and wakes the thread if it waits; any thread may call this."""
         self._has_news = True
         if self._is_waiting:
             with self._lock, contextlib.suppress(BlockingIOError):
@@ -251,23 +252,23 @@ class _Carrier:
 
     def run(self) -> None:
         try:
-            self._take(select.POLLIN)  # This takes what came with the handshake, including its end.
+            self._take(select.POLLIN)  # Data may have arrived together with the handshake.
             while self._send():
                 self._take(self._wait())
             self._connection.finish(_LINGER_S)
-        except (OSError, EOFError):  # The tenant went away.
+        except (OSError, EOFError):  # The tenant has disconnected.
             self._session.close()
         finally:
             self._session.stop_sending()
-            self._session.notify = lambda: None  # Otherwise the two would keep each other alive.
+            self._session.notify = lambda: None  # This breaks a cycle of references.
             with self._lock:
                 for one in {self._waker, self._wake_end}:
                     os.close(one)
                 self._waker = -1
 
     def _send(self) -> bool:
-        """Sends what the connection takes. Returns False when there is nothing more to send, ever."""
-        self._has_news = False  # This is cleared before the session is asked: what comes after that is news again.
+        """Sends frames until the connection takes no more; returns False if the session will never send again."""
+        self._has_news = False  # This is cleared first, so that a frame which is added from here on sets it again.
         while not self._connection.has_unsent:
             message = self._session.next_frame()
             if message is None:
@@ -277,13 +278,12 @@ class _Carrier:
         return True
 
     def _wait(self) -> int:
-        """Waits until the connection is ready or there is something to send; returns what the connection is ready
-        for."""
+        """Waits until the connection is ready or there is a frame to send; returns the connection's poll events."""
         must_send = self._connection.has_unsent
         wanted = (select.POLLIN if self._is_reading else 0) | (select.POLLOUT if must_send else 0)
         self._poll.register(self._connection, wanted)
-        # A thread that waits for the peer to read may wait long, and a peer that was sent no reply does not decode,
-        # whatever it sends.
+        # There is no busy polling while the peer must read first, which may take long, nor if the peer was sent no
+        # reply, since it then does not decode.
         self._busy_poll.look(self._is_wanted, self._has_replied and not must_send and self._connection.took_little)
         self._has_replied = False
         self._is_waiting = True

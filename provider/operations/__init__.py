@@ -1,1 +1,4 @@
-"""What an operator sees of a running provider: counts, metrics, health, logs; never a tensor's value."""
+"""This package shows a running provider to its operator: usage, metrics, health, logs and recordings.
+
+Only a recording, which the operator must turn on, holds values of tensors.
+"""

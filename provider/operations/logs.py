@@ -1,4 +1,4 @@
-"""Log lines with fields for what they are about: tenant, stream and request; as text or as JSON, one line each."""
+"""Formats log lines as text or as JSON, with fields for the tenant, stream and request that a line is about."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 FIELDS = ("tenant", "stream", "request")
-"""Fields that are written when they are given as `extra`; no other field of a record is."""
+"""Names of the fields that are written if a log call passes them as `extra`; other fields are ignored."""
 
 
 def configure(log_format: LogFormat) -> None:
-    """Sends every log line of this process to stderr."""
+    """Sends every log line of this process to stderr, in the given format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def configured() -> LogFormat:
-    """Returns the format that this process writes, for the processes that it starts."""
+    """Returns the log format of this process, so that processes which it starts can use the same."""
     return "json" if any(isinstance(one.formatter, JsonFormatter) for one in logging.getLogger().handlers) else "text"
 
 
@@ -30,25 +30,25 @@ def _named(record: logging.LogRecord) -> dict[str, object]:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats time, level, logger, message, then name=value."""
+    """Formats a record as text: time, level, logger, message, then name=value for each field."""
 
     def __init__(self) -> None:
-        """Takes no settings."""
+        """Sets the format of the line."""
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record as one line, and a traceback where there is one."""
+        """Returns a record as one line, followed by the traceback if the record has one."""
         line = super().format(record)
         names = " ".join(f"{name}={value}" for name, value in _named(record).items())
         return f"{line} {names}" if names else line
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each line as one object."""
+    """Formats each record as one JSON object on a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record with the keys time (UTC), level, logger, message, those of `FIELDS`, and error for a
-        traceback."""
+        """Returns a record as a JSON object. Its keys are time (UTC), level, logger and message, the names in `FIELDS`
+        that the record has, and error, which holds the traceback if there is one."""
         fields: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

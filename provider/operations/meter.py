@@ -1,4 +1,4 @@
-"""Counts what the executor did: batches, waits and times as histograms; numbers only."""
+"""Counts the executor's products, with histograms of their sizes, times and waits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25
 
 
 class Histogram:
-    """Counts by upper bound. It is not safe under threads."""
+    """Counts observations in buckets with upper bounds. It is not safe under threads."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Args: bounds: the upper bounds, rising."""
+        """Starts at zero; `bounds` are the upper bounds of the buckets, in rising order."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
@@ -30,7 +30,8 @@ class Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Returns the buckets as Prometheus has them: upper bound, and how many were not above it."""
+        """Returns the buckets in the form that Prometheus uses: each upper bound, with the number of observations that
+        are not above it."""
         rising, total = [], 0
         for bound, count in zip((*(str(float(one)) for one in self.bounds), "+Inf"), self.counts, strict=True):
             total += count
@@ -38,28 +39,29 @@ class Histogram:
         return rising
 
     def copy(self) -> Histogram:
-        """Returns a copy that does not change."""
+        """Returns an independent copy."""
         other = Histogram(self.bounds)
         other.counts, other.sum = list(self.counts), self.sum
         return other
 
 
 class GroupWait(NamedTuple):
-    """Requests of one layer group, and how long they waited for their first product, all together."""
+    """Holds the number of requests of one layer group, and the sum of the seconds that they waited for their first
+    product."""
 
     requests: int
     seconds: float
 
 
 class Meter:
-    """Counts products and waits. It is safe under threads."""
+    """Counts products and the waits of requests. It is safe under threads."""
 
     def __init__(self) -> None:
         """Starts at zero."""
         self._lock = threading.Lock()
         self._inline = 0
         self._waits: dict[int, list[float]] = {}
-        """By layer group, the fields of `GroupWait`, as a plain list: this is what is counted most often."""
+        """By layer group, the two fields of `GroupWait`, as a list for speed, since they change most often."""
         self._histograms = {
             "batch_rows": Histogram(_ROWS),
             "batch_requests": Histogram(_REQUESTS),
@@ -71,12 +73,12 @@ class Meter:
         self._decode_latency = self._histograms[latency_name(RequestClass.DECODE)]
 
     def batch(self, pieces: Sequence[Piece], began_s: float, seconds: float) -> None:
-        """Counts a product.
+        """Counts a product of a batch.
 
         Args:
-            pieces: the pieces whose rows were in it.
-            began_s: when it began, on the clock of its tickets.
-            seconds: how long it took.
+            pieces: the pieces of requests that the product computed.
+            began_s: the time at which the product began, on the clock of the tickets.
+            seconds: the time that the product took.
         """
         with self._lock:
             for piece in pieces:
@@ -92,7 +94,7 @@ class Meter:
             self._histograms["execution_seconds"].add(seconds)
 
     def inline(self, group: int, seconds: float) -> None:
-        """Counts a small decode request that was computed where it was read, without waiting."""
+        """Counts a small decode request that the thread that received it computed at once."""
         with self._lock:
             self._inline += 1
             self._waited(group, 0.0)
@@ -106,21 +108,21 @@ class Meter:
         counts[1] += seconds
 
     def waits(self) -> dict[int, GroupWait]:
-        """Returns the waits by layer group, as in Symbiosis, figure 7."""
+        """Returns the waits by layer group. Symbiosis, figure 7, shows the same numbers."""
         with self._lock:
             return {group: GroupWait(int(requests), seconds) for group, (requests, seconds) in self._waits.items()}
 
     def snapshot(self) -> tuple[int, dict[str, Histogram]]:
-        """Returns the number of requests computed where they were read, and copies of the histograms by name."""
+        """Returns the number of requests that `inline` counted, and copies of the histograms by name."""
         with self._lock:
             return self._inline, {name: one.copy() for name, one in self._histograms.items()}
 
 
 def wait_name(request_class: RequestClass) -> str:
-    """Returns the name of the histogram of a class's waits."""
+    """Returns the name of the histogram of a class's waits, from arrival to the first product."""
     return f"wait_{request_class.name.lower()}"
 
 
 def latency_name(request_class: RequestClass) -> str:
-    """Returns the name of the histogram of the times from arrival to reply, inside the provider."""
+    """Returns the name of the histogram of a class's times from arrival to reply, inside the provider."""
     return f"latency_{request_class.name.lower()}"

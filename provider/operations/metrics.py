@@ -1,7 +1,7 @@
-"""The provider's numbers in Prometheus' terms, collected when they are asked for.
+"""Collects the provider's counts as Prometheus metrics, each time that the metrics are read.
 
-Guarantees: at most `MAX_TENANTS` tenants are named, however many are enrolled, and the others are added up as `OTHER`;
-no label holds a value of a tensor or a text that a tenant chose. It adds no work to the path of a request.
+Guarantees: at most `MAX_TENANTS` tenants are named, and all others are added up under the label `OTHER`. No label holds
+a value of a tensor, or a text that a tenant chose. Requests are not slowed down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from provider.schedule.request_class import RequestClass
 
 MAX_TENANTS = 50
 OTHER = "other tenants"
-"""The label of all tenants that are not named. No tenant can have this name."""
+"""The label for the sum of all tenants that are not named. No tenant can have this name."""
 _HISTOGRAMS = {
     "batch_rows": "Rows of a product.",
     "batch_requests": "Requests that shared a product.",
@@ -28,7 +28,7 @@ _HISTOGRAMS = {
 
 
 class ProviderCollector(Collector):
-    """Reads the meter and the accounts."""
+    """Makes metrics of the executor's counts and the tenants' usage."""
 
     def __init__(
         self,
@@ -40,12 +40,16 @@ class ProviderCollector(Collector):
         num_given_up: Callable[[], int] = lambda: 0,
         num_connections: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        """Reads nothing before it is asked.
+        """Keeps the sources, which are read by `collect` only.
 
         Args:
-            meter, usage: count products and what tenants asked for.
-            queue_depth, num_streams, num_replicas, num_given_up: ask the service, each time.
-            num_connections: asks the tensor port how many of its connections have a stream, and how many have none.
+            meter: the executor's counts.
+            usage: the tenants' usage.
+            queue_depth: returns the number of requests in the queues.
+            num_streams: returns the number of open streams.
+            num_replicas: returns for each shard how many replicas it has, and how many it should have.
+            num_given_up: returns the number of shards that have lost all replicas for good.
+            num_connections: returns how many connections of the tensor port have a stream, and how many have none.
         """
         self._num_given_up, self._num_connections = num_given_up, num_connections
         self._meter, self._usage, self._num_replicas = meter, usage, num_replicas
@@ -100,12 +104,12 @@ class ProviderCollector(Collector):
 
 
 def bounded(totals: dict[str, Usage], named: Collection[str] = ()) -> dict[str, Usage]:
-    """Returns the tenants that sent most, and the sum of all others.
+    """Returns the usage of the `MAX_TENANTS` tenants with the most rows, and the sum of all others as `OTHER`.
 
     Args:
-        totals: the totals of all tenants.
-        named: tenants that were named before and stay so: otherwise the sum of the others would fall when one overtakes
-            another, and look like a restart.
+        totals: the usage of each tenant, by name.
+        named: names of tenants that were returned before, which are returned again. Otherwise a tenant could move out
+            of `OTHER`. The sum would then fall, and Prometheus takes a falling counter for a restart.
     """
     ranked = sorted(totals, key=lambda name: (name not in named, -sum(totals[name].rows.values()), name))
     shown = {name: totals[name] for name in ranked[:MAX_TENANTS]}
@@ -137,7 +141,7 @@ def _tenants(totals: dict[str, Usage]) -> Iterator[Metric]:
 
 
 def registry(collector: ProviderCollector) -> CollectorRegistry:
-    """Makes a registry of its own, without anything of the process's global one, which names the machine's Python."""
+    """Returns a new registry with the collector alone; the process's global registry also shows the Python version."""
     made = CollectorRegistry()
     made.register(collector)
     return made

@@ -1,8 +1,8 @@
-"""Where an operator can look: metrics over HTTP, on a loopback port and on a socket in the state directory, and gRPC's
-health service.
+"""Runs the servers for the operator: metrics over HTTP, on a loopback port and on a socket in the state directory, and
+gRPC's health service.
 
-Guarantees: only this machine can reach them, and only its owner the socket, since the state directory has mode 0700.
-They answer GET and nothing else. Reading them never stops a tenant.
+Guarantees: the ports can be reached from this machine only, and the socket only by its owner, since the state directory
+has mode 0700. The HTTP servers accept GET only. Reading the metrics blocks no tenant's requests.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SERVICE_NAME = "veilbase.v1.Provider"
 METRICS_PATH = "/metrics"
 _TIMEOUT_S, _TAKE_AGAIN_S = 10.0, 2.0
 _MAX_SOCKET_PATH = 100
-"""Most bytes of the socket's path, of the 107 that Linux allows."""
+"""Most bytes of the socket's path; Linux allows 107."""
 
 
 class Monitor:
-    """The servers for operators, each of which is optional."""
+    """Runs the servers for the operator; each of them is optional."""
 
     def __init__(self, metrics: CollectorRegistry) -> None:
-        """Args: metrics: what GET /metrics shows."""
+        """Starts no server yet; `metrics` is the registry that GET /metrics shows."""
         self._metrics = metrics
         self._servers: list[socketserver.BaseServer] = []
         self._health: grpc.Server | None = None
@@ -44,10 +44,13 @@ class Monitor:
         self._closed = threading.Event()
 
     def serve_metrics(self, port: int) -> int:
-        """Opens the loopback port.
+        """Serves the metrics on a loopback port.
+
+        Args:
+            port: the port's number; 0 picks a free one.
 
         Returns:
-            The port's number, which is picked where `port` is 0.
+            The number of the port that was opened.
 
         Raises:
             ConfigurationError: the port is taken.
@@ -60,10 +63,12 @@ class Monitor:
         return int(server.server_address[1])
 
     def serve_socket(self, folder: Path) -> bool:
-        """Opens the socket, for `provider status`; goes on trying where another provider still answers there.
+        """Serves the metrics on a socket in a folder, for `provider status`.
+
+        If another provider still uses the socket, a thread retries until that provider has ended.
 
         Returns:
-            Whether it is open, or will be when the other has ended; False where the folder cannot have one.
+            True if the socket is open, or a thread retries; False if the folder cannot hold a socket.
         """
         path = folder / SOCKET_NAME
         if len(str(path).encode()) > _MAX_SOCKET_PATH:
@@ -93,7 +98,13 @@ class Monitor:
         threading.Thread(target=server.serve_forever, args=(0.2,), name="veilbase-monitor", daemon=True).start()
 
     def serve_health(self, port: int) -> int:
-        """Opens gRPC's health service on a loopback port; it says SERVING.
+        """Opens gRPC's health service, which reports SERVING, on a loopback port.
+
+        Args:
+            port: the port's number; 0 picks a free one.
+
+        Returns:
+            The number of the port that was opened.
 
         Raises:
             ConfigurationError: the port is taken.
@@ -113,12 +124,12 @@ class Monitor:
         return bound
 
     def not_serving(self) -> None:
-        """Makes the health service say NOT_SERVING from now on."""
+        """Makes the health service report NOT_SERVING from now on."""
         if self._servicer is not None:
             self._servicer.enter_graceful_shutdown()
 
     def close(self) -> None:
-        """Ends all servers."""
+        """Stops all servers and removes the socket."""
         self._closed.set()
         for server in self._servers:
             server.shutdown()
@@ -126,17 +137,23 @@ class Monitor:
         if self._socket is not None:
             path, inode = self._socket
             with contextlib.suppress(OSError):
-                if path.stat().st_ino == inode:  # Otherwise it is another provider's by now.
+                if path.stat().st_ino == inode:  # Otherwise the socket is another provider's.
                     path.unlink()
         if self._health is not None:
             self._health.stop(0).wait()
 
 
 def read_metrics(folder: Path) -> str:
-    """Returns what the provider of a state directory shows.
+    """Reads the metrics of the provider that runs with a state directory.
+
+    Args:
+        folder: the state directory.
+
+    Returns:
+        The metrics in Prometheus' text form.
 
     Raises:
-        ConfigurationError: no provider is running there.
+        ConfigurationError: no provider is running with this state directory.
     """
     try:
         with socket.socket(socket.AF_UNIX) as client:
@@ -157,7 +174,7 @@ def _answers(path: Path) -> bool:
 
 class _Quiet(socketserver.BaseServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignores a client that hung up, which is not worth a line in the log."""
+        """Ignores the error, which is mostly a client that has closed its connection."""
 
 
 class _TcpServer(_Quiet, socketserver.ThreadingTCPServer):
@@ -175,7 +192,7 @@ def _handler(metrics: CollectorRegistry) -> type[http.server.BaseHTTPRequestHand
         server_version, sys_version = "veilbase", ""
 
         def do_GET(self) -> None:
-            """Sends the metrics, or 404."""
+            """Sends the metrics, or 404 for any other path."""
             if self.path.partition("?")[0] != METRICS_PATH:
                 self.send_error(404)
                 return
@@ -187,7 +204,7 @@ def _handler(metrics: CollectorRegistry) -> type[http.server.BaseHTTPRequestHand
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Logs nothing: what a client sends does not go into our log."""
+            """Logs nothing, so that no text from a client gets into the log."""
 
         def address_string(self) -> str:
             return "local"  # A Unix socket's peer has no address.

@@ -1,10 +1,11 @@
-"""Writes down exactly what a provider sees, for security evaluation (docs/operations.md, "Recording").
+"""Records exactly what a provider sees, for security evaluation (docs/operations.md, "Recording").
 
-Guarantees: manifest.json says what was served; index.jsonl has one line per request, in the order of `seq`; tensors are
-written only up to the size limit, and from the first that is missing on the index says so; a full disk ends the
-recording, never the serving. end.json, written at the end, counts the lines: a recording without it was cut off or goes
-on. Lines are in the order in which requests were answered, failed or were cancelled; what is refused before it is
-queued (malformed, over quota) is not in it.
+Guarantees: manifest.json describes the served model. index.jsonl has one line per request, numbered by `seq`, in the
+order in which requests got a reply, failed or were cancelled. Requests that are refused before they are queued, for
+example because they are malformed or over quota, are left out. Tensors are written up to the size limit; from the first
+tensor beyond the limit on, each line of the index says that its tensors are missing. A full disk ends the recording,
+but not the serving. end.json is written at the end and holds the number of lines; if it is missing, the recording was
+cut off or is still going on.
 """
 
 from __future__ import annotations
@@ -28,22 +29,21 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Appends requests to a recording in one folder."""
+    """Writes requests and replies to a recording in one folder."""
 
     def __init__(
         self, folder: Path, manifest: Manifest, limit_bytes: int = DEFAULT_LIMIT_BYTES, patterns: str = ""
     ) -> None:
-        """Opens the folder and warns.
+        """Begins a recording, and logs a warning that says so.
 
         Args:
-            folder: made if it is not there; must hold no other recording.
-            manifest: the served model's, written beside the index, so that a reader knows which model the traffic
-                belongs to.
-            limit_bytes: the most bytes of tensor files together.
-            patterns: comma-separated fnmatch patterns of group or layer names; empty means all.
+            folder: the folder of the recording, created if it does not exist; it must hold no other recording.
+            manifest: the served model's manifest, which is written beside the index.
+            limit_bytes: most bytes of all tensor files together.
+            patterns: comma-separated fnmatch patterns of the names of groups or layers; empty records all.
 
         Raises:
-            ConfigurationError: there is no such layer, another recording is there, or the folder cannot be written.
+            ConfigurationError: no layer matches, the folder holds a recording, or the folder cannot be written.
         """
         self._folder, self._limit_bytes = folder, limit_bytes
         self._groups = {group.id for group in manifest.groups if _wanted(group, patterns)}
@@ -67,11 +67,13 @@ class Recorder:
         )  # fmt: skip
 
     def record(self, tenant: str, call: Call, request: Rows, reply: torch.Tensor | None) -> None:
-        """Writes one request; this is safe under threads. Of a hint it writes what came: the payload's 48 bytes, uint8.
+        """Writes one request and its reply; several threads may call this at once.
 
         Args:
-            tenant, call, request: the request.
-            reply: its reply; None where the request failed or was cancelled.
+            tenant: the tenant's name.
+            call: the call of the request.
+            request: the request's rows; for a seed, the 48 bytes of the payload are written, as uint8.
+            reply: the reply; None if the request failed or was cancelled.
         """
         if call.group not in self._groups or self._failed:
             return
@@ -110,7 +112,7 @@ class Recorder:
         return name
 
     def close(self) -> None:
-        """Ends the recording, once."""
+        """Ends the recording and writes end.json; does nothing if the recording has ended before."""
         with self._lock:
             if self._index.closed:
                 return

@@ -1,4 +1,4 @@
-"""Shows the metrics of a running provider as a table, for `provider status`."""
+"""Shows the metrics of a running provider as a table, for the command `provider status`."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from wire.errors import ConfigurationError
 
 @dataclass
 class Snapshot:
-    """What was read at one moment.
+    """Holds the metrics that were read at one time.
 
     Attributes:
-        at_s: the time on the clock of `time.monotonic`.
-        values: the values by the sample's name and its labels.
+        at_s: the time of reading, in seconds of `time.monotonic`.
+        values: the value of each sample, by the sample's name and labels.
     """
 
     at_s: float
     values: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(default_factory=dict)
 
     def get(self, name: str, **labels: str) -> float:
-        """Returns a value; 0 where nothing was counted."""
+        """Returns the value of a sample, or 0 if there is no such sample."""
         return self.values.get((name, frozenset(labels.items())), 0.0)
 
     def by_tenant(self, name: str) -> dict[str, float]:
-        """Returns each tenant's sum over all other labels."""
+        """Returns the sum of a metric for each tenant, over all other labels."""
         return self.by_label(name, "tenant")
 
     def by_label(self, name: str, label: str, **others: str) -> dict[str, float]:
-        """Returns sums by the values of one label, of samples that have those other labels."""
+        """Returns the sum of a metric for each value of `label`, over the samples that also have the other labels."""
         sums: dict[str, float] = {}
         for (sample, labels), value in self.values.items():
             one = dict(labels).get(label)
@@ -49,13 +49,13 @@ class Snapshot:
         return sums
 
     def tenants(self) -> list[str]:
-        """Returns the tenants that have rows, the one with most first."""
+        """Returns the names of all tenants with a count of rows, sorted by falling count."""
         rows = self.by_tenant("veilbase_rows_total")
         return sorted(rows, key=lambda name: (-rows[name], name))
 
 
 def parse(text: str, at_s: float) -> Snapshot:
-    """Parses the metrics' text form."""
+    """Parses metrics in Prometheus' text form, which were read at `at_s`."""
     snapshot = Snapshot(at_s)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,12 +64,15 @@ def parse(text: str, at_s: float) -> Snapshot:
 
 
 def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
-    """Makes the table.
+    """Makes the table of a snapshot.
 
     Args:
         now: the newest snapshot.
-        before: an earlier one: rates are over the time since; None shows averages since the start.
-        uptime_s: how long the provider has run.
+        before: an earlier snapshot, from which on rates are computed; None shows averages since the provider's start.
+        uptime_s: how long the provider has been running, in seconds.
+
+    Returns:
+        The text and the table, for a rich console.
     """
     span = uptime_s if before is None else now.at_s - before.at_s
 
@@ -100,7 +103,7 @@ def render(now: Snapshot, before: Snapshot | None, uptime_s: float) -> Group:
 
 
 def _replicas(now: Snapshot) -> list[Text]:
-    """Returns a line where there is more than one replica, or one is lost."""
+    """Returns one line about the replicas if there is more than one or if one is lost, else an empty list."""
     live, lost = (now.by_label("veilbase_replicas", "shard", state=state) for state in ("live", "lost"))
     if len(live) == 1 and sum(live.values()) == 1 and not sum(lost.values()):
         return []
@@ -115,18 +118,18 @@ def _mean(rate: Callable[..., float], name: str) -> float:
 
 
 def look(folder: Path) -> Snapshot:
-    """Asks the provider of a state directory; see `read_metrics` for errors."""
+    """Takes a snapshot of the provider that runs with a state directory; see `read_metrics` for errors."""
     return parse(read_metrics(folder), time.monotonic())
 
 
 def check(folder: Path) -> None:
-    """Raises ConfigurationError where no provider answers, or one that will not get a shard back."""
+    """Raises ConfigurationError if no provider is running, or if the provider has lost a shard for good."""
     if look(folder).get("veilbase_shards_given_up"):
         raise ConfigurationError("a shard of this provider is given up: it has to be started again")
 
 
 def show(folder: Path, watch_s: float | None) -> None:
-    """Prints the table once, or again and again until interrupted; see `read_metrics` for errors."""
+    """Prints the table once, or every `watch_s` seconds until interrupted; see `read_metrics` for errors."""
     console = Console()
     now = look(folder)
     first = render(now, None, _uptime_s(now))
@@ -139,7 +142,7 @@ def show(folder: Path, watch_s: float | None) -> None:
             before, now = now, look(folder)
             shown = render(now, before, _uptime_s(now))
             if live is None:
-                console.print(shown)  # Into a pipe or a file, one table follows the other.
+                console.print(shown)  # A pipe or a file gets one table after the other.
             else:
                 live.update(shown, refresh=True)
 

@@ -1,9 +1,9 @@
-"""Counts what each tenant has used in memory, and adds it to a file now and then and at the end.
+"""Counts each tenant's usage in memory, and adds the counts to a file every minute and at the end.
 
-Guarantees: what was counted by the last save survives a crash, since the file is replaced whole and synced; providers
-that share a state directory add to one account; a file that cannot be read is an error and not an empty account; where
-the disk is full the log says so, tenants are served all the same, and the next save brings what this one could not. It
-holds numbers and tenants' names only.
+Guarantees: saved counts survive a crash, since the file is replaced as a whole and synced to disk. Providers that share
+a state directory add to the same counts. A file that cannot be read is an error, and does not count as empty. If a save
+fails, for example because the disk is full, the failure is logged, tenants are still served, and the next save adds the
+missing counts. The file holds only numbers and the names of tenants.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Usage(BaseModel):
-    """One tenant's totals.
+    """Holds one tenant's totals.
 
     Attributes:
-        requests, rows: those that were answered, by class of work.
-        bytes_up, bytes_down: the payloads of those requests and of their replies.
-        seconds: the executor's seconds; products shared with others count by rows.
-        errors: requests that were refused or failed, by the name of their code.
+        requests, rows: the requests that got a reply, and the rows of these requests, by class of work.
+        bytes_up, bytes_down: bytes of the payloads of these requests, and of their replies.
+        seconds: seconds of the executor; the time of a shared product is split by rows.
+        errors: requests that were refused or failed, by the name of the error's code.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -50,7 +50,8 @@ class Usage(BaseModel):
     errors: dict[str, _Count] = Field(default_factory=dict)
 
     def plus(self, more: Usage, sign: int = 1) -> Usage:
-        """Returns the sum, or with sign -1 the difference from an earlier total of the same counts."""
+        """Returns the sum of two totals; with sign -1, the difference; `more` must then be an earlier total of the
+        same counts."""
         return Usage(
             requests=_sum(self.requests, more.requests, sign),
             rows=_sum(self.rows, more.rows, sign),
@@ -73,7 +74,7 @@ class _UsageFile(BaseModel):
 
 
 class TenantUsage:
-    """One tenant's counts since the provider began. It is safe under threads."""
+    """Counts one tenant's usage since the provider's start. It is safe under threads."""
 
     def __init__(self) -> None:
         """Starts at zero."""
@@ -92,7 +93,7 @@ class TenantUsage:
             self._bytes_down += bytes_down
 
     def computed(self, seconds: float) -> None:
-        """Adds this tenant's share of a product."""
+        """Adds the tenant's share of a product's time, in seconds."""
         with self._lock:
             self._seconds += seconds
 
@@ -102,7 +103,7 @@ class TenantUsage:
             self._errors[code.name] += 1
 
     def total(self) -> Usage:
-        """Returns a copy of the totals."""
+        """Returns the totals so far, as a copy."""
         with self._lock:
             return Usage(
                 requests={one.name.lower(): self._requests[one] for one in RequestClass},
@@ -115,13 +116,16 @@ class TenantUsage:
 
 
 class UsageBook:
-    """All tenants' counts since the provider began, and the file that they are added to."""
+    """Holds the counts of all tenants since the provider's start, and adds them to a file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Args: path: the file; None keeps nothing.
+        """Starts at zero, and checks that the file can be read.
+
+        Args:
+            path: the file; None saves nothing.
 
         Raises:
-            ConfigurationError: the file is none of ours.
+            ConfigurationError: the file exists and is not a file of usage.
         """
         self._path = path
         self._lock, self._saving = threading.Lock(), threading.Lock()
@@ -133,7 +137,7 @@ class UsageBook:
             read_usage(path)
 
     def keep_saving(self) -> None:
-        """Saves every minute from now on, until `close`."""
+        """Starts a thread that saves every minute until `close`."""
         threading.Thread(target=self._save_now_and_then, name="veilbase-usage", daemon=True).start()
 
     def _save_now_and_then(self) -> None:
@@ -141,12 +145,12 @@ class UsageBook:
             self.save()
 
     def close(self) -> None:
-        """Saves a last time."""
+        """Ends the thread that saves, and saves once more."""
         self._closed.set()
         self.save()
 
     def of(self, tenant: str) -> TenantUsage:
-        """Returns the tenant's own counts, which are made at first use."""
+        """Returns the counts of one tenant, which start at zero at the first call."""
         with self._lock:
             known = self._tenants.get(tenant)
             if known is None:
@@ -154,13 +158,13 @@ class UsageBook:
             return known
 
     def totals(self) -> dict[str, Usage]:
-        """Returns the totals by tenant, since the provider began."""
+        """Returns the totals since the provider's start, by tenant's name."""
         with self._lock:
             tenants = list(self._tenants.items())
         return {name: usage.total() for name, usage in tenants}
 
     def save(self) -> bool:
-        """Adds what is new to the file; returns False where it could not, which the log says and no tenant notices."""
+        """Adds the counts since the last save to the file; if that fails, logs an error and returns False."""
         if self._path is None:
             return True
         with self._saving:
@@ -172,7 +176,7 @@ class UsageBook:
                         new = total.plus(self._saved.get(name, Usage()), -1)
                         account[name] = account.get(name, Usage()).plus(new)
                     _replace(self._path, _UsageFile(tenants=account).model_dump_json(indent=1).encode())
-                    # This comes before the directory is synced: what was added must not be added again.
+                    # This is set before the directory is synced: if the sync fails, the counts must not be added twice.
                     self._saved = now
                 sync_directory(self._path.parent)
             except OSError as exc:
@@ -187,10 +191,10 @@ class UsageBook:
 
 
 def read_usage(path: Path) -> dict[str, Usage]:
-    """Returns the totals by tenant; empty where nothing was written yet.
+    """Returns the totals in a file, by tenant's name; an empty dict if there is no file.
 
     Raises:
-        ConfigurationError: the file is none of ours.
+        ConfigurationError: the file is not a file of usage, or cannot be read.
     """
     try:
         return _UsageFile.model_validate_json(path.read_bytes()).tenants

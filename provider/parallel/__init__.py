@@ -1,5 +1,6 @@
-"""One provider in several processes that compute each product together: tensor parallel, and FSDP2 to compare.
+"""This package runs one provider in several processes, the ranks, which compute each product together.
 
-Rank 0 has the server, the scheduler and the executor; the other ranks only compute what it tells them to. What passes
-between them is neither encrypted nor authenticated (docs/placement.md, "Security").
+Weights are split by tensor parallelism, or by FSDP2 for comparison. Rank 0 has the server, the scheduler and the
+executor. The other ranks only compute what rank 0 requests. Traffic between ranks is neither encrypted nor
+authenticated (docs/placement.md, "Security").
 """

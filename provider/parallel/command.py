@@ -1,7 +1,8 @@
-"""What rank 0 tells the others before every product: a message of fixed size, plain numbers, never a pickle.
+"""Defines the command that rank 0 sends to the other ranks before every product.
 
-Few rows travel in the message itself. A decode row in a message of its own took four times as long, since gloo's
-receiver has to say that it is ready for each (docs/placement.md, "Figures").
+A command is a message of fixed size that holds plain numbers, and no pickle. If there are only a few rows, the message
+also holds the rows. To send one decode row in a second message took four times as long, since gloo's receiver must
+announce for every message that it is ready (docs/placement.md, "Figures").
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from wire.ring.seeded_rows import Rows, SeededRows
 _HEAD = struct.Struct("<8q32s32x")
 _HEAD_NUMBERS = _HEAD.size // 4
 INLINE_NUMBERS = 8192
-"""Numbers of rows that fit into a message: one row of most layers. 32 KiB more cost microseconds on loopback."""
+"""Most numbers that the rows in a command may have together, which is enough for one row of most layers. To send these
+32 KiB takes only microseconds on loopback."""
 NUM_NUMBERS = _HEAD_NUMBERS + INLINE_NUMBERS
 _NO_CALL = Call(0, Direction.FORWARD, Arithmetic.RING)
 
 
 class Operation(IntEnum):
-    """What the ranks do next."""
+    """Lists the operations that rank 0 can request from the other ranks."""
 
     STOP = 0
     HEARTBEAT = 1
@@ -33,13 +35,13 @@ class Operation(IntEnum):
 
 @dataclass(frozen=True)
 class Command:
-    """One operation.
+    """Holds one operation and its arguments.
 
     Attributes:
-        operation: what to do.
-        call: which product.
-        num_rows, cols: the shape of the rows; `cols` is 0 with a seed.
-        rows: the rows where they are few, or their seed; None where they follow in a message of their own.
+        operation: the operation.
+        call: the call to compute.
+        num_rows, cols: the shape of the rows; `cols` is 0 if `rows` is a seed.
+        rows: the rows if there are few of them, or their seed; None if the rows follow in a message of their own.
     """
 
     operation: Operation
@@ -50,14 +52,14 @@ class Command:
 
     @classmethod
     def product(cls, call: Call, rows: Rows) -> Command:
-        """Makes the command for one product."""
+        """Returns the command for one product."""
         if isinstance(rows, SeededRows):
             return cls(Operation.PRODUCT, call, rows.num_rows, 0, rows)
         inline = rows if rows.numel() <= INLINE_NUMBERS else None
         return cls(Operation.PRODUCT, call, rows.shape[0], rows.shape[1], inline)
 
     def pack(self) -> torch.Tensor:
-        """Packs the command as int32, shape (NUM_NUMBERS,)."""
+        """Returns the command as a message: int32, shape (NUM_NUMBERS,)."""
         call, rows = self.call, self.rows
         first_row, seed = (rows.first_row, rows.seed) if isinstance(rows, SeededRows) else (0, b"")
         head = _HEAD.pack(
@@ -67,16 +69,16 @@ class Command:
         numbers = torch.zeros(NUM_NUMBERS, dtype=torch.int32)
         numbers[:_HEAD_NUMBERS] = torch.frombuffer(bytearray(head), dtype=torch.int32)
         if isinstance(rows, torch.Tensor):
-            # These are the same bits.
+            # float32 rows keep their bits.
             numbers[_HEAD_NUMBERS : _HEAD_NUMBERS + rows.numel()] = rows.reshape(-1).view(torch.int32)
         return numbers
 
     @classmethod
     def unpack(cls, numbers: torch.Tensor) -> Command:
-        """Reads what `pack` made; the rows are a view of it.
+        """Reads a message of `pack`; the command's rows are a view of the message.
 
         Raises:
-            ValueError: the numbers are no command.
+            ValueError: the message is not a command.
         """
         operation, group, direction, arithmetic, purpose, num_rows, cols, first_row, seed = _HEAD.unpack(
             numbers[:_HEAD_NUMBERS].numpy().tobytes()
@@ -91,5 +93,5 @@ class Command:
         return cls(Operation(operation), call, num_rows, cols, rows)
 
     def empty_rows(self) -> torch.Tensor:
-        """Returns empty memory for the rows that follow."""
+        """Returns an uninitialised tensor for the rows that follow in a message of their own."""
         return torch.empty(self.num_rows, self.cols, dtype=DTYPES[self.call.arithmetic])

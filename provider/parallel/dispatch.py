@@ -1,9 +1,10 @@
-"""Products by all ranks: rank 0 dispatches, the others follow, and all enter each collective in the same order.
+"""Computes products on all ranks: rank 0 sends commands, and the other ranks follow them.
 
-Guarantees: rank 0 refuses a request that is wrong, before any other rank hears of it; a rank that fails to compute
-still takes part in what it owes the others, and says so in the number that every part ends with; a rank that is gone
-makes this product fail within the timeout, and every later one at once. Ranks that entered collectives in different
-orders would get wrong numbers without an error, so there is one dispatcher, and one lock.
+Guarantees: rank 0 checks a request before it sends a command, so an invalid request never reaches another rank. If a
+rank fails to compute, it still takes part in the communication of this product. The last number of each rank's part
+says whether it failed. If a rank is gone, the present product fails within the timeout, and every later product fails
+at once. If ranks entered collectives in different orders, they would get wrong numbers without an error. So there is
+one dispatcher with one lock.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from wire.ring.seeded_rows import Rows, count_rows
 
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEATS = 4
-"""Heartbeats in the time after which a rank that waits for rank 0 gives up."""
+"""Number of heartbeats from rank 0 in the time after which a waiting rank gives up."""
 
 
 class Dispatcher:
-    """Rank 0's `provider.engine.replica.Product`. It is safe under threads."""
+    """Computes products for rank 0, as a `provider.engine.replica.Product`. It is safe under threads."""
 
     def __init__(self, served: PreparedModel, ranks: Ranks, sharding: Sharding, timeout_s: float) -> None:
-        """Starts the heartbeat.
+        """Starts the thread that sends heartbeats.
 
         Args:
             served: the model, for its shapes; its weights are not used.
-            ranks: all ranks; the others wait in `follow`.
-            sharding: this rank's weights.
-            timeout_s: the timeout of the ranks.
+            ranks: all ranks; the other ranks must be in `follow`.
+            sharding: this rank's share of the weights.
+            timeout_s: the longest time that a rank waits for another, in seconds.
         """
         self._served, self._ranks, self._sharding = served, ranks, sharding
         self._lock = threading.Lock()
@@ -47,11 +48,11 @@ class Dispatcher:
         self._heart.start()
 
     def __call__(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Makes one product; `provider.engine.products.compute` describes arguments, reply and refusals.
+        """Computes one product; `provider.engine.products.compute` describes the arguments, the reply and the errors.
 
         Raises:
             RemoteFault: a rank failed, or is gone.
-            Unavailable: a rank has been lost before.
+            Unavailable: a rank was lost before.
         """
         reply_cols = self._check(call, rows)
         if count_rows(rows) == 0:
@@ -65,13 +66,13 @@ class Dispatcher:
                     rows = self._ranks.broadcast(rows.contiguous())
                 return _lead(self._ranks, self._sharding, call, rows, reply_cols)
             except VeilbaseError:
-                raise  # All ranks have done what they owed each other.
-            except Exception as exc:  # noqa: BLE001 - `RankLost`, or no memory: where the other ranks are is not known
+                raise  # All ranks have completed their communication.
+            except Exception as exc:  # noqa: BLE001 - `RankLost`, or no memory: the other ranks' state is unknown
                 self._lose(f"during a product ({type(exc).__name__})")
                 raise RemoteFault("a process of this provider is gone, or too late") from None  # may hold rows
 
     def _check(self, call: Call, rows: Rows) -> int:
-        """Refuses all that `provider.engine.products.compute` refuses; returns the numbers per row of the reply."""
+        """Makes the same checks as `provider.engine.products.compute`; returns the columns of the reply."""
         check_rows(call, rows)
         reply_cols = products.check_call(self._served, call, self._cols(call, rows))
         is_checked = call.arithmetic is Arithmetic.FLOAT and count_rows(rows) > 0
@@ -83,7 +84,7 @@ class Dispatcher:
         if isinstance(rows, torch.Tensor):
             return rows.shape[1]
         if call.group >= len(self._served.groups):
-            return 0  # `check_call` does not look at it.
+            return 0  # `check_call` refuses the group before it uses the columns.
         return self._served.groups[call.group].info.widths(call.direction)[0]
 
     def _check_alive(self) -> None:
@@ -98,7 +99,7 @@ class Dispatcher:
         _LOGGER.error("a rank was lost %s: no product can be made any more, start the provider again", when)
 
     def _beat(self, every_s: float) -> None:
-        """Tells ranks that wait that rank 0 is there, and finds out when one of them is not."""
+        """Sends heartbeats to the waiting ranks, and notices if one of them is gone."""
         while not self._ended.wait(every_s):
             with self._lock:
                 if self._is_lost:
@@ -109,7 +110,7 @@ class Dispatcher:
                     self._lose("while nothing was computed")
 
     def close(self) -> None:
-        """Ends the other ranks."""
+        """Stops the heartbeats and makes the other ranks end."""
         self._ended.set()
         self._heart.join()
         with self._lock:
@@ -124,10 +125,14 @@ class Dispatcher:
 
 
 def follow(ranks: Ranks, sharding: Sharding) -> None:
-    """Computes what rank 0 asks for, until it says stop.
+    """Follows the commands of rank 0 until the command to stop.
+
+    Args:
+        ranks: all ranks.
+        sharding: this rank's share of the weights.
 
     Raises:
-        RankLost: rank 0 is gone, or silent for longer than its heartbeat allows.
+        RankLost: rank 0 is gone, or sent nothing within the timeout.
     """
     while True:
         command = Command.unpack(ranks.hear(torch.empty(NUM_NUMBERS, dtype=torch.int32)))
@@ -139,7 +144,7 @@ def follow(ranks: Ranks, sharding: Sharding) -> None:
 
 
 def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: int) -> torch.Tensor:
-    """Computes rank 0's part of a product, and returns the whole reply."""
+    """Computes rank 0's part of a product, collects the other ranks' parts, and returns the whole reply."""
     num_rows = count_rows(rows)
     blocks = sharding.blocks(call, num_rows)
     if sharding.adds(call):
@@ -148,7 +153,7 @@ def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: 
         _check_failures(flat[-1:])
         return flat[:-1].view(num_rows, reply_cols)
     reply = torch.empty(num_rows, reply_cols, dtype=DTYPES[call.arithmetic])
-    # They are asked for before the own part is computed, so that parts that come early are received meanwhile.
+    # Receiving begins before this rank computes, so that parts which are sent early arrive meanwhile.
     coming = [_Coming(ranks, rank, block, reply) for rank, block in enumerate(blocks) if rank and all(block.shape)]
     flat = _flat_share(sharding, call, rows, blocks[0])
     failures = [part.take() for part in coming]
@@ -158,7 +163,7 @@ def _lead(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows, reply_cols: 
 
 
 class _Coming:
-    """A part of a reply that another rank sends."""
+    """Receives a part of a reply from another rank."""
 
     def __init__(self, ranks: Ranks, rank: int, block: Block, reply: torch.Tensor) -> None:
         self._block, self._reply = block, reply
@@ -166,7 +171,8 @@ class _Coming:
         self._work = ranks.receive(self._flat, rank)
 
     def take(self) -> torch.Tensor:
-        """Puts the part in its place; returns the number that says whether it is good."""
+        """Waits for the part and copies it into the reply; returns the part's last number, which is 0 if the rank
+        computed it, else 1."""
         with together():
             self._work.wait()
         self._block.of(self._reply).copy_(self._flat[:-1].view(self._block.shape))
@@ -174,7 +180,7 @@ class _Coming:
 
 
 def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
-    """Computes another rank's part of a product, and sends it."""
+    """Computes the part of a product for a rank other than 0, and sends it to rank 0."""
     block = sharding.blocks(call, count_rows(rows))[ranks.rank]
     flat = _flat_share(sharding, call, rows, block)
     if sharding.adds(call):
@@ -184,10 +190,10 @@ def _help(ranks: Ranks, sharding: Sharding, call: Call, rows: Rows) -> None:
 
 
 def _flat_share(sharding: Sharding, call: Call, rows: Rows, block: Block) -> torch.Tensor:
-    """Returns this rank's part, flat, and a last number: 0, or 1 where it could not be computed (then the rest is
-    zeros).
+    """Computes this rank's part; returns it flattened, with one more number at the end.
 
-    The number is in the same message, since one of its own would cost every decode row another turn.
+    The last number is 0, or 1 if the part could not be computed and is zeros. It is in the same message, since a second
+    message would slow down every decode row.
     """
     flat = torch.zeros(_flat_size(block), dtype=DTYPES[call.arithmetic])
     with sharding.weights(call):

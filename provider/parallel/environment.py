@@ -1,4 +1,7 @@
-"""What torchrun tells a process about itself. It needs no torch, so that a mistake is reported at once."""
+"""Reads the environment variables that torchrun sets.
+
+This module does not import torch, which takes seconds, so that a mistake is reported at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def rank_here(parallel: str) -> int:
-    """Returns this process's rank; 0 where there is one process only.
+    """Returns this process's rank; 0 if `parallel` is `none`.
 
     Args:
         parallel: the value of `--parallel`.

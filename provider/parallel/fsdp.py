@@ -1,7 +1,8 @@
-"""FSDP2 as in the Symbiosis paper, to compare: every rank holds rows of each weight, and every product gathers them.
+"""Splits weights with FSDP2 as in the Symbiosis paper, for comparison with tensor parallelism.
 
-A rank computes its share of a product's rows, as data parallel does, so one decode row is computed by rank 0 alone
-while all ranks pay for the gathering. Source: Symbiosis, section on sharding with FSDP; PyTorch's `fully_shard`.
+Every rank holds some rows of each weight, and all ranks gather the whole weight for every product. Each rank then
+computes some of the request's rows, as in data parallelism. So rank 0 alone computes a single decode row, although all
+ranks spend time on the gathering. Source: Symbiosis, section on sharding with FSDP; PyTorch's `fully_shard`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from wire.ring.seeded_rows import Rows, SeededRows
 
 
 class GatheredLayers:
-    """One rank's rows of every weight; a `provider.parallel.sharding.Sharding`."""
+    """Holds one rank's rows of every weight, as a `provider.parallel.sharding.Sharding`."""
 
     def __init__(self, served: PreparedModel, ranks: Ranks) -> None:
-        """Shards every group; the caller then drops the whole weights.
+        """Splits every weight over the ranks, and keeps this rank's rows; the caller should drop `served` afterwards.
 
         Args:
-            served: the whole weights.
-            ranks: all ranks, which call this at the same time.
+            served: the model with whole weights.
+            ranks: all ranks; all of them must call this at the same time.
         """
         self._served, self._rank, self._size = without_weights(served), ranks.rank, ranks.size
         mesh = DeviceMesh.from_group(ranks.group, "cpu")
@@ -41,23 +42,23 @@ class GatheredLayers:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the bytes that this rank's weights take while none is gathered."""
+        """Returns the memory of this rank's weights in bytes, while no weight is gathered."""
         parts = [p.to_local() for layer in self._layers for p in layer.parameters()]  # type: ignore[attr-defined]
         parts += [t for group in self._served.groups for t in (group.alpha, group.bias) if t is not None]
         return sum(part.numel() * part.element_size() for part in parts)
 
     def adds(self, call: Call) -> bool:
-        """Returns False always, since a rank has the whole weight."""
+        """Returns False, since each rank multiplies by the whole weight."""
         return False
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Gives each rank some of the rows."""
+        """Returns each rank's part of the reply: some of the rows, with all columns."""
         _, reply_cols = self._served.groups[call.group].info.widths(call.direction)
         return [Block(rows, range(reply_cols)) for rows in split(num_rows, self._size)]
 
     @contextmanager
     def weights(self, call: Call) -> Iterator[None]:
-        """Holds the layer's whole weight, gathered from all ranks."""
+        """Gathers the layer's whole weight from all ranks for the length of the `with` block."""
         layer = self._layers[call.group]
         with together():
             layer.unshard()
@@ -67,7 +68,7 @@ class GatheredLayers:
             layer.reshard()
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes the product of this rank's rows; shape (rows of this rank, features of the reply)."""
+        """Computes the product of this rank's rows, shape (rows of this rank, columns of the reply)."""
         layer, group = self._layers[call.group], self._served.groups[call.group]
         whole = replace(group, quantised=layer.quantised.data, native=getattr(layer, "native", None))
         served = PreparedModel(self._served.manifest, (whole,), self._served.bundle)
@@ -82,7 +83,7 @@ class GatheredLayers:
 
 
 class _Layer(FSDPModule, nn.Module):
-    """The type of what `fully_shard` makes of a layer."""
+    """Describes, for the type checker, the module that `fully_shard` returns."""
 
     quantised: nn.Parameter
 

@@ -1,7 +1,7 @@
-"""The processes that compute together, over torch.distributed: only tensors pass between them, and nothing is pickled.
+"""Connects the ranks, the processes that compute together, over torch.distributed.
 
-Guarantees: every wait ends, with `RankLost` where another rank has died or does not answer in time. What passes between
-ranks is neither secret nor authenticated; gloo offers neither.
+Guarantees: only tensors are sent, and no pickles. No wait is endless: a wait for a rank that is gone or too late ends
+with `RankLost`. Traffic between ranks is neither encrypted nor authenticated, since gloo offers neither.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import torch.distributed as dist
 from wire.errors import ConfigurationError
 
 _START_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for each other at the start, since they load the model at different speeds."""
+"""Longest time that ranks wait for each other at the start, since they load the model at different speeds."""
 _LOOPBACK_NAMES = ("lo", "lo0")
 
 
 class RankLost(Exception):
-    """A rank has died, or was too late: nothing can go on, since the ranks may be at different collectives."""
+    """Says that a rank is gone or was too late. No further product is possible, since the ranks may be in different
+    collectives."""
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Surrounds every collective: torch reports a peer that is gone, and one that is late, as RuntimeError."""
+    """Raises RankLost in place of the RuntimeError with which torch reports that a peer is gone or late; it must
+    surround every collective."""
     try:
         yield
     except RuntimeError as exc:
@@ -36,16 +38,16 @@ def together() -> Iterator[None]:
 
 
 class Ranks:
-    """This process's place among the others; all ranks call every method in the same order."""
+    """Holds this process's connections to the other ranks; all ranks must call the collectives in the same order."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Meets the other ranks, by the variables that torchrun sets.
+        """Connects to the other ranks, which are found by the variables that torchrun sets.
 
         Args:
-            timeout_s: the longest that a product waits for another rank.
+            timeout_s: the longest time in seconds that a product waits for another rank.
 
         Raises:
-            ConfigurationError: the ranks cannot meet.
+            ConfigurationError: the ranks cannot connect.
         """
         _stay_on_loopback()
         try:
@@ -57,10 +59,10 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def check_equal(self, digest: bytes) -> None:
-        """Compares 32 bytes of every rank.
+        """Checks that all ranks pass the same digest of 32 bytes.
 
         Raises:
-            ConfigurationError: they differ, or a rank has ended meanwhile; every rank raises it.
+            ConfigurationError: the digests differ, or a rank has ended; this is raised on every rank.
         """
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size)]
@@ -75,7 +77,8 @@ class Ranks:
             )
 
     def tell(self, message: torch.Tensor) -> None:
-        """Sends from rank 0 to all others, which wait in `hear`: faster than a broadcast for small messages."""
+        """Sends a message from rank 0 to all other ranks, which must be in `hear`. For small messages this is faster
+        than a broadcast."""
         with together():
             sent = [dist.isend(message, rank, group=self.group) for rank in range(1, self.size)]
             for work in sent:
@@ -83,24 +86,24 @@ class Ranks:
                     work.wait()
 
     def hear(self, message: torch.Tensor) -> torch.Tensor:
-        """Receives what rank 0 sends by `tell`."""
+        """Receives into `message` what rank 0 sends by `tell`."""
         with together():
             dist.recv(message, 0, group=self.group)
         return message
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copies rank 0's numbers into the same memory on every rank; it must be contiguous."""
+        """Copies rank 0's tensor into the tensor of every other rank; all of them must be contiguous."""
         with together():
             dist.broadcast(tensor, 0, group=self.group)
         return tensor
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends to rank 0."""
+        """Sends a tensor to rank 0."""
         with together():
             dist.send(tensor, 0, group=self.group)
 
     def receive(self, tensor: torch.Tensor, rank: int) -> dist.Work:
-        """Begins to fill `tensor` with what `rank` sends; the caller must `wait` before reading it."""
+        """Begins to receive into `tensor` what `rank` sends; callers must `wait` on the result before they read it."""
         with together():
             work = dist.irecv(tensor, rank, group=self.group)
         if work is None:
@@ -108,19 +111,19 @@ class Ranks:
         return work
 
     def reduce(self, tensor: torch.Tensor) -> None:
-        """Adds up every rank's numbers, in rank 0's memory; int32 wraps mod 2^32 (tests/provider/parallel)."""
+        """Adds the tensors of all ranks, into the tensor of rank 0; int32 wraps mod 2^32 (tests/provider/parallel)."""
         with together():
             dist.reduce(tensor, 0, group=self.group)
 
     def leave(self) -> None:
-        """Closes the connections; nothing can be done with this object afterwards."""
-        del self.group  # They stay open as long as anything refers to the group.
+        """Closes the connections; the object cannot be used afterwards."""
+        del self.group  # The connections stay open as long as anything refers to the group.
         with together():
             dist.destroy_process_group()
 
 
 def _stay_on_loopback() -> None:
-    """Makes gloo listen on loopback where all ranks are on this machine; by itself it takes the host name's address."""
+    """Makes gloo listen on loopback if all ranks are on this machine; by default it uses the host name's address."""
     environment = os.environ
     if environment.get("LOCAL_WORLD_SIZE", "0") == environment.get("WORLD_SIZE"):
         names = {name for _, name in socket.if_nameindex()}.intersection(_LOOPBACK_NAMES)

@@ -1,4 +1,5 @@
-"""How weights are spread over ranks: what `dispatch` needs to know of tensor parallel and of FSDP2."""
+"""Defines how weights are split over ranks: the interface through which `dispatch` uses tensor parallelism and
+FSDP2."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from wire.ring.seeded_rows import Rows
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a reply: the rows and the columns that one rank computes."""
+    """Names the part of a reply that one rank computes: a range of rows and a range of columns."""
 
     rows: range
     columns: range
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Returns the shape of the part."""
+        """Returns the numbers of rows and columns of the part."""
         return len(self.rows), len(self.columns)
 
     def of(self, reply: torch.Tensor) -> torch.Tensor:
@@ -32,18 +33,18 @@ class Block:
 
 
 class Sharding(Protocol):
-    """One rank's weights, and its share of every product."""
+    """Holds one rank's share of the weights, and computes its part of every product."""
 
     def adds(self, call: Call) -> bool:
-        """Tells whether the ranks' parts are added; otherwise they lie side by side."""
+        """Returns whether the parts of all ranks are added; if not, they are put side by side."""
         ...
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Returns each rank's part of the reply, in the order of ranks; the whole of it where parts are added."""
+        """Returns each rank's part of the reply, in the order of ranks; if parts are added, each is the whole reply."""
         ...
 
     def weights(self, call: Call) -> AbstractContextManager[None]:
-        """Surrounds `share`; all ranks enter it, since it may be a collective.
+        """Returns a context in which `share` must be called; all ranks must enter it, since it may be a collective.
 
         Raises:
             RankLost: another rank is gone.
@@ -51,27 +52,30 @@ class Sharding(Protocol):
         ...
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes this rank's part of a product, or its summand, without a collective.
+        """Computes this rank's part of a product, without a collective.
 
         Args:
             call: a call that was checked.
-            rows: all rows, finite; or their seed.
+            rows: all rows of the request, which must be finite, or their seed.
+
+        Returns:
+            The part that `blocks` names, or this rank's summand if `adds` is true.
         """
         ...
 
 
 def split(length: int, parts: int) -> list[range]:
-    """Returns consecutive ranges as `torch.tensor_split` makes them: the first ones are longer by one where it is
-    uneven."""
+    """Splits a length into consecutive ranges like `torch.tensor_split`: if it does not divide evenly, the first ranges
+    are longer by one."""
     small, longer = divmod(length, parts)
     starts = [index * small + min(index, longer) for index in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 def without_weights(served: PreparedModel) -> PreparedModel:
-    """Returns what is served, without weights: code that multiplies by what is left gets an error.
+    """Returns a copy of a model with empty weights, so that an attempt to multiply by them is an error.
 
-    The weights are not tensors on the meta device, since `torch._int_mm` takes such a one without an error.
+    The weights are not put on the meta device, since `torch._int_mm` accepts meta tensors without an error.
     """
     no_int8, no_native = torch.empty(0, 0, dtype=torch.int8), torch.empty(0, 0)
     groups = tuple(replace(group, quantised=no_int8, native=no_native) for group in served.groups)

@@ -1,4 +1,5 @@
-"""`provider serve --parallel`: of the processes that torchrun starts, rank 0 is the provider, the others help it."""
+"""Starts `provider serve --parallel`: torchrun starts several processes, of which rank 0 is the provider and the others
+help it to compute."""
 
 from __future__ import annotations
 
@@ -29,28 +30,28 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class ParallelModel(ServedModel):
-    """The model as rank 0 serves it: all ranks make its products, one at a time."""
+    """Serves the model on rank 0; all ranks compute each product together, one product at a time."""
 
     can_share = False
 
     def __init__(self, served: PreparedModel, dispatcher: Dispatcher, recorder: Recorder | None = None) -> None:
-        """Args: served: the model, without weights here."""
+        """Keeps the model, which has no weights on this rank, and the dispatcher, which computes."""
         super().__init__(served, recorder)
         self._dispatcher = dispatcher
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Makes one product; see `Dispatcher`."""
+        """Computes one product on all ranks; see `Dispatcher`."""
         return self._dispatcher(call, rows)
 
     def row_product(self, call: Call) -> None:
-        """Returns None, since no rank makes a product alone."""
+        """Returns None, since no rank can compute a product alone."""
 
     def compute_together(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Makes one product of all rows, by all ranks."""
+        """Computes the products of several matrices by one product of all rows, on all ranks."""
         return together(self._dispatcher, call, parts)
 
     def close(self) -> None:
-        """Ends the other ranks and the recording."""
+        """Makes the other ranks end, and ends the recording."""
         try:
             self._dispatcher.close()
         finally:
@@ -58,10 +59,10 @@ class ParallelModel(ServedModel):
 
 
 def meet(timeout_s: float) -> Ranks:
-    """Waits for all ranks; until they are there a signal ends this process at once, as nothing has begun.
+    """Waits until all ranks are connected. Meanwhile a signal ends this process at once, since nothing has begun.
 
     Raises:
-        ConfigurationError: the ranks cannot meet.
+        ConfigurationError: the ranks cannot connect.
     """
     with _ended_by_signals():
         return Ranks(timeout_s)
@@ -69,7 +70,8 @@ def meet(timeout_s: float) -> Ranks:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets signals end the process: a handler in Python would wait until the call into torch returns."""
+    """Lets signals end the process at once during the `with` block; a handler in Python would run only after the call
+    into torch returns."""
     if threading.current_thread() is not threading.main_thread():  # Only the main thread may set handlers.
         yield
         return
@@ -85,16 +87,16 @@ def _ended_by_signals() -> Iterator[None]:
 def lead(
     settings: ProviderSettings, ranks: Ranks, served: PreparedModel, recorder: Recorder | None = None
 ) -> ParallelModel:
-    """Makes the served model of rank 0, which keeps its share of the weights.
+    """Makes the model that rank 0 serves, with rank 0's share of the weights.
 
     Args:
         settings: the settings, with `parallel` set.
         ranks: all ranks.
-        served: the whole weights; the caller drops them.
+        served: the model with whole weights; the caller should drop it afterwards.
         recorder: the recorder, or None.
 
     Raises:
-        ConfigurationError: another rank has other weights, or ended.
+        ConfigurationError: another rank has different weights, or has ended.
     """
     sharding = take_share(settings.parallel, ranks, served)
     described = without_weights(served)
@@ -102,26 +104,26 @@ def lead(
 
 
 def help_out(settings: ProviderSettings) -> None:
-    """Runs any other rank, until rank 0 stops.
+    """Runs a rank other than 0: loads its share of the weights, and computes until rank 0 stops.
 
     Args:
-        settings: the settings of rank 0.
+        settings: the settings, which must be the same as on rank 0.
 
     Raises:
-        ConfigurationError: the model cannot be loaded, or another rank has other weights, or ended.
-        Unavailable: rank 0 is gone.
+        ConfigurationError: the model cannot be loaded, or another rank has different weights or has ended.
+        Unavailable: another rank is gone or too late.
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     ranks = meet(settings.parallel_timeout_s)
     served = serve_model(load(resolve(settings.model)), settings.weights, settings.base_layers)
-    served.bundle.close()  # Rank 0 hands the bundle out.
+    served.bundle.close()  # Only rank 0 sends the bundle to tenants.
     sharding = take_share(settings.parallel, ranks, served)
     del served
     return_freed_memory()
     _LOGGER.info("rank %d of %d holds its share", ranks.rank, ranks.size)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # torchrun tells every rank to stop, but rank 0 has requests to answer.
+        signal.signal(number, signal.SIG_IGN)  # Rank 0, which also gets the signal, must finish its requests first.
     try:
         follow(ranks, sharding)
     except RankLost:
@@ -129,21 +131,23 @@ def help_out(settings: ProviderSettings) -> None:
 
 
 def take_share(parallel: str, ranks: Ranks, served: PreparedModel) -> Sharding:
-    """Compares the whole weights with the other ranks', and keeps this rank's part; the caller drops `served`.
+    """Checks that all ranks have the same weights, and returns this rank's share; the caller should drop `served`
+    afterwards.
 
     Raises:
-        ConfigurationError: another rank has other weights, or ended.
+        ConfigurationError: another rank has different weights, or has ended.
     """
     ranks.check_equal(fingerprint(parallel, served))
     if parallel == "fsdp":
-        from provider.parallel.fsdp import GatheredLayers  # This takes a second and a half to import.
+        from provider.parallel.fsdp import GatheredLayers  # Imported here since this takes a second and a half.
 
         return GatheredLayers(served, ranks)
     return ColumnSlices(served, ranks.rank, ranks.size)
 
 
 def fingerprint(parallel: str, served: PreparedModel) -> bytes:
-    """Returns 32 bytes of all that ranks must have in common: how they share, and every number of the weights."""
+    """Returns the SHA-256, 32 bytes, of everything that must be the same on all ranks: the value of `--parallel`, and
+    the weights."""
     sha = hashlib.sha256(f"{parallel} {served.manifest.weights} {len(served.groups)}\n".encode())
     for group in served.groups:
         sha.update(group.fingerprint().encode())

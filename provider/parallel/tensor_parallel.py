@@ -1,8 +1,9 @@
-"""Tensor parallel: every rank holds a slice of each group's columns, for layers too big for one device.
+"""Splits weights by tensor parallelism: every rank holds a slice of each group's columns, for layers that are too large
+for one device.
 
-Forward, a rank multiplies by its columns and the replies stand side by side. Backward, it takes the matching columns of
-the rows, multiplies by its slice transposed, and the ranks' products are added: in ring arithmetic exactly, since
-addition mod 2^32 has no order; in float within rounding.
+In forward calls, each rank multiplies the rows by its slice, and the results are put side by side. In backward calls,
+each rank multiplies the matching columns of the rows by its transposed slice, and the results are added. In ring
+arithmetic this is exact, since addition mod 2^32 does not depend on the order. In float it is exact up to rounding.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from wire.ring.seeded_rows import Rows, SeededRows
 
 
 class ColumnSlices:
-    """One rank's columns of every group; a `provider.parallel.sharding.Sharding`."""
+    """Holds one rank's columns of every group's weight, as a `provider.parallel.sharding.Sharding`."""
 
     def __init__(self, served: PreparedModel, rank: int, size: int) -> None:
-        """Copies this rank's slices out of whole weights, which the caller then drops.
+        """Copies this rank's slices out of the whole weights; the caller should drop `served` afterwards.
 
         Args:
-            served: the whole weights.
-            rank, size: this process's rank, and how many ranks there are.
+            served: the model with whole weights.
+            rank, size: this process's rank, and the number of ranks.
         """
         self._infos = [group.info for group in served.groups]
         self._columns = [split(info.out_features, size) for info in self._infos]
@@ -38,22 +39,23 @@ class ColumnSlices:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the bytes of memory that this rank's weights take."""
+        """Returns the memory of this rank's weights, in bytes."""
         return self._narrow.weight_bytes
 
     def adds(self, call: Call) -> bool:
-        """Returns True for backward calls, since each rank has seen some of the columns only."""
+        """Returns True for backward calls, in which each rank uses only some of the rows' columns."""
         return call.direction is Direction.BACKWARD
 
     def blocks(self, call: Call, num_rows: int) -> list[Block]:
-        """Returns columns side by side for forward calls, and summands for backward ones."""
+        """Returns each rank's part: some of the columns for forward calls, a summand of the whole reply for backward
+        calls."""
         if self.adds(call):
             whole = Block(range(num_rows), range(self._infos[call.group].in_features))
             return [whole] * len(self._columns[call.group])
         return [Block(range(num_rows), columns) for columns in self._columns[call.group]]
 
     def weights(self, call: Call) -> AbstractContextManager[None]:
-        """Does nothing, since the weights are here."""
+        """Returns an empty context, since this rank always holds its slice."""
         return nullcontext()
 
     def share(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -61,10 +63,12 @@ class ColumnSlices:
 
         Args:
             call: a call that was checked.
-            rows: shape (num_rows, features of the direction), or their seed.
+            rows: all rows of the request, shape (num_rows, in_features), or out_features for backward calls; or their
+                seed.
 
         Returns:
-            Forward, shape (num_rows, columns of this rank); backward, (num_rows, in_features), a summand.
+            For forward calls, shape (num_rows, columns of this rank). For backward calls, this rank's summand, shape
+            (num_rows, in_features).
         """
         if call.direction is Direction.FORWARD:
             return products.compute(self._narrow, call, rows)
@@ -79,7 +83,8 @@ class ColumnSlices:
 
 
 def _slice(group: ServedGroup, columns: range) -> ServedGroup:
-    """Makes a group of some of the columns; its info has their number, and everything else of the whole."""
+    """Returns a group with some of the columns. Its info has their number as `out_features`, and is otherwise that of
+    the whole group."""
     kept = slice(columns.start, columns.stop)
     return replace(
         group,
@@ -92,5 +97,5 @@ def _slice(group: ServedGroup, columns: range) -> ServedGroup:
 
 
 def _owned(view: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy: a view would keep the whole weight in memory."""
+    """Returns a contiguous copy, since a view would keep the whole weight in memory."""
     return view.clone(memory_format=torch.contiguous_format)

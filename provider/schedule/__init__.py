@@ -1,1 +1,4 @@
-"""Decides what runs next at the executor: pure code with the caller's clock; no thread, no tensor, no device."""
+"""This package decides which rows the executor computes next.
+
+It is pure code: callers pass the time in, and it uses neither threads nor tensors nor devices.
+"""

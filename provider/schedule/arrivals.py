@@ -1,8 +1,8 @@
-"""Predicts when the next decode request will come: a tenant that decodes asks for one layer after the other, and
-computes in between for about as long as the last time at that layer.
+"""Predicts when the next decode request will come.
 
-Large work that ends before then costs decode nothing, and that is all this is for: a wrong guess costs time and nothing
-else. It is not safe under threads.
+A tenant that decodes calls one layer after the other. Before the next call, the tenant computes for about as long as it
+did the last time at the same layer. The scheduler uses the prediction to run large work that ends before the next
+decode request. A wrong prediction only costs time. The code is not safe under threads.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from collections import OrderedDict
 from wire.frame import Call
 
 _SLOW_S = 0.05
-"""Longest pause in seconds between two layers of one decode step; after a longer one the tenant counts as gone until it
-asks again."""
+"""Longest pause between two layers of one decode step, in seconds. After a longer pause the tenant counts as gone until
+it sends another request."""
 _NEW = 0.25
-"""Weight of the newest gap in the mean."""
+"""Weight of the newest gap in the moving mean; a gap is the time from a reply to the tenant's next request."""
 _EARLY, _LATE, _LATE_S = 1.0, 4.0, 2e-4
-"""When a request is expected and when it is late: so many mean deviations before the mean gap (Jacobson, "Congestion
-avoidance and control", SIGCOMM 1988), so many after it, and at least so many seconds after it."""
+"""A request is expected from `_EARLY` mean deviations before the mean gap on. It is late `_LATE` mean deviations after
+the mean gap, but at least `_LATE_S` seconds after it (Jacobson, "Congestion avoidance and control", SIGCOMM 1988)."""
 _SURELY = 0.8
-"""Share of the mean gap after which a request is expected at the latest."""
+"""Share of the mean gap after which a request is expected, however small the deviation."""
 _MOST_GAPS = 1 << 15
 MOST_TENANTS = 1 << 7
-"""Most tenants that are expected at a time; of more, the one that was answered the longest ago is forgotten."""
+"""Most tenants that are expected at a time. Beyond this, the tenant with the oldest reply is forgotten."""
 
 
 class Arrivals:
-    """Keeps the gaps by tenant and layer, and which tenants are expected."""
+    """Keeps the mean gap of each tenant and call, and the tenants from which a request is expected."""
 
     def __init__(self) -> None:
         """Starts without any tenant."""
         self._gaps: OrderedDict[tuple[str, Call], tuple[float, float]] = OrderedDict()
-        """The mean gap and its mean deviation, in seconds."""
+        """By tenant and call: the mean gap and the mean deviation of the gaps, in seconds."""
         self._replied: OrderedDict[str, tuple[Call, float]] = OrderedDict()
 
     def replied(self, tenant: str, call: Call, now_s: float) -> None:
-        """Notes that a decode request was answered."""
+        """Notes that the reply to a decode request is ready."""
         self._replied[tenant] = call, now_s
         self._replied.move_to_end(tenant)
         if len(self._replied) > MOST_TENANTS:
             self._replied.popitem(last=False)
 
     def arrived(self, tenant: str, now_s: float) -> None:
-        """Notes that a decode request came."""
+        """Notes that a decode request has arrived."""
         before = self._replied.pop(tenant, None)
         if before is None:
             return
@@ -64,10 +64,11 @@ class Arrivals:
             self._gaps.popitem(last=False)
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
-        """Returns when the next request is expected, when to look again if it has not come, and how many tenants are
-        expected.
+        """Returns the time at which the next request is expected, the time to call this again if no request has come,
+        and the number of tenants from which one is expected.
 
-        A tenant that is late, or whose gap is not known yet, is expected at any moment until it counts as gone.
+        If a tenant's request is late, or the tenant's gap is not known yet, its request is expected at once, until the
+        tenant counts as gone.
         """
         first_s = again_s = float("inf")
         for tenant, (call, replied_s) in list(self._replied.items()):

@@ -1,6 +1,7 @@
-"""Keeps which tenants decode: whose small requests are here, which will probably send one next, and which only seem to.
+"""Keeps track of the tenants that decode: their requests in the queue, the requests that will probably come next, and
+the tenants that flood, which means that they send many small requests at a time without decoding.
 
-It never looks at a clock: `now_s` comes with every call. It is not safe under threads.
+The code reads no clock: callers pass `now_s`. It is not safe under threads.
 """
 
 from __future__ import annotations
@@ -15,36 +16,36 @@ from provider.schedule.ticket import Ticket
 from wire.frame import Call
 
 ACTIVE_S = 1.0
-"""Seconds after its last request for which a tenant may send again soon."""
+"""Seconds after a tenant's last request for which the tenant counts as active."""
 
 
 class Decoders:
-    """The decoding tenants of one scheduler."""
+    """Keeps track of the decoding tenants of one scheduler."""
 
     def __init__(self, has_classes: bool) -> None:
         """Starts without any tenant.
 
         Args:
-            has_classes: whether decode goes before other work. If not, no tenant is expected or checked for a flood,
-                since a decode step is a hundred requests.
+            has_classes: whether decode requests go before other work. If not, arrivals are not predicted and floods are
+                not detected, which saves time in each of a decode step's hundred requests.
         """
         self._has_classes = has_classes
         self._expected, self._pauses = Arrivals(), Pauses()
         self._num_queued = 0
         self._here: set[Ticket] = set()
-        """Requests that came as decode and have not been answered."""
+        """Requests that arrived as decode requests and have no reply yet."""
         self._senders: OrderedDict[str, float] = OrderedDict()
-        """Tenants that sent such requests lately, and when."""
+        """Tenants that lately sent requests as decode, with the time of the last one."""
         self._decoding: OrderedDict[str, float] = OrderedDict()
-        """Tenants whose requests counted as decode, and when."""
+        """Tenants whose requests lately counted as decode, with the time of the last event."""
 
     def came(self, ticket: Ticket, now_s: float, product_s: float) -> None:
-        """Notes a request into the queue that came as decode; one of a flood is prefill from now on.
+        """Notes that a decode request enters the queue; if its tenant floods, makes it a prefill request.
 
         Args:
-            ticket: the request.
-            now_s: the present time.
-            product_s: how long its product takes.
+            ticket: the request; its class may be changed.
+            now_s: the present time in seconds.
+            product_s: the predicted time of the request's product, in seconds.
         """
         if self._has_classes:
             self._here.add(ticket)
@@ -58,17 +59,17 @@ class Decoders:
         note(self._decoding, ticket.tenant, now_s)
 
     def left_queue(self, ticket: Ticket) -> None:
-        """Notes that no row of a request waits any more, whatever its class."""
+        """Notes that no row of a request waits any more; callers report requests of all classes."""
         self._num_queued -= ticket.request_class is RequestClass.DECODE
 
     def cancelled(self, ticket: Ticket) -> None:
-        """Notes that a request will not be answered, whatever its class."""
+        """Notes that a request was cancelled; callers report requests of all classes."""
         if ticket in self._here:
             self._here.discard(ticket)
             self._pauses.left(ticket.tenant, None)
 
     def answered(self, ticket: Ticket, now_s: float) -> None:
-        """Notes that a request is over, whatever its class."""
+        """Notes that a request is finished; callers report requests of all classes."""
         if ticket in self._here:
             self._here.discard(ticket)
             self._pauses.left(ticket.tenant, now_s)
@@ -78,7 +79,7 @@ class Decoders:
                 self._expected.replied(ticket.tenant, ticket.call, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
-        """Notes that a request that was never queued came and was answered."""
+        """Notes a decode request that was computed without entering the queue."""
         note(self._decoding, tenant, now_s)
         if not self._has_classes:
             return
@@ -89,17 +90,17 @@ class Decoders:
         self._expected.replied(tenant, call, now_s)
 
     def are_active(self, now_s: float) -> bool:
-        """Tells whether any tenant decodes, or has lately."""
+        """Returns whether any tenant decodes now, or did so within `ACTIVE_S` seconds."""
         if self._num_queued:
             return True
         return bool(self._decoding) and now_s - next(reversed(self._decoding.values())) <= ACTIVE_S
 
     def next_s(self, now_s: float) -> tuple[float, float, int]:
-        """Returns what `Arrivals.next_s` returns."""
+        """Predicts the next decode request; see `Arrivals.next_s`."""
         return self._expected.next_s(now_s)
 
     def floods(self, tenant: str, now_s: float) -> bool:
-        """Tells whether a tenant's small requests are no decoding, while another tenant sends such, too."""
+        """Returns whether a tenant floods while another tenant sends small requests, too."""
         if not self._pauses.is_flood(tenant):
             return False
         latest = itertools.islice(reversed(self._senders.items()), 2)
@@ -107,7 +108,7 @@ class Decoders:
 
 
 def note(seen: OrderedDict[str, float], tenant: str, now_s: float) -> None:
-    """Notes that the tenant was seen now; drops tenants that were not seen for long."""
+    """Sets the time at which the tenant was seen last; drops tenants that were not seen for `ACTIVE_S` seconds."""
     seen[tenant] = now_s
     seen.move_to_end(tenant)
     while now_s - next(iter(seen.values())) > ACTIVE_S:

@@ -1,6 +1,8 @@
-"""Deficit round robin over tenants, by rows or by the time that they take.
+"""Chooses whose request runs next, by deficit round robin over tenants.
 
-Source: Shreedhar and Varghese, "Efficient fair queuing using deficit round robin" (SIGCOMM 1995).
+In each round, every waiting tenant gets a credit, its quantum times its weight. Products are paid for from the credit,
+in rows or in seconds. Source: Shreedhar and Varghese, "Efficient fair queuing using deficit round robin" (SIGCOMM
+1995).
 """
 
 from __future__ import annotations
@@ -12,19 +14,22 @@ from collections.abc import Callable
 from provider.schedule.ticket import Ticket
 
 _MOST_DEBT = 8
-"""Most debt that a tenant can have, in quanta."""
+"""Most that a tenant can owe, in quanta."""
 
 
 class TenantRing:
-    """Tickets of one class that are ready, and whose turn it is; a tenant's own tickets go in order of arrival."""
+    """Holds the tickets of one class that are ready, and takes turns among their tenants.
+
+    Tickets of the same tenant go in order of arrival.
+    """
 
     def __init__(self, quantum_of: Callable[[int], float], weight_of: Callable[[str], float]) -> None:
         """Starts empty.
 
         Args:
-            quantum_of: gives what a tenant of weight 1 may send in one turn, in the unit of all costs here; its
-                argument is the number of tenants that wait if each has a single ticket, else 1.
-            weight_of: gives a tenant's weight.
+            quantum_of: returns the credit of one turn for a tenant of weight 1, in rows or seconds like all costs here.
+                Its argument is the number of waiting tenants if each of them has a single ticket, else 1.
+            weight_of: returns a tenant's weight.
         """
         self._quantum_of, self._weight_of = quantum_of, weight_of
         self._num_single, self._quantum = 0, quantum_of(1)
@@ -33,7 +38,7 @@ class TenantRing:
         self._in_order: dict[Ticket, None] = {}
         self._whose: str | None = None
         self._served: set[str] = set()
-        """Tenants that had their credit in this round, which ends when all that wait have had it."""
+        """Tenants that got their credit in this round. The round ends when all waiting tenants have got theirs."""
 
     def __bool__(self) -> bool:
         return bool(self._in_order)
@@ -48,21 +53,21 @@ class TenantRing:
 
     @property
     def quantum(self) -> float:
-        """Returns the quantum of every turn in this round, set by the tenants that wait at its beginning: a tenant that
-        could change it in between would have more."""
+        """Returns the quantum of every turn in this round. It is fixed at the beginning of the round, so that no tenant
+        can gain by changing it."""
         if not self._served:
             self._quantum = self._quantum_of(self._num_single if self._num_single == len(self._queues) else 1)
         return self._quantum
 
     def add(self, ticket: Ticket) -> None:
-        """Adds a ticket behind all others."""
+        """Adds a ticket at the end of its tenant's queue."""
         queue = self._queues.setdefault(ticket.tenant, {})
         queue[ticket] = None
         self._num_single += (len(queue) == 1) - (len(queue) == 2)
         self._in_order[ticket] = None
 
     def remove(self, ticket: Ticket) -> None:
-        """Removes a ticket; a tenant that has nothing left keeps no credit, but keeps its debt while others wait."""
+        """Removes a ticket. A tenant without tickets loses its credit, but keeps its debt as long as others wait."""
         del self._in_order[ticket]
         queue = self._queues[ticket.tenant]
         del queue[ticket]
@@ -77,9 +82,11 @@ class TenantRing:
             self._served.clear()
 
     def charge(self, ticket: Ticket, cost: float) -> None:
-        """Charges a tenant for rows taken of a ticket, by its own turn or in another's batch; called before `remove`.
+        """Charges a tenant for rows of a ticket that were computed, in the tenant's own turn or in another tenant's
+        batch.
 
-        A tenant that joins another's turn before its own in the same round has had its own with it.
+        Callers must call this before `remove`. If a tenant's rows join another tenant's batch before its own turn, the
+        tenant gets its credit of this round at once.
         """
         if len(self._queues) == 1:
             return  # No other tenant waits.
@@ -89,27 +96,29 @@ class TenantRing:
         self._deficits[ticket.tenant] = max(left, -_MOST_DEBT * self.quantum)
 
     def may_join(self, tenant: str) -> bool:
-        """Tells whether a tenant may join others' turns: not while it owes more than a turn of its own for that."""
+        """Returns whether a tenant's rows may join other tenants' batches; false while the tenant owes at least the
+        credit of one turn."""
         return self._deficits.get(tenant, 0.0) > -self._credit(tenant)
 
     def turn(self, cost_of: Callable[[Ticket], float]) -> Ticket:
         """Returns the first ticket of the tenant whose turn it is; the ring must not be empty.
 
-        It looks once at each tenant up to the first that can pay; where none can in this round, as many rounds as pass
-        until one can are made at once. A tenant saves no more than what comes next costs, or one turn.
+        The search visits each tenant once, up to the first tenant that can pay. If none can pay in this round, all
+        rounds until one can pay are computed in one step. A tenant's saved credit is at most the cost of its next
+        piece, or the credit of one turn if that is more.
 
         Args:
-            cost_of: gives the cost of what would run at once of a ticket.
+            cost_of: returns the cost of the next piece of a ticket.
         """
-        # There are no turns: nothing to gain, and nothing to owe to a tenant that comes later.
+        # A single tenant takes no turns. It saves no credit, and owes nothing to a tenant that comes later.
         if len(self._queues) == 1:
             ((tenant, queue),) = self._queues.items()
             self._deficits.pop(tenant, None)
             self._served.clear()
-            self._whose = tenant  # A tenant that comes meanwhile is next.
+            self._whose = tenant  # So a tenant that arrives from now on has the next turn.
             return next(iter(queue))
         tenant = next(iter(self._queues))
-        if tenant == self._whose:  # This tenant is first, and has had its credit for this round.
+        if tenant == self._whose:  # It still has the turn, and already got its credit.
             head = self._head(tenant)
             if self._missing(tenant, cost_of(head)) <= 0:
                 return head
@@ -132,18 +141,19 @@ class TenantRing:
         return next(iter(self._queues[tenant]))
 
     def _missing(self, tenant: str, cost: float) -> float:
-        """Returns how much more credit a tenant needs; what it saved beyond a turn, or beyond that cost, expires."""
+        """Returns how much credit a tenant lacks for a cost, and first cuts its savings to the larger of that cost and
+        one turn's credit."""
         saved = min(self._deficits.get(tenant, 0.0), max(cost, self._credit(tenant)))
         self._deficits[tenant] = saved
         return cost - saved
 
     def _give(self, tenant: str, rounds: int = 1) -> None:
-        """Gives a tenant the credit of so many rounds, the last of which is this one."""
+        """Gives a tenant the credit of several rounds, of which the present round is the last."""
         self._deficits[tenant] = self._deficits.get(tenant, 0.0) + rounds * self._credit(tenant)
         self._served.add(tenant)
 
     def _after_more_rounds(self, cost_of: Callable[[Ticket], float]) -> str:
-        """Returns the tenant whose turn it is where none can pay in this round any more, and puts it first."""
+        """Runs as many rounds as pass until a tenant can pay; returns that tenant and puts it first in the order."""
         self._served.clear()
         tenants = list(self._queues)
         needed = [
@@ -160,5 +170,5 @@ class TenantRing:
         return tenants[winner]
 
     def _credit(self, tenant: str) -> float:
-        """Returns the credit that one round gives."""
+        """Returns the credit that a tenant gets in one round."""
         return self.quantum * self._weight_of(tenant)

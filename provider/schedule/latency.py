@@ -1,7 +1,8 @@
-"""Predicts how long a product takes: base_s + row_s · rows, for every lane, profiled at the start and then corrected.
+"""Predicts how long a product takes, as base_s + row_s · rows.
 
-The method is exponentially weighted least squares; a lane that was never seen borrows the rate of all others by its
-multiplications.
+Each lane, the products of one call, has its own two numbers. They are fitted to measured products by exponentially
+weighted least squares. For a lane without measurements, the prediction is the number of its multiplications times the
+mean rate of all lanes.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from dataclasses import dataclass
 from wire.frame import Call
 
 _FORGET = 0.98
-"""Factor that a measurement's weight falls by with each newer one, so that about the last 50 count."""
+"""Factor by which each new measurement reduces the weight of the older ones, so that about the last 50 count."""
 _FIRST_RATE = 2e-11
 """Seconds per multiplication before anything was measured: one CPU core at 50 GFLOP/s."""
 _APART = 4.0
-"""Largest factor between a lane's slope and what its multiplications cost elsewhere."""
+"""Largest factor between a lane's slope and the slope that the mean rate of all lanes suggests."""
 _OUTLIER = 5.0
-"""Largest multiple of the prediction that a measurement counts as, since a pause of the machine is no product."""
+"""Measurements are cut to this multiple of the prediction, since a longer time is a pause of the machine."""
 
 
 @dataclass
 class _Sums:
-    """Weighted sums of 1, rows, rows², seconds and rows · seconds."""
+    """Holds the weighted sums of 1, rows, rows², seconds and rows · seconds over the measurements of a lane."""
 
     weight: float = 0.0
     rows: float = 0.0
@@ -39,11 +40,13 @@ class _Sums:
         self.product = self.product * _FORGET + rows * seconds
 
     def line(self, prior: float) -> tuple[float, float]:
-        """Returns base and slope, neither below zero.
+        """Fits a line to the measurements; returns its base in seconds and its slope in seconds per row, both at least
+        0.
 
         Args:
-            prior: the slope that other lanes suggest. Sizes that hardly differ say little about a slope, and one near
-                zero would promise that any number of rows is done at once, so the lane's own is kept near this one.
+            prior: the slope that the mean rate of all lanes suggests. The fitted slope is kept near it, since
+                measurements of nearly equal size say little about the slope, and a slope near zero would predict that
+                any number of rows is computed at once.
         """
         mean_rows, mean_s = self.rows / self.weight, self.seconds / self.weight
         spread = self.weight * self.rows2 - self.rows * self.rows
@@ -55,19 +58,19 @@ class _Sums:
 
 
 class LatencyModel:
-    """Makes predictions for each lane. It is not safe under threads."""
+    """Predicts the time of products for each lane. It is not safe under threads."""
 
     def __init__(self, products_per_row: Callable[[Call], int]) -> None:
-        """Args: products_per_row: gives in_features · out_features of a lane."""
+        """Starts without measurements; `products_per_row` returns in_features · out_features of a lane."""
         self._products_per_row = products_per_row
         self._sums: dict[Call, _Sums] = {}
         self._lines: dict[Call, tuple[float, float]] = {}
         self._sum_base_s = 0.0
-        """The sum of base seconds over all lanes that were seen."""
+        """The sum of the bases, in seconds, over all lanes with measurements."""
         self._all = _Sums()
 
     def measured(self, call: Call, num_rows: int, seconds: float) -> None:
-        """Adds a measurement of one product of at least one row."""
+        """Adds the measured time of one product, which must have at least one row."""
         if call in self._lines:
             seconds = min(seconds, _OUTLIER * self.predict_s(call, num_rows))
             self._sum_base_s -= self._lines[call][0]
@@ -79,16 +82,17 @@ class LatencyModel:
 
     @property
     def mean_base_s(self) -> float:
-        """Returns the seconds that a product takes beside its rows, in the mean over all lanes that were seen."""
+        """Returns the mean base over all lanes with measurements: the part of a product's seconds that does not depend
+        on its rows."""
         return max(0.0, self._sum_base_s) / max(1, len(self._lines))
 
     def predict_s(self, call: Call, num_rows: int) -> float:
-        """Returns the seconds that one product takes."""
+        """Returns the predicted seconds of one product."""
         base, slope = self._line(call)
         return base + slope * num_rows
 
     def rows_within(self, call: Call, seconds: float) -> int:
-        """Returns how many rows a product may have to be done in time; at least one."""
+        """Returns the most rows with which a product is predicted to take at most `seconds`; at least 1."""
         base, slope = self._line(call)
         if slope <= 0:
             return 1 << 30 if base <= seconds else 1
@@ -101,5 +105,5 @@ class LatencyModel:
         return 0.0, self._rate() * self._products_per_row(call)
 
     def _rate(self) -> float:
-        """Returns the seconds per multiplication, over all lanes."""
+        """Returns the mean seconds per multiplication over all lanes."""
         return self._all.seconds / self._all.rows if self._all.rows else _FIRST_RATE

@@ -1,7 +1,9 @@
-"""Measures which tenants pause between decode requests: a tenant that always has another one here is not decoding.
+"""Measures which tenants pause between decode requests; a tenant that decodes must wait for a reply before it can send
+the next request, so a tenant that hardly pauses is not decoding.
 
-Guarantees: what is measured is the tenant's own: the pause from its last reply to its next request, against the time of
-its products alone, so that waiting for others makes no tenant look like a flood. It is not safe under threads.
+Guarantees: the pause is measured from a tenant's last reply to its next request, and is compared with the time of the
+tenant's own products. So time spent waiting for other tenants makes no tenant look like a flood. The code is not safe
+under threads.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 _NEW = 0.1
-"""Weight of the newest request in the mean."""
+"""Weight of the newest request in the moving means."""
 _LEAST_PAUSE = 0.25
-"""Least mean pause of a tenant that decodes, as a share of the time of its own products: a layer's reply has to travel
-to the tenant, and the next request back."""
+"""Least mean pause of a tenant that decodes, as a share of the mean time of its products. The pause contains the way of
+a reply to the tenant and the way of the next request back."""
 MOST_TENANTS = 1 << 10
-"""Most tenants that are known; of more, the one that asked the longest ago is forgotten."""
+"""Most tenants that are remembered. Beyond this, the tenant with the oldest request is forgotten."""
 
 
 @dataclass(slots=True)
@@ -27,14 +29,14 @@ class _Tenant:
 
 
 class Pauses:
-    """Keeps the pauses by tenant."""
+    """Keeps the mean pause and the mean product time of each tenant."""
 
     def __init__(self) -> None:
         """Starts without any tenant."""
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
     def arrived(self, tenant: str, now_s: float, product_s: float) -> None:
-        """Notes that a decode request came, whose product takes `product_s` alone."""
+        """Notes that a decode request has arrived; `product_s` is the time of its product alone, in seconds."""
         one = self._tenants.get(tenant)
         if one is None:
             one = self._tenants[tenant] = _Tenant()
@@ -44,18 +46,18 @@ class Pauses:
         pause_s = 0.0 if one.num_here else None if one.left_s is None else max(0.0, now_s - one.left_s)
         if pause_s is not None:
             before_s = pause_s if one.pause_s is None else one.pause_s
-            # One long pause says no more than a short one: a tenant that floods may stop for a moment.
+            # A pause counts as at most one product's time, so that a flood cannot hide behind a few long pauses.
             one.pause_s = before_s + _NEW * (min(pause_s, product_s) - before_s)
         one.product_s += (_NEW if one.product_s else 1.0) * (product_s - one.product_s)
         one.num_here += 1
 
     def left(self, tenant: str, now_s: float | None) -> None:
-        """Notes that a request was answered, or cancelled if the time is None."""
+        """Notes that a request is finished at `now_s`, or that it was cancelled if `now_s` is None."""
         one = self._tenants.get(tenant)
         if one is not None:
             one.num_here, one.left_s = max(0, one.num_here - 1), now_s
 
     def is_flood(self, tenant: str) -> bool:
-        """Tells whether a tenant hardly pauses."""
+        """Returns whether a tenant floods, that is, whether its mean pause is too short for decoding."""
         one = self._tenants.get(tenant)
         return one is not None and one.pause_s is not None and one.pause_s < _LEAST_PAUSE * one.product_s

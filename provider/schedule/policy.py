@@ -1,4 +1,4 @@
-"""What the operator chooses about the order of requests, and how much a tenant's turn is worth."""
+"""Defines the operator's choices about the order of requests, and the length of a tenant's turn."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from provider.schedule.request_class import RequestClass
 PolicyName = Literal["opportunistic", "none", "lockstep"]
 QUANTUM_ROWS = {RequestClass.DECODE: 8, RequestClass.PREFILL: 256, RequestClass.FINETUNE: 512}
 _TURN_S, _TURN_BASES = 3.5e-3, 8.0
-"""What a turn is worth without a latency target, and the longest product while a tenant decodes: seconds, but at least
-so many times the base time of a product (its time beside its rows), since every piece of a request reads its layer's
-weights again."""
+"""Length of a turn without a latency target, which also bounds a product while a tenant decodes. It is `_TURN_S`
+seconds, but at least `_TURN_BASES` times a product's base time (the part that does not depend on its rows), since every
+piece of a request reads its layer's weights again."""
 _REQUEST_S, _REQUEST_BASES = 3e-3, 2.0
 _LONGEST_TURN_S, _LONGEST_TURN_BASES = 25e-3, 20.0
-"""For each further tenant that waits, while each waits with one request, a turn is longer by the first pair (seconds,
-base times) and at most as long as the second: every cut of a large request would give each of the others one more,
-which costs about so much beside its product. Beside a tenant that sends many at a time turns are short. The base times
-are what gives eight tenants the most rows (docs/benchmarks.md, "Many tenants on one executor")."""
+"""If several tenants wait with one request each, a turn is longer by the first pair for each further tenant, and at
+most as long as the second pair says. A pair is a number of seconds and a number of base times, of which the larger
+counts. Longer turns cut a large request into fewer pieces. Each cut lets every other tenant run one more request, which
+costs about the first pair beside its product. If a tenant waits with several requests, turns stay short. With these
+base times, eight tenants get the most rows (docs/benchmarks.md, "Many tenants on one executor")."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How requests are combined.
+    """Says how requests are combined into batches.
 
     Attributes:
-        name: `opportunistic` holds a request for company as long as its size is worth it; `none` runs one request after
-            the other as they came; `lockstep` waits for all tenants that are active.
-        max_wait_s: the longest that a request is held, under any policy.
-        wait_share: the share of a request's own predicted time that an opportunistic one is held at most. Decode is not
-            held.
-        slo_s: the latency target of a decode request inside the provider; None for no target.
-        starvation_s: by class, the longest that it waits for a piece to run while there is more urgent work, or while
-            such work is expected.
-        max_batch_rows: the most rows of one product.
-        max_batch_numbers: the most numbers on the wider side of one product, which is what a batch takes in memory.
+        name: `opportunistic` holds a request for a while, depending on its size, so that others can share its product;
+            `none` runs the requests one by one in order of arrival; `lockstep` waits for all active tenants.
+        max_wait_s: longest time in seconds for which a request is held, under any policy.
+        wait_share: under `opportunistic`, the longest hold as a share of the request's own predicted time. Decode
+            requests are not held.
+        slo_s: latency target of a decode request inside the provider, in seconds; None for no target.
+        starvation_s: by class, the longest time in seconds until a piece of the class runs, while more urgent work
+            waits or is expected.
+        max_batch_rows: most rows of one product.
+        max_batch_numbers: most numbers on the wider side of one product, which bounds the memory of a batch.
     """
 
     name: PolicyName = "opportunistic"
@@ -51,16 +52,16 @@ class Policy:
 
 
 def turn_rows(request_class: RequestClass, num_equal: int) -> float:
-    """Returns the worth of a turn with a latency target: rows, whichever tenants wait."""
+    """Returns the length of a turn with a latency target, in rows; it does not depend on the waiting tenants."""
     return QUANTUM_ROWS[request_class]
 
 
 def turn_s(num_equal: int, base_s: float) -> float:
-    """Returns the worth of a turn without a latency target: seconds of products.
+    """Returns the length of a turn without a latency target, in seconds of products.
 
     Args:
-        num_equal: how many tenants wait with one request each.
-        base_s: what a product takes beside its rows, in the mean over layers.
+        num_equal: the number of waiting tenants if each waits with one request, else 1.
+        base_s: the mean base time of a product over all lanes, in seconds.
     """
     shortest_s, request_s = max(_TURN_S, _TURN_BASES * base_s), max(_REQUEST_S, _REQUEST_BASES * base_s)
     return min(max(_LONGEST_TURN_S, _LONGEST_TURN_BASES * base_s), shortest_s + request_s * max(0, num_equal - 1))

@@ -1,4 +1,7 @@
-"""How much one tenant may ask for: token buckets, with the time after which a refused request may come again."""
+"""Limits what one tenant may request, by token buckets and by bounds on requests in flight.
+
+A request beyond a limit is refused with the time in seconds after which the tenant may retry.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field
 from provider.schedule.request_class import RequestClass
 
 EVERYBODY = "*"
-"""The name that stands for all tenants that are not named. No tenant can have it."""
+"""The name in the limits for all tenants without limits of their own. No tenant can have this name."""
 LOCAL_TENANT = "local"
-"""The name of every caller without TLS."""
+"""The name that every tenant has if the provider runs without TLS."""
 MAX_IN_FLIGHT_BYTES = 4 << 30
-"""Most bytes in flight of all tenants together, where the operator says nothing."""
+"""Default for the most bytes in flight, over all tenants."""
 FULL_RETRY_S = 0.05
-"""Seconds after which to come again where room comes with answers, whenever these come."""
+"""Seconds after which to retry if too much is in flight; the time at which room becomes free is not known."""
 
 
 def _by_name(given: object) -> object:
@@ -30,16 +33,16 @@ def _by_name(given: object) -> object:
 
 
 class TenantLimits(BaseModel):
-    """What the operator allows one tenant; None is no limit.
+    """Holds the operator's limits for one tenant; None means no limit.
 
     Attributes:
-        weight: the tenant's share of the executor beside other tenants.
-        rows_per_s, bytes_per_s: sustained rates, the second of bytes of requests and replies; a burst of one second's
-            worth passes at once.
-        max_request_rows: the most rows in one request.
-        max_rows_in_flight, max_in_flight_bytes: the most over all its requests that are not answered, on all its
+        weight: the tenant's share of the executor, relative to the weights of other tenants.
+        rows_per_s, bytes_per_s: sustained rates of rows, and of the bytes of requests and replies. A burst of one
+            second's worth passes at once.
+        max_request_rows: most rows in one request.
+        max_rows_in_flight, max_in_flight_bytes: most rows and bytes of the tenant's unfinished requests, over all its
             streams.
-        classes: the classes of work that it may send, by name.
+        classes: the classes of work that the tenant may send; given as a list of names.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,16 +57,16 @@ class TenantLimits(BaseModel):
 
 
 class TokenBucket:
-    """Fills at a rate, up to one second's worth; an amount larger than that passes when the bucket is full, on
-    credit."""
+    """Limits a rate: the bucket fills steadily up to one second's worth, and each request takes its amount from it. A
+    larger amount passes when the bucket is full, and leaves the level below zero."""
 
     def __init__(self, rate: float | None, now_s: float) -> None:
-        """Args: rate: units a second; None is no limit."""
+        """Starts with a full bucket; `rate` is in units per second, and None is no limit."""
         self._rate = math.inf if rate is None else rate
         self._level, self._filled_s = self._rate, now_s
 
     def retry_s(self, amount: float, now_s: float) -> float:
-        """Returns the seconds until `amount` would pass; 0 when it passes now. It takes nothing."""
+        """Returns the seconds until `amount` would pass, or 0 if it passes now; takes nothing from the bucket."""
         if self._rate == math.inf:
             return 0.0
         self._level = min(self._rate, self._level + (now_s - self._filled_s) * self._rate)
@@ -71,32 +74,33 @@ class TokenBucket:
         return max(0.0, (min(amount, self._rate) - self._level) / self._rate)
 
     def take(self, amount: float) -> None:
-        """Takes an amount, after `retry_s` has returned 0."""
+        """Takes an amount from the bucket; callers must first get 0 from `retry_s`."""
         self._level -= amount
 
 
 class SharedRoom:
-    """What all tenants hold together, such as bytes in flight. It is safe under threads.
+    """Bounds what all tenants hold together, such as bytes in flight. It is safe under threads.
 
-    No tenant holds more than is still free, so that there is room left for the next one whatever the others hold: one
-    alone has half of it, of two that take all they can each has a third.
+    No tenant may hold more than what is still free, so there is always room for one more tenant. A single tenant can
+    hold half of the room, and each of two tenants a third.
 
     Source: Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches" (IEEE/ACM
     Transactions on Networking 6(2), 1998), with a factor of one.
     """
 
     def __init__(self, size: float) -> None:
-        """Args: size: the most that is held, except for one amount that is larger and alone."""
+        """Starts empty; `size` is the most that all hold together, but a larger amount may pass while nothing else is
+        held."""
         self._lock = threading.Lock()
         self._size, self._used = size, 0
 
     @property
     def most_of_one(self) -> float:
-        """Returns what one tenant gets in many requests, where no other holds anything."""
+        """Returns the most that one tenant can hold in many requests if no other tenant holds anything."""
         return self._size / 2
 
     def take(self, held: int, amount: int) -> bool:
-        """Takes more for a tenant that holds so much already; returns whether it may have it."""
+        """Takes `amount` for a tenant that already holds `held`; returns whether there was room for it."""
         with self._lock:
             if self._used and held + amount > self._size - self._used - amount:
                 return False
@@ -104,29 +108,37 @@ class SharedRoom:
             return True
 
     def give_back(self, amount: int) -> None:
-        """Gives back what was taken."""
+        """Gives back an amount that was taken."""
         with self._lock:
             self._used -= amount
 
 
 class Quota:
-    """One tenant's buckets, and what it has in flight. It is not safe under threads."""
+    """Holds one tenant's token buckets, and counts the tenant's rows and bytes in flight. It is not safe under
+    threads."""
 
     def __init__(self, limits: TenantLimits, now_s: float, room: SharedRoom | None = None) -> None:
-        """Args: limits: the operator's limits; room: shared with other tenants, None where there are none."""
+        """Starts with nothing in flight.
+
+        Args:
+            limits: the operator's limits for this tenant.
+            now_s: the present time in seconds.
+            room: the bytes in flight of all tenants; None sets no bound.
+        """
         self.limits = limits
         self._room = room or SharedRoom(math.inf)
         self._rows, self._bytes = TokenBucket(limits.rows_per_s, now_s), TokenBucket(limits.bytes_per_s, now_s)
         self.rows_in_flight = self.bytes_in_flight = 0
-        """Rows, and bytes with their replies', of requests that were admitted and not yet released."""
+        """Rows of requests that were admitted and not yet released, and the bytes of these requests and their
+        replies."""
 
     def admit(self, num_rows: int, num_bytes: int, now_s: float) -> float:
-        """Admits a request and returns 0, or leaves all as it was and returns the seconds to wait first.
+        """Admits a request and returns 0, or changes nothing and returns the seconds after which to retry.
 
         Args:
-            num_rows: the rows of the request.
-            num_bytes: the bytes of request and reply.
-            now_s: the time on any clock that does not go back.
+            num_rows: the number of rows of the request.
+            num_bytes: the bytes of the request and its reply together.
+            now_s: the time in seconds, on any clock that does not go back.
         """
         if self._is_full(num_rows, num_bytes):
             return FULL_RETRY_S
@@ -142,15 +154,15 @@ class Quota:
         return 0.0
 
     def _is_full(self, num_rows: int, num_bytes: int) -> bool:
-        """Tells whether a request does not fit now. One that is larger than the room passes alone, or it never
-        would."""
+        """Returns whether a request exceeds the bounds on what is in flight. A request that is larger than a bound
+        passes while nothing else is in flight, since it could never pass otherwise."""
         rows, most_bytes = self.limits.max_rows_in_flight, self.limits.max_in_flight_bytes
         if rows is not None and self.rows_in_flight > 0 and self.rows_in_flight + num_rows > rows:
             return True
         return most_bytes is not None and self.bytes_in_flight > 0 and self.bytes_in_flight + num_bytes > most_bytes
 
     def released(self, num_rows: int, num_bytes: int) -> None:
-        """Notes that the request is answered, cancelled or lost."""
+        """Notes that an admitted request is finished, cancelled or lost."""
         self.rows_in_flight -= num_rows
         self.bytes_in_flight -= num_bytes
         self._room.give_back(num_bytes)

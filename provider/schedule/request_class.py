@@ -1,4 +1,4 @@
-"""Kinds of work, inferred from what a tenant does: the provider is not told, and need not believe it."""
+"""Infers the class of each request from what the tenant sends, since the provider cannot trust what a tenant says."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from enum import IntEnum
 from wire.call import Call, Direction, Purpose
 
 DECODE_ROWS = 16
-"""Most rows of a forward request that counts as decode; larger ones are prefill, or fine-tuning if the tenant sends
+"""Most rows of a forward request that counts as decode. Larger requests are prefill, or fine-tuning if the tenant sends
 gradients."""
 DECODE_IN_FLIGHT = 3
-"""Most requests of a tenant that count as decode at a time, on all its streams. A tenant that decodes asks for one
-layer after the other; small requests beyond these are no decoding, and must not delay tenants that decode."""
+"""Most requests of one tenant that count as decode at a time, over all its streams. A tenant that decodes calls one
+layer after the other. Further small requests are not decoding, and must not delay tenants that decode."""
 
 
 class RequestClass(IntEnum):
-    """The kinds of work, the most urgent first. The operator may forbid a tenant some of them."""
+    """Lists the classes of work, the most urgent first. The operator may forbid a tenant some of them."""
 
     DECODE = 0
     PREFILL = 1
@@ -24,11 +24,11 @@ class RequestClass(IntEnum):
 
 
 def class_of(call: Call, num_rows: int, num_decode: int, is_training: bool) -> RequestClass:
-    """Returns the class that a request counts as.
+    """Returns the class of a request.
 
     Args:
-        call: what it asks for.
-        num_rows: its rows.
+        call: the call of the request.
+        num_rows: the request's number of rows.
         num_decode: how many of the tenant's requests in flight count as decode.
         is_training: whether the tenant sent gradients lately.
     """
@@ -36,16 +36,16 @@ def class_of(call: Call, num_rows: int, num_decode: int, is_training: bool) -> R
         return RequestClass.FINETUNE
     if num_rows <= DECODE_ROWS:
         return RequestClass.DECODE if num_decode < DECODE_IN_FLIGHT else RequestClass.PREFILL
-    # A few rows of a seed are a share of a decode step; many are the hints of a mask.
+    # A seed of few rows, handled above, is one of a decode step's two shares; a seed of many rows is for hints.
     return RequestClass.FINETUNE if is_training or call.purpose is Purpose.HINT else RequestClass.PREFILL
 
 
 def allowed_by(call: Call, request_class: RequestClass, num_rows: int) -> frozenset[RequestClass]:
-    """Returns the classes of which a tenant must have one to send such a request.
+    """Returns the classes that permit a request; the tenant must be allowed at least one of them.
 
-    Fine-tuning begins with forward passes, and the default mask of any work with hints: a tenant that may do the one
-    may send the other. A tenant that may decode may also send requests of as few rows that count as prefill beside
-    others.
+    Forward passes are part of fine-tuning, so a tenant that may fine-tune may send forward requests. The default mask
+    needs hints for any work, so every class permits hints. A small request may count as prefill only because others are
+    in flight, so a tenant that may decode may send it, too.
     """
     return _allowed_by(call.direction, call.purpose, request_class, num_rows <= DECODE_ROWS)
 

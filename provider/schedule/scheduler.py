@@ -1,13 +1,15 @@
-"""Decides which rows run next: batches over tenants, large requests in pieces; with a latency target urgent classes go
-first.
+"""Decides which rows run next: it forms batches over tenants, and cuts large requests into pieces.
 
-Guarantees: every row of every ticket that is neither cancelled nor expired is handed out exactly once, a ticket's rows
-in order; with a target no class waits longer than its bound while the executor makes products at all, and without one
-all tenants take turns; a decision looks at a bounded part of the queue. The scheduler never sleeps and never looks at a
-clock: `now_s` comes with every call. It is not safe under threads.
+A lane is the queue of the requests of one call; only these can share a product. A ring holds requests that may run now,
+and takes turns among tenants. With a latency target each class has its own ring, and urgent classes go first.
 
-Sources: Symbiosis (Multi-Adapter Inference and Fine-Tuning) for opportunistic batching and the policies it is compared
-with; FlexLLM for token-level scheduling of fine-tuning under a latency target.
+Guarantees: every row of a ticket that is neither cancelled nor expired is handed out exactly once, and a ticket's rows
+are handed out in order. With a target, no class waits longer than its bound while the executor computes products;
+without a target, all tenants take turns. Each decision looks at a bounded part of the queue. The scheduler never sleeps
+and reads no clock: callers pass `now_s`. It is not safe under threads.
+
+Sources: Symbiosis (Multi-Adapter Inference and Fine-Tuning) describes opportunistic batching and the policies compared
+with it; FlexLLM describes token-level scheduling of fine-tuning under a latency target.
 """
 
 from __future__ import annotations
@@ -27,21 +29,21 @@ from provider.schedule.ticket import Batch, Piece, Ticket
 from wire.frame import Call, Purpose
 
 _ONE_RING = RequestClass.PREFILL
-"""The ring of all requests where none goes before another, that is, without a latency target."""
+"""The ring that holds all requests if there is no latency target, since then no class goes before another."""
 _MAX_JOINED = 256
-"""Most pieces in one batch, and most tickets looked at for it."""
+"""Most pieces in one batch, and most tickets that are considered for it."""
 _LEAST_ROWS = 16
-"""Least rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
+"""Fewest rows in a piece of a larger request, since every piece reads all of its layer's weights again."""
 _STARVED_SHARE, _STARVED_PRODUCTS = 0.1, 2.0
-"""Share of the executor's time for a class that others would keep waiting for ever; and the least that it gets then, in
-times of one row's product."""
+"""The first is the share of the executor's time for a class that would otherwise wait for ever. The second is the least
+time that a product of this class gets, as a multiple of the time of a product of one row."""
 _SOON_S, _NEARLY, _UNLIMITED = 1e-4, 1 - 1e-9, float("inf")
 _CALM_S = 0.01
-"""Seconds of a product of large work in a pause of the tenants that decode, where it does not fit into the target."""
+"""Seconds that a large product may take while decoding tenants pause, if even its smallest piece exceeds the target."""
 
 
 class Scheduler:
-    """The queue of one executor."""
+    """Holds the queue of one executor."""
 
     def __init__(
         self,
@@ -53,10 +55,10 @@ class Scheduler:
         """Starts empty.
 
         Args:
-            policy: the policy, fixed for the scheduler's life.
-            latency: predicts times; `computed` corrects it.
-            weight_of: gives a tenant's share beside others.
-            width_of: gives how many numbers a row of a lane has, on its wider side.
+            policy: how requests are combined.
+            latency: predicts the time of products; `computed` adds measurements to it.
+            weight_of: returns a tenant's share, relative to other tenants.
+            width_of: returns the larger of in_features and out_features of a call's group.
         """
         self._policy, self._latency, self._width_of = policy, latency, width_of
         self._weight_of = weight_of
@@ -71,7 +73,7 @@ class Scheduler:
         self._lane_tenants: dict[Call, Counter[str]] = {}
         self._held: list[tuple[float, int, Ticket]] = []
         self._lane_held: dict[Call, dict[Ticket, None]] = {}
-        """The tickets of `_held` that are still held; its other entries are leftovers."""
+        """The tickets that are still held; the other entries of `_held` are no longer valid."""
         self._arrivals = itertools.count()
         self._active: OrderedDict[str, float] = OrderedDict()
         self._lane_users: dict[Call, OrderedDict[str, float]] = {}
@@ -79,7 +81,7 @@ class Scheduler:
         self._limit_s: Callable[[float], float] | None = None
         self._owed_s, self._owed_at_s = dict.fromkeys(RequestClass, 0.0), 0.0
         self._ran: set[RequestClass] = set()
-        """Classes in the batch that was handed out last, until the next is asked for."""
+        """Classes of the batch that was handed out last."""
         self._wake_s: float | None = None
 
     def _turn_s(self, num_equal: int) -> float:
@@ -90,16 +92,16 @@ class Scheduler:
 
     @property
     def has_target(self) -> bool:
-        """Tells whether decode goes before other work."""
+        """Returns whether there is a latency target, so that decode goes before other work."""
         return self._has_classes
 
     def takes_decode(self, tenant: str, now_s: float, is_idle: bool) -> bool:
-        """Tells whether a decode request of a tenant that came now would be the next to run.
+        """Returns whether a decode request that arrives now would be the next to run.
 
         Args:
-            tenant: the tenant.
-            now_s: the present time.
-            is_idle: whether nothing runs: then a class that has waited long enough goes first.
+            tenant: the name of the request's tenant.
+            now_s: the present time in seconds.
+            is_idle: whether a replica is idle; if so, a class that has waited for its longest time goes first.
         """
         if self._policy.name == "lockstep" or self._rings[self._ring_of(RequestClass.DECODE)]:
             return False
@@ -108,7 +110,7 @@ class Scheduler:
         return not (self._decoders.floods(tenant, now_s) or (is_idle and self._is_anyone_owed(now_s)))
 
     def _is_anyone_owed(self, now_s: float) -> bool:
-        """Tells whether a class has waited as long as it may, where nothing runs."""
+        """Returns whether a class has waited for its longest time; valid only while nothing runs."""
         since_s = self._owed_at_s
         return any(self._is_starved(one, self._owed_by(one, since_s, now_s)) for one in self._policy.starvation_s)
 
@@ -136,34 +138,35 @@ class Scheduler:
             self._lane_held.setdefault(ticket.call, {})[ticket] = None
             heapq.heappush(self._held, (ticket.due_s, next(self._arrivals), ticket))
         call = self._lane_in_step() if self._policy.name == "lockstep" else ticket.call
-        # All tenants of the lane are here.
+        # Once all active tenants of a lane wait in it, nobody else will join: its requests are held no longer.
         if call is not None and (self._policy.name == "lockstep" or len(tenants) >= len(users)):
             for one in list(self._lane_held.get(call, ())):
                 self._release(one)
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drops what is left of a request; does nothing where nothing is left."""
+        """Drops the rows of a request that were not handed out; does nothing if there are none."""
         self._decoders.cancelled(ticket)
         if ticket in self._lanes.get(ticket.call, {}):
             self._drop(ticket)
 
     def finished(self, batch: Batch, now_s: float) -> None:
-        """Notes that a batch is over, with whatever outcome."""
+        """Notes that a batch has ended, successfully or not."""
         for piece in batch.pieces:
             if piece.is_last:
                 self._decoders.answered(piece.ticket, now_s)
 
     def computed_elsewhere(self, tenant: str, call: Call, began_s: float, now_s: float) -> None:
-        """Notes that a decode request that was never queued came and was answered."""
+        """Notes a decode request that was computed without entering the queue."""
         note(self._active, tenant, began_s)
         self._decoders.computed_elsewhere(tenant, call, began_s, now_s)
 
     def computed(self, batch: Batch, seconds: float) -> None:
-        """Notes how long all rows of a batch took; batches that were not whole say nothing about how long rows take."""
+        """Notes the measured seconds of a batch; callers must leave out batches of which some rows were not
+        computed."""
         self._latency.measured(batch.call, batch.num_rows, seconds)
 
     def abandon(self) -> list[Ticket]:
-        """Empties the queue and returns what was in it."""
+        """Empties the queue and returns its tickets."""
         left = [ticket for lane in self._lanes.values() for ticket in lane]
         self._empty()
         return left
@@ -171,8 +174,8 @@ class Scheduler:
     # ---- handing out batches --------------------------------------------------------------------------------------
 
     def next_batch(self, now_s: float) -> Batch | None:
-        """Returns the batch to compute now; None where nothing is due, and then `next_due_s` says when something will
-        be."""
+        """Returns the batch to compute now, or None if nothing may run yet; `next_due_s` then says when to ask
+        again."""
         self._wake_s = None
         self._skip_leftovers()
         while self._held and self._held[0][0] <= now_s:
@@ -193,12 +196,12 @@ class Scheduler:
         return None
 
     def _limits(self, now_s: float) -> Callable[[float], float] | None:
-        """Returns a function from the time of one row's product to what a product of large work may take while decode
-        is expected.
+        """Returns a function that bounds the seconds of a large product while decode requests are expected; None if
+        none is expected or there is no target.
 
-        That is the time which the target leaves decode requests to wait, plus the time until the next of them. It is
-        None where no decode request is expected, or there is no target. Sets `_wake_s`, for when that is too short for
-        anything.
+        The function's argument is the time of a product of one row. Its result is the time until the next decode
+        request, plus the time for which the target allows decode requests to wait. This also sets `_wake_s`, the time
+        to ask again if the bound is too short for any product.
         """
         slo_s = self._policy.slo_s
         if slo_s is None or not self._decoders.are_active(now_s):
@@ -212,15 +215,15 @@ class Scheduler:
             if self._rings[one]
         ]
         self._wake_s = min([again_s, *owed_soon_s])
-        # Decode requests wait for each other as well.
+        # All expected decode requests may come at once and then wait for each other.
         return lambda one_s: max(0.0, slo_s - num_expected * one_s) + max(0.0, expected_s - now_s)
 
     def _time_for(self, ticket: Ticket, is_starved: bool, now_s: float) -> float:
-        """Returns the seconds that a product may take that begins with this request; 0 for nothing yet."""
+        """Returns the seconds that a product which begins with this request may take; 0 if it may not run yet."""
         if not self._decoders.are_active(now_s) or (self._has_classes and ticket.request_class is RequestClass.DECODE):
             return _UNLIMITED
         one_s = self._latency.predict_s(ticket.call, 1)
-        # This is the time of the smallest piece that is worth while.
+        # The time of the smallest piece that is worth computing.
         least_s = self._latency.predict_s(ticket.call, min(ticket.rows_left, _LEAST_ROWS))
         if self._limit_s is not None:
             time_s = self._limit_s(one_s)
@@ -230,12 +233,12 @@ class Scheduler:
         if self._policy.slo_s is None:
             return max(self._rings[_ONE_RING].quantum, _STARVED_PRODUCTS * one_s, least_s)
         if self._policy.slo_s - one_s >= least_s:
-            # All pause: a tenant that comes back finds one product within the target.
+            # No decode request is expected. If one comes anyway, it waits for one product, within the target.
             return self._policy.slo_s - one_s
         return max(_CALM_S, _STARVED_PRODUCTS * one_s, least_s)
 
     def next_due_s(self) -> float | None:
-        """Returns when to ask again though nothing comes; None where there is no need to."""
+        """Returns the time to call `next_batch` again if no request arrives before; None if that is not needed."""
         self._skip_leftovers()
         due_s = self._held[0][0] if self._held else None
         if self._wake_s is None or due_s is None:
@@ -258,29 +261,29 @@ class Scheduler:
         if policy.name == "lockstep":
             return policy.max_wait_s if len(self._active) > 1 else 0.0
         if ticket.request_class is RequestClass.DECODE or len(self._lane_users[ticket.call]) == 1:
-            return 0.0  # Where no other tenant asks for this layer, none will join.
+            return 0.0  # No other tenant uses this layer, so none will join.
         if any(self._rings.values()):
-            return 0.0  # It waits for others anyway, and requests that come meanwhile may join.
+            return 0.0  # It waits for other requests anyway, and new ones may join meanwhile.
         return min(policy.max_wait_s, policy.wait_share * self._latency.predict_s(ticket.call, ticket.num_rows))
 
     @property
     def _has_classes(self) -> bool:
-        """Tells whether some classes go before others, which is so where there is a latency target."""
+        """Returns whether urgent classes go first, which they do if there is a latency target."""
         return self._policy.name == "opportunistic" and self._policy.slo_s is not None
 
     def _ring_of(self, request_class: RequestClass) -> RequestClass:
         return request_class if self._has_classes else _ONE_RING
 
     def _classes(self) -> list[tuple[RequestClass, bool]]:
-        """Returns the classes that have something to run, in order, and whether each goes first for having waited long
-        enough."""
+        """Returns the classes with requests to run, in order, each with whether it goes first because it is starved:
+        it has waited for its longest time."""
         ready = [one for one in RequestClass if self._rings[one]]
         bounds = self._policy.starvation_s
         starved = [one for one in ready if one in bounds and self._is_starved(one, self._owed_s[one])]
         return [(one, True) for one in starved] + [(one, False) for one in ready if one not in starved]
 
     def _owe(self, now_s: float) -> None:
-        """Counts what is owed to classes that waited while others ran."""
+        """Updates the seconds of the executor that are owed to each class that waited while others ran."""
         since_s, self._owed_at_s = self._owed_at_s, now_s
         ran, self._ran = self._ran, set()
         for one in self._policy.starvation_s:
@@ -288,8 +291,8 @@ class Scheduler:
                 self._owed_s[one] = self._owed_by(one, since_s, now_s)
 
     def _owed_by(self, one: RequestClass, since_s: float, now_s: float) -> float:
-        """Returns what is owed now to a class that has waited since then: a share of the time, up to a piece's
-        worth."""
+        """Returns the seconds that are owed to a class at `now_s`, if it has waited since `since_s`: a share of the
+        waiting time, up to the share for its longest wait."""
         if not self._rings[one]:
             return 0.0
         waited_s = max(0.0, now_s - max(since_s, self._rings[one].oldest.arrived_s))
@@ -300,14 +303,14 @@ class Scheduler:
         return owed_s >= _STARVED_SHARE * self._policy.starvation_s[one] * _NEARLY
 
     def _piece_cost(self, ticket: Ticket, time_s: float) -> float:
-        """Returns what one product of a ticket, which takes so long at most, costs its tenant."""
+        """Returns the cost of a ticket's next piece, if its product may take at most `time_s` seconds."""
         return self._cost(ticket.call, min(ticket.rows_left, self._room(ticket, time_s)))
 
     def _cost(self, call: Call, num_rows: int, is_joined: bool = False) -> float:
-        """Returns a cost in the unit of the rings: rows, or where there is one ring the time of the rows.
+        """Returns the cost of rows: the number of rows with a latency target, and without one their seconds.
 
-        A tenant that joins another's product pays for the rows alone, and one that makes a product for that, too: small
-        products are not free, however few their rows.
+        The tenant whose request begins a product also pays for the product's base time, so that small products are not
+        free. Tenants that join the product pay for their rows only.
         """
         if self._has_classes:
             return num_rows
@@ -315,7 +318,7 @@ class Scheduler:
         return self._latency.predict_s(call, num_rows) - base_s
 
     def _room(self, head: Ticket, time_s: float) -> int:
-        """Returns the rows of a product that begins with `head`."""
+        """Returns the most rows of a product that begins with `head` and may take at most `time_s` seconds."""
         whole = head.rows_left
         if self._policy.name != "opportunistic":
             return max(whole, self._most_rows(head.call))
@@ -329,7 +332,7 @@ class Scheduler:
         return max(1, min(self._policy.max_batch_rows, self._policy.max_batch_numbers // self._width_of(call)))
 
     def _room_for_company(self, head: Ticket, now_s: float) -> int:
-        """Returns the rows of a whole batch that begins with a decode request, as far as the target allows."""
+        """Returns the most rows of a batch that begins with a decode request and ends within the latency target."""
         limit_s = head.arrived_s + (self._policy.slo_s or 0.0) - now_s
         return min(self._most_rows(head.call), self._latency.rows_within(head.call, limit_s))
 
@@ -382,19 +385,19 @@ class Scheduler:
         return piece
 
     def _lane_in_step(self) -> Call | None:
-        """Returns, where all tenants wait, the lane where most do: the others wait for these, and soon all are at one
-        layer.
+        """Returns the lane in which most tenants wait, if all active tenants wait; else None. For `lockstep`.
 
-        Of equal ones it is the newest, so that tenants that have just gone on go on until they meet others: if the
-        oldest went, groups of one size would follow each other for ever.
+        The tenants in other lanes wait until these tenants reach their layer, so that soon all are at one layer. Of
+        lanes with equally many tenants, the newest runs: its tenants go on until they meet others. If the oldest ran,
+        groups of equal size would follow each other for ever.
         """
         num_waiting = sum(map(len, self._lane_tenants.values()))
-        if num_waiting < len(self._active) or any(self._rings.values()):  # Tenants that may run go on first.
+        if num_waiting < len(self._active) or any(self._rings.values()):  # Requests in a ring run first.
             return None
         return max(reversed(self._lane_tenants), key=lambda call: len(self._lane_tenants[call]))
 
     def _release(self, ticket: Ticket) -> None:
-        """Ends the hold of a ticket."""
+        """Moves a held ticket into its ring, so that it may run."""
         self._let_go(ticket)
         self._rings[self._ring_of(ticket.request_class)].add(ticket)
 

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: numbers, no rows."""
+"""Defines a request as the scheduler sees it: counts and times, without the rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from wire.frame import Call
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request in the queue.
+    """Holds one request in the queue.
 
     Attributes:
-        tenant: the tenant whose turn it uses.
-        call: its lane: requests of one call can share a product.
-        num_rows: the rows of the whole request, at least one.
-        request_class: the kind of work that it counts as.
-        arrived_s, expires_s: times on the scheduler's clock.
-        due_s: when it is held no longer; the scheduler sets it.
-        rows_taken: how many rows batches have taken so far.
-        job: the executor's own; the scheduler does not look at it.
+        tenant: the name of the tenant that pays for the request.
+        call: the call; requests of one call can share a product.
+        num_rows: the number of rows of the whole request, at least 1.
+        request_class: the class of work that the request counts as.
+        arrived_s, expires_s: times of arrival and deadline, in seconds of the scheduler's clock.
+        due_s: the time until which the request may be held; set by the scheduler.
+        rows_taken: how many rows were handed out in batches so far.
+        job: the executor's job of this request; the scheduler does not use it.
     """
 
     tenant: str
@@ -35,13 +35,13 @@ class Ticket:
 
     @property
     def rows_left(self) -> int:
-        """Returns how many rows no batch has taken."""
+        """Returns how many rows have not been handed out."""
         return self.num_rows - self.rows_taken
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows first_row to first_row + num_rows of one request."""
+    """Names a part of one request: `num_rows` rows from `first_row` on."""
 
     ticket: Ticket
     first_row: int
@@ -49,13 +49,13 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Tells whether the request is done after this piece; pieces of one request run in order."""
+        """Returns whether this is the last piece of its request."""
         return self.first_row + self.num_rows == self.ticket.num_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one product computes: pieces of one lane, in the order of their rows."""
+    """Holds the pieces of requests that one product computes, all of the same call, in the order of their rows."""
 
     call: Call
     pieces: tuple[Piece, ...]

@@ -1,1 +1,2 @@
-"""Layer groups in processes of their own: here, with shared memory, or on other hosts, over the provider's own port."""
+"""This package runs layer groups in other processes: on this machine with shared memory, or on other hosts, which
+connect to the provider's port."""

@@ -1,7 +1,7 @@
-"""What the provider's process and a shard's say to each other over ZeroMQ: which product, how large the shared memory
-is.
+"""Defines the messages between the provider's process and a shard's process, which are sent over ZeroMQ.
 
-Rows and replies are in shared memory (`shared_rows`); a hint's 48 bytes of seed are the only thing that is not.
+A request's message holds the call, the shape of the rows and the size of the shared memory. The rows and the reply are
+in the shared memory (`shared_rows`). Only the 48 bytes of a hint's seed are in the message itself.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ READY = [b"ready"]
 
 
 def request(header: Header, request_bytes: int, reply_bytes: int, seed: bytes = b"") -> list[bytes]:
-    """Returns the parts of a request.
+    """Returns the parts of the message for a request.
 
     Args:
-        header: a REQUEST with a number, call, rows and cols.
-        request_bytes, reply_bytes: the sizes of the two shared memories.
-        seed: a hint's seed; else empty.
+        header: a REQUEST header with the number of the request, the call, and the numbers of rows and columns.
+        request_bytes, reply_bytes: the sizes of the shared memory for the rows and for the reply.
+        seed: the seed for a hint; empty for other requests.
     """
     return [header.pack(), _SIZES.pack(request_bytes, reply_bytes), seed]
 
 
 def read_request(parts: Sequence[bytes]) -> tuple[Header, int, int, bytes]:
-    """Returns what `request` was given.
+    """Reads the message of a request; returns the arguments of `request`.
 
     Raises:
-        MalformedFrame: it was not made by `request`.
+        MalformedFrame: the parts are not a message of `request`.
     """
     if len(parts) != 3 or len(parts[1]) != _SIZES.size:
         raise MalformedFrame("a message to a shard has three parts")
@@ -40,15 +40,15 @@ def read_request(parts: Sequence[bytes]) -> tuple[Header, int, int, bytes]:
 
 
 def reply(number: int, code: int = 0) -> list[bytes]:
-    """Returns the message that a product is in shared memory; with a code, that there is none."""
+    """Returns the message that the product of request `number` is in shared memory, or that it failed with a code."""
     return [Header(FrameType.ERROR if code else FrameType.REPLY, number, code=code).pack()]
 
 
 def read_reply(parts: Sequence[bytes]) -> Header:
-    """Returns what `reply` was given.
+    """Reads the message of a reply; returns its header, with the request's number and the code.
 
     Raises:
-        MalformedFrame: it was not made by `reply`.
+        MalformedFrame: the parts are not a message of `reply`.
     """
     if len(parts) != 1:
         raise MalformedFrame("a message of a shard has one part")

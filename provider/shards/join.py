@@ -1,7 +1,7 @@
-"""`provider shard --join`: this host holds some groups of another host's provider, as a replica of one of its shards.
+"""Runs `provider shard --join`: this host becomes a replica of a shard of a provider on another host.
 
-Guarantees: it opens the connection, so that it needs no port; it serves only what the provider asks of groups whose
-digests are the same at both ends; it joins again when the connection breaks.
+Guarantees: this host opens the connection, so it needs no port. It computes only with groups whose weights have the
+same digests at both ends. If the connection breaks, this host joins again.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from wire.transport.identity import TlsIdentity, load_identity
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0
 _MOST = Limits(max_rows=1 << 24, max_tensor_bytes=1 << 32)
-"""Of one request; the provider has checked each against its own."""
+"""Limits of one request; the provider has already checked each request against its own limits."""
 _LOGGER = logging.getLogger(__name__)
 Load = Callable[[Assignment], dict[int, ServedGroup]]
 
 
 class JoiningShard:
-    """One host's end; `run` returns only by an error or by `stop`."""
+    """Implements this host's end of the connection; `run` ends only with an error or after `stop`."""
 
     def __init__(self, url: str, identity: TlsIdentity | None, shard: int, load: Load) -> None:
-        """Args.
+        """Keeps the settings, and connects to nothing yet.
 
-        url: of the provider.
-        identity: None on a loopback port without TLS, which refuses shards.
-        shard: which one to be a replica of.
-        load: from an assignment to the groups; called once, and checked against every later assignment.
+        Args:
+            url: the provider's URL.
+            identity: this host's certificate and key; None uses no TLS, and providers then refuse shards.
+            shard: the number of the shard.
+            load: loads the groups of an assignment, by id; called once.
         """
         self._url, self._identity, self._shard, self._load = url, identity, shard, load
         self._groups: dict[int, ServedGroup] | None = None
@@ -62,11 +63,12 @@ class JoiningShard:
         self.on_joined: Callable[[], None] = lambda: None
 
     def run(self) -> None:
-        """Joins, and joins again after every loss.
+        """Joins the provider, and joins again whenever the connection is lost.
 
         Raises:
-            ConfigurationError: weights that differ from the provider's, a shard that it does not have, or a bad URL.
-            AccessError: it does not accept the certificate.
+            ConfigurationError: the weights differ from the provider's, the provider does not have this shard, or the
+                URL is not valid.
+            AccessError: the provider refuses the certificate.
         """
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
@@ -83,7 +85,7 @@ class JoiningShard:
             pause_s = min(2 * pause_s, _LAST_PAUSE_S)
 
     def stop(self) -> None:
-        """Ends `run` after the product that it is on."""
+        """Ends `run` after the present product."""
         self._stopping.set()
         self._outgoing.put(None)
 
@@ -113,10 +115,10 @@ class JoiningShard:
                 messages.cancel()
 
     def _hold(self, assignment: Assignment) -> dict[int, ServedGroup]:
-        """The assigned groups; loaded at the first time.
+        """Returns the assigned groups by id; the first call loads the model.
 
         Raises:
-            ConfigurationError: this host's weights are others.
+            ConfigurationError: this host's weights differ from the provider's.
         """
         if self._groups is None:
             self._groups = self._load(assignment)
@@ -166,7 +168,7 @@ class JoiningShard:
 
 
 def load_groups(model: str, weights: str, base_layers: str | None, assignment: Assignment) -> dict[int, ServedGroup]:
-    """Loads a model and keeps the assigned groups; see `provider.model.weights.serve_model` for errors."""
+    """Loads a model and returns its assigned groups by id; see `provider.model.weights.serve_model` for errors."""
     from provider.model.load import load, resolve
     from provider.model.weights import return_freed_memory, serve_model
 
@@ -179,7 +181,7 @@ def load_groups(model: str, weights: str, base_layers: str | None, assignment: A
 
 
 def run_shard(settings: ShardSettings) -> None:
-    """`provider shard`: until SIGTERM or SIGINT; see `JoiningShard.run` and `load_groups` for errors."""
+    """Runs `provider shard` until SIGTERM or SIGINT; see `JoiningShard.run` and `load_groups` for errors."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 

@@ -1,9 +1,9 @@
-"""The front's end of a shard on another host: a replica behind a stream that the shard has opened.
+"""Uses a shard on another host as a replica, over a stream that the other host has opened.
 
-Guarantees: a reply is checked against its request before it is allocated; a shard that goes away, is revoked or breaks
-the protocol is lost, and whoever waits for it is told at once; so is one that is silent, after the time that a slow
-host would take. What it computes is the operator's trust: it holds a certificate of the provider's CA, and tenants that
-verify see a wrong product of any shard.
+Guarantees: a reply is checked against its request before memory is allocated for it. If a shard disconnects, is revoked
+or breaks the protocol, it counts as lost, and waiting requests learn so at once. If it sends nothing, it counts as lost
+after the time that a slow host would need. The products of a shard are not checked here. The operator trusts its host,
+which has a certificate of the provider's CA, and tenants that verify replies notice a wrong product.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from wire.manifest import GroupInfo
 from wire.ring.seeded_rows import Rows, count_rows
 
 _ROAD_S, _ROAD_BYTES_PER_S = 3.0, 4e6
-"""Between the hosts; slower ones count as lost, while the tenant still waits."""
+"""Allowance for the network between the hosts: a time in seconds, and a rate in bytes per second. Slower hosts count as
+lost while the tenant still waits, so that another replica has time."""
 _LOGGER = logging.getLogger(__name__)
 
 
 class JoinedShard:
-    """A `provider.engine.replica.Replica` on another host. It does not come back: its host joins anew."""
+    """Computes products on another host, as a `provider.engine.replica.Replica`. A lost shard does not come back; its
+    host joins as a new replica."""
 
     can_share = can_return = False
 
     def __init__(self, name: str, groups: dict[int, GroupInfo], is_refused: Callable[[], bool]) -> None:
-        """Args.
+        """Starts with nothing to send.
 
-        name: for the log.
-        groups: that it holds, by id.
-        is_refused: whether its certificate was revoked; asked before every product.
+        Args:
+            name: the shard's name for the log.
+            groups: the groups that the shard holds, by id.
+            is_refused: returns whether the shard's certificate was revoked; called before every product.
         """
         self.name, self._groups, self._is_refused = name, groups, is_refused
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -55,14 +58,14 @@ class JoinedShard:
     # ---- a product ------------------------------------------------------------------------------------------------
 
     def row_product(self, call: Call) -> None:
-        """See `Replica.row_product`: no product is made here."""
+        """Returns None, since this process computes no product; see `Replica.row_product`."""
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `Replica.products`."""
+        """Computes several products at once on the other host; see `Replica.products`."""
         return together(self.product, call, parts)
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """See `Replica.product`."""
+        """Computes one product on the other host; see `Replica.product`."""
         with self._lock:
             if not self.is_alive:
                 self.close()
@@ -94,12 +97,12 @@ class JoinedShard:
     # ---- its stream -----------------------------------------------------------------------------------------------
 
     def outgoing(self) -> Iterator[bytes]:
-        """What to send it, until it is lost; for the RPC's thread."""
+        """Yields the messages to send to the shard, until it is lost; for the RPC's thread."""
         while (message := self._outgoing.get()) is not None:
             yield message
 
     def read(self, messages: Iterator[bytes]) -> None:
-        """Takes what it sends, until it goes away; for a thread of its own."""
+        """Reads the shard's messages until the stream ends; for a thread of its own."""
         try:
             for message in messages:
                 self._take(*frame.parse(message))
@@ -132,17 +135,17 @@ class JoinedShard:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its stream is open and its certificate good."""
+        """Returns whether the shard's stream is open and its certificate is not revoked."""
         return not (self._is_lost or self._is_refused())
 
     # ---- its end --------------------------------------------------------------------------------------------------
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Its host joins with a new stream, as another replica."""
+        """Returns False, since the host joins again as a new replica."""
         return False
 
     def close(self) -> None:
-        """Ends its stream; whoever waits finds it lost."""
+        """Ends the stream and marks the shard as lost, which a waiting product then notices."""
         if not self._is_lost:
             self._is_lost = True
             self._answered.set()

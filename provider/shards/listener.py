@@ -1,4 +1,4 @@
-"""Where shards on other hosts come in: one RPC, from the first word to the replica behind the stream."""
+"""Serves the RPC by which shards on other hosts join: from the first message to the replica behind the stream."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from provider.shards.messages import JOINED, Assignment, Join, Ready, pack, unpa
 from wire.errors import VeilbaseError, VersionMismatch
 
 _JOIN_S, _LOAD_S = 20.0, 1800.0
-"""For a host's first word, and for it to load its model."""
+"""Longest time in seconds until a host's first message, and until it has loaded its model."""
 _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Visit:
-    """A host on its way in, which holds a thread."""
+    """Describes a host that is joining, which occupies a thread."""
 
     context: Any
     is_refused: Callable[[], bool]
@@ -32,10 +32,10 @@ class _Visit:
 
 
 class ShardListener:
-    """Lets shards in, one thread each."""
+    """Admits shards on other hosts, each in a thread of its own."""
 
     def __init__(self, model: ServedModel, plan: Sequence[Sequence[int]], executors: Sequence[Executor]) -> None:
-        """Args: model: knows the weights' fingerprints; plan: groups of each shard; executors: of each shard."""
+        """Keeps the model, for the fingerprints of its weights, and the group ids and the executor of each shard."""
         self._model, self._plan, self._executors = model, plan, executors
         self._visits: set[_Visit] = set()
         self._lock = threading.Lock()
@@ -43,12 +43,12 @@ class ShardListener:
     def serve(
         self, name: str, messages: Iterator[bytes], context: Any, is_refused: Callable[[], bool]
     ) -> Iterator[bytes]:
-        """What to send to a shard whose certificate has been accepted; ends the RPC where it does not fit.
+        """Yields the messages to a shard whose certificate was accepted; ends the RPC if the shard does not fit.
 
         Args:
-            name: of its certificate.
-            messages, context: of the RPC.
-            is_refused: whether its certificate was revoked meanwhile.
+            name: the name in the shard's certificate.
+            messages, context: the RPC's received messages, and its context.
+            is_refused: returns whether the shard's certificate was revoked meanwhile.
         """
         visit = _Visit(context, is_refused, time.monotonic() + _JOIN_S)
         with self._lock:
@@ -94,12 +94,12 @@ class ShardListener:
 
     @property
     def num_joining(self) -> int:
-        """Returns how many hosts are on their way in: they hold a thread, and no rows are sent to them yet."""
+        """Returns how many hosts are joining; each occupies a thread, and is not sent any rows yet."""
         with self._lock:
             return len(self._visits)
 
     def sweep(self, now: float) -> None:
-        """Ends visits that take too long, and those of revoked hosts."""
+        """Ends the RPCs of joining hosts that take too long or were revoked."""
         with self._lock:
             visits = list(self._visits)
         for visit in visits:

@@ -1,4 +1,4 @@
-"""All shards of a provider on this machine: their plan, their weights, their processes."""
+"""Starts and ends the processes of a provider's shards on this machine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from provider.shards.weight_file import write_weights
 
 
 class LocalShards:
-    """The processes and what they share; made by `start`."""
+    """Holds the shards' processes and their weights; use `start` to make one."""
 
     def __init__(self) -> None:
         """Starts nothing yet."""
         self._ending = ExitStack()
         self.plan: tuple[tuple[int, ...], ...] = ()
-        """The ids of each shard's groups."""
+        """The ids of each shard's groups, in the order of shards."""
         self.replicas: tuple[tuple[ShardProcess, ...], ...] = ()
-        """Each shard's processes."""
+        """Each shard's processes on this machine, in the order of shards."""
 
     @classmethod
     def start(
@@ -37,14 +37,15 @@ class LocalShards:
         threads: int | None = None,
         elsewhere: Collection[int] = (),
     ) -> LocalShards:
-        """Writes the weights down, starts the processes and waits until they hold them.
+        """Writes the weights to files, starts the processes, and waits until the processes have mapped the weights.
 
         Args:
-            served: the model whose groups are split; the caller drops their weights afterwards.
-            num_shards, num_replicas: at least 1.
-            parent: where a file as large as the weights can be; None is the system's folder for temporary files.
-            threads: the threads of each process; None shares the cores out.
-            elsewhere: shards that no process is started for, because other hosts hold them.
+            served: the model whose groups are split; the caller should drop its weights afterwards.
+            num_shards: the number of shards, at least 1.
+            num_replicas: the number of processes for each shard, at least 1.
+            parent: the folder for the files, as large as the weights; None is the system's folder of temporary files.
+            threads: the threads of each process; None divides the cores among the processes.
+            elsewhere: the numbers of shards that other hosts hold, for which no process is started.
 
         Raises:
             ConfigurationError: there are more shards than groups, the disk has no room, or a process did not start.
@@ -87,5 +88,5 @@ class LocalShards:
         self.plan, self.replicas = plan, tuple(shards)
 
     def close(self) -> None:
-        """Ends every process, and waits until it has ended."""
+        """Ends all processes, and waits until they have ended."""
         self._ending.close()

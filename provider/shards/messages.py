@@ -1,8 +1,9 @@
-"""What a shard on another host and the provider say to each other before the first product.
+"""Defines the messages between a shard on another host and the provider before the first product.
 
-The shard opens the stream and says which shard it wants to be; the provider names the groups and the digests of their
-weights; the shard, once it holds them, names the digests that it has, and the provider accepts. From then on the
-provider sends REQUEST frames and the shard answers each with REPLY or ERROR frames, as in wire/SPEC.md, section 3.
+The shard opens the stream and names the shard that it wants to be (Join). The provider sends the ids of the groups and
+the digests of their weights (Assignment). Once the shard has loaded these groups, it sends the digests of its own
+weights (Ready), and the provider accepts (JOINED). After that the provider sends REQUEST frames, and the shard replies
+to each with REPLY or ERROR frames, as in wire/SPEC.md, section 3.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from wire.limits import MAX_GROUPS
 
 SHARD_METHOD = "/veilbase.v1.Provider/Shard"
 JOINED = b"joined"
-"""The provider's last word before the first request."""
+"""The provider's last message before the first request."""
 MAX_MESSAGE_BYTES = 1 << 20
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _Digests = Annotated[dict[Annotated[int, Field(ge=0, lt=MAX_GROUPS)], _Digest], Field(max_length=MAX_GROUPS)]
@@ -28,14 +29,14 @@ class _Message(BaseModel):
 
 
 class Join(_Message):
-    """The shard's first word."""
+    """Names the shard that a host wants to be; this is the host's first message."""
 
     protocol: int
     shard: int = Field(ge=0, lt=1024)
 
 
 class Assignment(_Message):
-    """The provider's answer: by group id, `ServedGroup.fingerprint`."""
+    """Assigns groups to the host; `digests` holds the `ServedGroup.fingerprint` of each, by group id."""
 
     model_id: str = Field(max_length=512)
     weights: str = Field(max_length=32)
@@ -43,7 +44,7 @@ class Assignment(_Message):
 
 
 class Ready(_Message):
-    """The shard holds these."""
+    """Says that the host holds the groups, with the digests of the host's own weights by group id."""
 
     digests: _Digests
 
@@ -52,19 +53,20 @@ _AnyMessage = TypeVar("_AnyMessage", Join, Assignment, Ready)
 
 
 def pack(message: Join | Assignment | Ready) -> bytes:
-    """As JSON."""
+    """Returns a message as JSON."""
     return message.model_dump_json().encode()
 
 
 def unpack(kind: type[_AnyMessage], data: bytes) -> _AnyMessage:
-    """Reads one.
+    """Reads a message.
 
     Args:
-        data: from the peer, any content.
+        kind: the expected type of message.
+        data: the bytes from the peer, which may be anything.
 
     Raises:
-        MalformedFrame: too large, or not such a message.
-        VersionMismatch: another protocol version.
+        MalformedFrame: the data is too large, or is not a message of this type.
+        VersionMismatch: the peer uses another protocol version.
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise MalformedFrame(f"expected a message of at most {MAX_MESSAGE_BYTES} bytes, got {len(data)}")

@@ -1,5 +1,7 @@
-"""Decides which shard holds which layer groups: whole groups, neighbours together, the largest shard as small as can
-be."""
+"""Decides which shard holds which layer groups.
+
+Each shard gets a run of neighbouring groups, so that the size of the largest shard is as small as possible.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
     """Splits the groups, in their order, into runs of about the same size.
 
     Args:
-        groups: the manifest's groups.
-        num_shards: at least 1.
+        groups: the groups of the manifest.
+        num_shards: the number of shards, at least 1.
 
     Returns:
-        The ids of each shard's groups, none of them empty.
+        The ids of each shard's groups, in the order of shards; every shard has at least one group.
 
     Raises:
         ConfigurationError: there are more shards than groups.
@@ -26,14 +28,14 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
         raise ConfigurationError(f"expected at most {len(groups)} shards, as many as layer groups, got {num_shards}")
     sizes = [group.in_features * group.out_features for group in groups]
     low, high = max(sizes), sum(sizes)
-    while low < high:  # This finds the least bound that so many runs can keep.
+    while low < high:  # This finds the smallest bound for which `num_shards` runs suffice.
         bound = (low + high) // 2
         if len(_runs(sizes, bound)) <= num_shards:
             high = bound
         else:
             low = bound + 1
     runs = _runs(sizes, low)
-    while len(runs) < num_shards:  # Fewer runs keep the bound, so the largest that can be split is.
+    while len(runs) < num_shards:  # Fewer runs sufficed: split the largest one that can be split.
         widest = max((run for run in runs if len(run) > 1), key=lambda run: sum(sizes[one] for one in run))
         where = runs.index(widest)
         runs[where : where + 1] = [widest[: len(widest) // 2], widest[len(widest) // 2 :]]
@@ -41,7 +43,7 @@ def make_plan(groups: Sequence[GroupInfo], num_shards: int) -> tuple[tuple[int, 
 
 
 def _runs(sizes: Sequence[int], bound: int) -> list[list[int]]:
-    """Returns runs of neighbours, from the left, each with as many as fit below the bound."""
+    """Returns runs of neighbouring indices, each as long as possible with a total size of at most the bound."""
     runs: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):

@@ -1,5 +1,7 @@
-"""The provider's end (the front) of a shard's process on this machine: it starts it, hands it rows, notices its end and
-starts it again."""
+"""Runs a shard's process on this machine: starts the process, sends rows to it, notices its end and starts it again.
+
+The provider's process, which runs this code, is called the front.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,23 @@ from wire.manifest import GroupInfo
 from wire.ring.seeded_rows import Rows, SeededRows, count_rows
 
 _START_S = 300.0
-"""Seconds that a process may take to map its weights and check their digests."""
+"""Longest time in seconds that a process may take to map its weights and check their digests."""
 _FIRST_ROWS = 64
-"""Rows for which there is room before the first request."""
+"""Number of rows for which the shared memory has room at the start."""
 _MAX_RESTARTS, _RESTARTS_WITHIN_S = 5, 600.0
-"""Most restarts, and the seconds in which they count. A process that has to be started again more often is given up:
-something ends it."""
+"""A process is started again at most `_MAX_RESTARTS` times within `_RESTARTS_WITHIN_S` seconds, and is then given
+up."""
 _MAX_FAULTS = 3
-"""Products in a row that may fail in the process though nothing is wrong with the requests: it may be out of memory."""
+"""Number of products in a row that fail although their requests are valid, after which the process is ended and started
+again, since it may be out of memory."""
 _PAUSE_S = 0.5
 _LOOK_MS = 200
-"""Milliseconds between two looks, while waiting for the process, at whether the provider stops."""
+"""Milliseconds between two checks, while waiting for the process, of whether the provider stops."""
 _LOGGER = logging.getLogger(__name__)
 
 
 class ShardProcess:
-    """A `provider.engine.replica.Replica` in a process of its own."""
+    """Computes products in another process, as a `provider.engine.replica.Replica`."""
 
     can_share = False
 
@@ -57,17 +60,17 @@ class ShardProcess:
         context: zmq.Context[zmq.Socket[bytes]],
         threads: int,
     ) -> None:
-        """Starts the process, without waiting for it; `wait_ready` does.
+        """Starts the process; callers must then wait for it with `wait_ready`.
 
         Args:
-            name: the name for the log.
-            groups: the groups whose weights it holds, by id.
-            weights: the descriptor of their file (`weight_file`), which stays the caller's.
-            context: ZeroMQ's context.
-            threads: the threads of its arithmetic.
+            name: the shard's and replica's name for the log.
+            groups: the groups whose weights the process holds, by id.
+            weights: the descriptor of the file with the weights (`weight_file`); the caller closes it.
+            context: the ZeroMQ context.
+            threads: the number of threads for the process's products.
 
         Raises:
-            ConfigurationError: no process can be started.
+            ConfigurationError: the process cannot be started.
         """
         self.name, self._groups, self._weights, self._threads = name, groups, weights, threads
         self._context = context
@@ -91,21 +94,21 @@ class ShardProcess:
 
     @property
     def pid(self) -> int | None:
-        """Returns the process's id; None while there is none."""
+        """Returns the process's id, or None while no process runs."""
         process = self._process
         return None if process is None else process.pid
 
     # ---- a product ------------------------------------------------------------------------------------------------
 
     def product(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Makes one product, see `Replica.product`; the reply owns its memory."""
+        """Computes one product in the process; see `Replica.product`. The reply owns its memory."""
         with self._lock:
             if not self.is_alive:
                 self._end("was lost")
                 raise ReplicaLost(began=False)
             try:
                 reply = self._product(call, rows)
-            except RemoteFault:  # `from None`, here and below: a cause's text may hold values of rows
+            except RemoteFault:  # `from None`, here and below: a cause's text may quote rows.
                 self._num_faults += 1
                 if self._num_faults < _MAX_FAULTS:
                     raise
@@ -114,7 +117,7 @@ class ShardProcess:
             except (zmq.ZMQError, MalformedFrame, ReplicaLost):
                 self._end("was lost")
                 raise ReplicaLost from None
-            # Only the type is logged: a text may hold values.
+            # Only the type is logged, since the text may quote rows.
             except (OSError, RuntimeError, ValueError, MemoryError) as exc:
                 _LOGGER.error("rows could not be given to shard %s: %s", self.name, type(exc).__name__)
                 raise RemoteFault("the provider failed while computing") from None
@@ -125,10 +128,10 @@ class ShardProcess:
             return reply
 
     def row_product(self, call: Call) -> None:
-        """Returns None, since no product is made here; see `Replica.row_product`."""
+        """Returns None, since this process computes no product; see `Replica.row_product`."""
 
     def products(self, call: Call, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Makes several products at once; see `Replica.products`."""
+        """Computes several products at once in the process; see `Replica.products`."""
         return together(self.product, call, parts)
 
     def _product(self, call: Call, rows: Rows) -> torch.Tensor:
@@ -144,7 +147,7 @@ class ShardProcess:
         number = next(self._numbers)
         header = Header(FrameType.REQUEST, number, call, num_rows, cols)
         parts = control.request(header, self._requests.num_bytes, self._replies.num_bytes, seed)
-        # Otherwise it would wait for ever where there is no process at the other end.
+        # With DONTWAIT, this does not wait for ever if there is no process at the other end.
         self._socket.send_multipart(parts, zmq.DONTWAIT)
         self._wait(product_limit_s(num_rows * cols * reply_cols))
         answer = control.read_reply(self._socket.recv_multipart())
@@ -156,22 +159,21 @@ class ShardProcess:
         return self._replies.view(num_rows, reply_cols, dtype).clone()
 
     def _wait(self, seconds: float) -> None:
-        """Waits until a message is there; raises ReplicaLost where the process ends before, or does not answer."""
+        """Waits for a message; raises ReplicaLost if the process ends, or sends nothing within `seconds`."""
         give_up_at = time.monotonic() + seconds
         while not (ready := dict(self._poller.poll(_LOOK_MS))):
             if self._is_closed or time.monotonic() >= give_up_at:
                 raise ReplicaLost
         if self._socket not in ready:
-            raise ReplicaLost  # This is the end of the process.
+            raise ReplicaLost  # The process has ended.
 
     # ---- starting and ending the process --------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Starts a process and all that belongs to it, or nothing."""
+        """Starts a process with its folder and socket; if that fails, leaves nothing behind."""
         with contextlib.ExitStack() as undoing:
             try:
-                # The folder has mode 0700. It is in the system's folder, since a socket's path must be short, and a
-                # state directory's may not be.
+                # The folder has mode 0700. It is not in the state directory, whose path may be too long for a socket.
                 folder = tempfile.mkdtemp(prefix="veilbase-", dir=_short_folder())
                 undoing.callback(shutil.rmtree, folder, ignore_errors=True)
                 socket = self._context.socket(zmq.PAIR)
@@ -194,17 +196,17 @@ class ShardProcess:
             undoing.pop_all()
 
     def wait_ready(self) -> None:
-        """Waits until the process holds its weights.
+        """Waits until the process has mapped its weights.
 
         Raises:
-            ConfigurationError: it ended before, and has said why on stderr.
+            ConfigurationError: the process has ended before; its own message is on stderr.
         """
         with self._lock:
             try:
                 self._wait(_START_S)
                 if self._socket.recv_multipart() == control.READY:
-                    # It is connected: the socket needs its name no longer, and a front that is killed would leave it
-                    # behind.
+                    # The process is connected, so the socket's file is removed. A front that is killed would leave the
+                    # file behind.
                     shutil.rmtree(self._folder, ignore_errors=True)
                     return
             except (ReplicaLost, zmq.ZMQError):
@@ -213,7 +215,7 @@ class ShardProcess:
             raise ConfigurationError(f"shard {self.name} could not be started: see the lines above")
 
     def _end(self, what: str) -> None:
-        """Ends what is left of the process; the caller holds the lock."""
+        """Ends the process and removes its socket and folder; callers must hold the lock."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -228,20 +230,20 @@ class ShardProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Tells whether the process runs."""
+        """Returns whether the process is running."""
         process = self._process
         return process is not None and process.poll() is None
 
     @property
     def can_return(self) -> bool:
-        """Tells whether the process is being started again, or may be."""
+        """Returns whether the process is being started again, or may still be started again."""
         return not self._is_closed and (self._is_restarting or not self._restarted_often())
 
     def _restarted_often(self) -> bool:
         return len(self._restarts) == _MAX_RESTARTS and time.monotonic() - self._restarts[0] < _RESTARTS_WITHIN_S
 
     def revive(self, is_over: threading.Event) -> bool:
-        """Starts the process again, at most five times in ten minutes."""
+        """Starts the process again, at most five times in ten minutes; see `Replica.revive`."""
         with self._lock:
             self._end("was lost")
         self._is_restarting = True
@@ -276,7 +278,7 @@ class ShardProcess:
 
     def close(self) -> None:
         """Ends the process, and waits until it has ended."""
-        # This comes before the lock: the thread that holds it waits no longer.
+        # This is set before the lock is taken, so that a thread which waits under the lock stops waiting.
         was_closed, self._is_closed = self._is_closed, True
         with self._lock:
             if not was_closed:
@@ -286,12 +288,14 @@ class ShardProcess:
 
 
 def _short_folder() -> str | None:
-    """Returns a folder where sockets can be: a path of theirs has at most 107 characters."""
+    """Returns a folder for sockets whose path is short enough, since a socket's path has at most 107 characters; None
+    is the system's folder of temporary files."""
     return None if len(tempfile.gettempdir()) < 80 else "/tmp"  # noqa: S108 - mkdtemp's folder is this user's alone
 
 
 def _kill(process: subprocess.Popen[bytes], patience_s: float = 0.0) -> None:
-    """Closes the process's input, at which it ends by itself, and kills it if it has not ended after a while."""
+    """Closes the process's input, at which the process should end; kills the process if it still runs after
+    `patience_s` seconds."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()

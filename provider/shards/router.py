@@ -1,4 +1,5 @@
-"""One executor for each shard behind one interface: a request goes where its layer group is."""
+"""Combines the executors of all shards behind one interface, and sends each request to the shard that holds its layer
+group."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from wire.ring.seeded_rows import Rows
 
 @dataclass(frozen=True)
 class Shard:
-    """Some layer groups, the replicas that hold them, and the queue in front of them.
+    """Describes one shard: some layer groups, the replicas that hold them, and the shard's queue.
 
     Attributes:
-        groups: the ids of the groups.
-        replicas: each has the weights of all of them; there may be none yet.
-        scheduler: a new scheduler, which belongs to this shard alone.
+        groups: the ids of the shard's groups.
+        replicas: the replicas, each with the weights of all these groups; empty if other hosts will join.
+        scheduler: the shard's own new scheduler.
     """
 
     groups: Sequence[int]
@@ -31,7 +32,7 @@ class Shard:
 
 
 class ShardedExecutor:
-    """Offers what a session needs of `Executor`, for all groups."""
+    """Offers the methods of `Executor` that a session needs, for the groups of all shards."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class ShardedExecutor:
         meter: Meter | None = None,
         charge: Callable[[str, float], None] = lambda tenant, seconds: None,
     ) -> None:
-        """Args: shards: every group is in exactly one of them; the rest: see `Executor`."""
+        """Starts an executor for each shard. Every group must be in exactly one shard; for the other arguments see
+        `Executor`."""
         self.executors = [Executor(one.replicas, one.scheduler, completed, meter, charge) for one in shards]
         pairs = zip(shards, self.executors, strict=True)
         of_group = {group: executor for shard, executor in pairs for group in shard.groups}
@@ -51,11 +53,11 @@ class ShardedExecutor:
         self._of_group[job.ticket.call.group].submit(job)
 
     def compute_here(self, tenant: str, call: Call, rows: Rows) -> Outcome | None:
-        """Makes a small product at its shard; see `Executor.compute_here`."""
+        """Computes a small product at its shard; see `Executor.compute_here`."""
         return self._of_group[call.group].compute_here(tenant, call, rows)
 
     def compute_row(self, tenant: str, call: Call, row: memoryview, reply: memoryview) -> VeilbaseError | bool:
-        """Makes the product of one row at its shard; see `Executor.compute_row`."""
+        """Computes the product of one row at its shard; see `Executor.compute_row`."""
         return self._of_group[call.group].compute_row(tenant, call, row, reply)
 
     def cancel(self, job: Job) -> None:
@@ -63,25 +65,26 @@ class ShardedExecutor:
         self._of_group[job.ticket.call.group].cancel(job)
 
     def is_idle(self) -> bool:
-        """Tells whether nothing is being made or waits, at any shard; without a lock, so the answer may be late."""
+        """Returns whether no product is computed or waits at any shard; the result may be out of date, since no lock is
+        taken."""
         return not any(executor.is_busy for executor in self.executors)
 
     def look(self) -> None:
-        """Looks for lost replicas; see `Executor.look`."""
+        """Marks idle replicas that are gone as lost, at all shards; see `Executor.look`."""
         for executor in self.executors:
             executor.look()
 
     def __len__(self) -> int:
-        """Returns how many requests wait, at any shard."""
+        """Returns the number of requests in the queues of all shards."""
         return sum(map(len, self.executors))
 
     @property
     def num_replicas(self) -> list[tuple[int, int]]:
-        """Returns `Executor.num_replicas` for each shard."""
+        """Returns the two counts of `Executor.num_replicas` for each shard."""
         return [executor.num_replicas for executor in self.executors]
 
     def close(self) -> None:
-        """Ends all executors."""
+        """Closes all executors."""
         for executor in self.executors:
             executor.begin_close()
         for executor in self.executors:

@@ -1,7 +1,7 @@
-"""Rows in memory that two processes share: one process writes them once, the other reads them in place.
+"""Holds rows in memory that two processes share: one process writes the rows, and the other reads them in place.
 
-The owner enlarges the memory on demand and tells the other by how much with the message about the rows. The memory is
-anonymous (memfd_create), so that nothing is left behind however the processes end.
+One process, the owner, enlarges the memory on demand. It sends the new size with the message about the rows. The memory
+is anonymous (memfd_create), so nothing is left behind, however the processes end.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import torch
 
 _LEAST_BYTES = 1 << 16
 KEPT_BYTES = 64 << 20
-"""Most bytes that are kept; what a larger request needed is given back after it."""
+"""Most bytes that are kept between requests; the rest of a larger memory is freed after the request."""
 
 
 class SharedRows:
-    """One end. It is not safe under threads, nor between the ends: the end that has the last message has the rows."""
+    """Maps the shared memory in one of the two processes. It is not safe under threads. The processes must take turns:
+    only the process that received the last message may use the rows."""
 
     def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
-        """Args: descriptor: the memory's, this object's from now on; num_bytes: the size to begin with, at the owner's
-        end."""
+        """Takes over the memory's descriptor.
+
+        Args:
+            descriptor: the memory's file descriptor, which `close` closes.
+            num_bytes: at the owner's end, the least size to start with; 0 at the other end.
+        """
         self.descriptor = descriptor
         self.num_bytes = 0
         self._map: mmap.mmap | None = None
@@ -30,34 +35,35 @@ class SharedRows:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedRows:
-        """Makes the owner's end of new memory."""
+        """Creates new memory, and returns the owner's end."""
         return cls(os.memfd_create("veilbase-rows", os.MFD_CLOEXEC), num_bytes)
 
     def hold(self, num_bytes: int) -> None:
-        """Makes room; the owner calls this."""
+        """Enlarges the memory to at least `num_bytes`; only the owner may call this."""
         if num_bytes > self.num_bytes:
             wanted = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
             os.ftruncate(self.descriptor, wanted)
             self.follow(wanted)
 
     def give_back(self) -> None:
-        """Keeps no more than `KEPT_BYTES`; the owner calls this when neither end looks at the rows any more."""
+        """Shrinks the memory to `KEPT_BYTES` if it is larger. Only the owner may call this, once neither process uses
+        the rows any more."""
         if self.num_bytes > KEPT_BYTES:
             self._map = None
             os.ftruncate(self.descriptor, KEPT_BYTES)
             self.follow(KEPT_BYTES)
 
     def follow(self, num_bytes: int) -> None:
-        """Maps the memory at the size that the owner gave it."""
+        """Maps the memory anew if the owner has changed its size to `num_bytes`."""
         if num_bytes != self.num_bytes:
             self._map = mmap.mmap(self.descriptor, num_bytes)
             self.num_bytes = num_bytes
 
     def view(self, num_rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a view of the memory, shape (num_rows, cols), of four-byte numbers.
+        """Returns a view of the memory, shape (num_rows, cols); `dtype` must have four bytes.
 
         Raises:
-            ValueError: there is no room for so many.
+            ValueError: the memory is too small.
         """
         if num_rows * cols == 0:
             return torch.empty(num_rows, cols, dtype=dtype)

@@ -1,7 +1,7 @@
-"""The weights of some groups in one safetensors file without a name, which processes of this machine map and share.
+"""Writes the weights of some groups to a safetensors file, which several processes of this machine map and share.
 
-Guarantees: what is read is what the manifest's digests name; nothing is left on disk, however the processes end, since
-the file has no name from the moment it is whole.
+Guarantees: weights that are read agree with the digests of the manifest. The file's name is removed as soon as the file
+is written, so that its space is freed when the last process ends, in whatever way.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _PARTS = ("quantised", "alpha", "bias", "native")
 
 
 def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
-    """Writes a file and removes its name.
+    """Writes the weights of groups to a file, and removes the file's name.
 
     Args:
-        groups: the groups to be written.
-        parent: a folder on the file system to use; None is the system's own for temporary files.
+        groups: the groups whose weights are written.
+        parent: the folder for the file; None is the system's folder of temporary files.
 
     Returns:
-        A file descriptor, which the caller closes.
+        The file's descriptor, which the caller must close.
 
     Raises:
         ConfigurationError: the disk is full, or cannot be written.
@@ -48,21 +48,27 @@ def write_weights(groups: Iterable[ServedGroup], parent: Path | None) -> int:
         os.close(descriptor)
         try:
             save_file(tensors, name, {"groups": json.dumps(infos)})
-            # It is opened after the write, which may have made another file of that name.
+            # The file is opened after it was written, since `save_file` may replace the file of this name.
             return os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.unlink(name)
     except (OSError, SafetensorError) as exc:
-        # The text is about this machine alone.
+        # The error's text describes only this machine's disk, and quotes no weights.
         reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)[:200]
         raise ConfigurationError(f"a shard's weights cannot be written to disk: {reason}") from exc
 
 
 def read_weights(descriptor: int) -> dict[int, ServedGroup]:
-    """Maps a file's groups, by id; pages that several processes map are in memory once.
+    """Maps the groups in a file of `write_weights`; several processes that map it share one copy in memory.
+
+    Args:
+        descriptor: the file's descriptor.
+
+    Returns:
+        The groups by id.
 
     Raises:
-        ConfigurationError: there is no such file, or it does not hold the weights that it names.
+        ConfigurationError: the file cannot be read, or its weights do not agree with their digests.
     """
     try:
         with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:

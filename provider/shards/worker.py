@@ -1,8 +1,8 @@
-"""A shard's process: it maps its weights, and makes products of rows in shared memory until the provider's process
-ends.
+"""Runs in a shard's process: maps the shard's weights, and computes products of rows in shared memory.
 
-It takes messages only from the process that started it (the front), through a socket in a folder of this user alone. It
-ignores signals that stop the front, which acts on them itself; it ends when the pipe to the front does.
+The process gets messages only from the provider's process that started it, the front. Their socket is in a folder that
+only this user can open. The process ends when its pipe to the front is closed. It ignores signals, since the front
+handles them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Worker:
-    """Answers one message after the other."""
+    """Computes the product for one message at a time."""
 
     def __init__(self, groups: Mapping[int, ServedGroup], request_rows: SharedRows, reply_rows: SharedRows) -> None:
-        """Args: groups: by id; request_rows, reply_rows: memory whose other ends are the front's."""
+        """Keeps the groups by id, and the memory for rows and replies that is shared with the front."""
         self._groups, self._requests, self._replies = groups, request_rows, reply_rows
 
     def answer(self, parts: list[bytes]) -> list[bytes]:
-        """Returns the reply's message, once the product is where the front will look for it."""
+        """Computes the product of a request's message, writes it to the shared memory, and returns the reply's
+        message."""
         header, request_bytes, reply_bytes, seed = control.read_request(parts)
         try:
             self._requests.follow(request_bytes)
@@ -64,11 +65,11 @@ class Worker:
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the process.
+    """Runs the shard's process until the front ends.
 
     Args:
-        arguments: the address of the front, the log's format, file descriptors of weights, requests and replies, and
-            the number of threads.
+        arguments: the address of the front's socket; the format of the log; the file descriptors of the weights, of the
+            shared rows and of the shared replies; and the number of threads.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -91,7 +92,7 @@ def _serve(worker: Worker, socket: zmq.Socket[bytes]) -> None:
     front = sys.stdin.fileno()
     poller = zmq.Poller()
     poller.register(socket, zmq.POLLIN)
-    poller.register(front, zmq.POLLIN)  # Nothing is ever written to it, so that it becomes readable when it ends.
+    poller.register(front, zmq.POLLIN)  # Nothing is written to this pipe, so it is readable only when it is closed.
     while True:
         ready = dict(poller.poll())
         if front in ready:

@@ -74,6 +74,22 @@ class Course:
         if not self.sends_zeros and not are_finite(tensors):
             self.not_finite()
 
+    def finite_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the rows to send in place of rows that are not all finite: zeros, which the run sends from now on.
+
+        Args:
+            rows: shape (num_rows, request columns).
+
+        Raises:
+            NotFinite: the run may stop at once (`may_stop`).
+        """
+        self.not_finite()
+        return torch.zeros_like(rows)
+
+    def product_of(self, rows: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """Returns the product that the model gets for these rows: zeros in a run that continues with zeros."""
+        return torch.zeros_like(product) if self.sends_zeros else product
+
     def finish(self) -> None:
         """Checks, at the end of a run, that its result can be used.
 
@@ -82,6 +98,9 @@ class Course:
         """
         if self.sends_zeros:
             raise NotFinite(FAILED)
+
+
+_OneCourse = TypeVar("_OneCourse", bound=Course)
 
 
 class PlannedCalls:
@@ -112,10 +131,16 @@ class PlannedCalls:
         Args:
             may_stop: whether a value that is not finite raises an error at once; with `verify` it always does.
         """
+        with self.on_course(Course(may_stop or self._stops)) as course:
+            yield course
+
+    @contextlib.contextmanager
+    def on_course(self, course: _OneCourse) -> Iterator[_OneCourse]:
+        """Makes the calls of this thread inside the context belong to `course`."""
         before = getattr(self._local, "course", None)
-        self._local.course = Course(may_stop or self._stops)
+        self._local.course = course
         try:
-            yield self._local.course
+            yield course
         finally:
             if before is None:
                 del self._local.course
@@ -189,18 +214,20 @@ _Made = TypeVar("_Made")
 
 
 def masked_on_course(mask: Callable[[torch.Tensor], _Made], rows: torch.Tensor, course: Course) -> _Made:
-    """Returns the masked messages of a call's rows or, in a run that continues with zeros, of as many rows of zeros.
+    """Returns the masked messages of a call's rows, or of the rows that the course sends in place of rows that are not
+    finite.
 
     Args:
         mask: a function that masks rows; if it raises `NotFinite`, it has used no mask slot.
         rows: the rows of one call, shape (num_rows, features).
         course: the course that the call belongs to.
     """
-    if not course.sends_zeros:
-        try:
-            return mask(rows)
-        except NotFinite:
-            if course.may_stop:
-                raise
-            course.not_finite()
-    return mask(torch.zeros_like(rows))
+    if course.sends_zeros:
+        return mask(torch.zeros_like(rows))
+    try:
+        return mask(rows)
+    except NotFinite:
+        if course.may_stop:
+            raise
+        rows = course.finite_rows(rows)
+    return mask(rows)

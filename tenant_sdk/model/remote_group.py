@@ -107,8 +107,7 @@ class RemoteExecutor:
             raise
 
     def _run(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
-        product = self._product(group, direction, rows, course)
-        return torch.zeros_like(product) if course.sends_zeros else product
+        return course.product_of(rows, self._product(group, direction, rows, course))
 
     def _product(self, group: GroupSpec, direction: Direction, rows: torch.Tensor, course: Course) -> torch.Tensor:
         request_cols, reply_cols = group.widths(direction)

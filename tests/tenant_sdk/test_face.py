@@ -22,8 +22,9 @@ from wire.errors import VeilbaseError
 from wire.transport.event_engine import VARIABLE as EVENT_ENGINE
 
 PACKAGES = ("wire", "noise", "tenant_sdk", "provider", "attacks")
+NO_ERRORS = {"TenantClient", "Engine", "FinetuneResult", "tune", "check_run"}
 NAMES = {
-    *("TenantClient", "FinetuneResult", "tune", "check_run"),
+    *NO_ERRORS,
     # errors, as wire/errors.py draws them
     "VeilbaseError",
     *("RequestError", "InvalidTensor", "NotFinite", "UnknownLayer", "LimitExceeded"),
@@ -60,7 +61,7 @@ def test_a_name_can_be_imported_and_is_what_it_says(name: str) -> None:
     assert found.__name__ == name
     if name.endswith("Warning"):
         assert issubclass(found, UserWarning)
-    elif name not in ("TenantClient", "FinetuneResult", "tune", "check_run"):
+    elif name not in NO_ERRORS:
         assert issubclass(found, VeilbaseError)
 
 
@@ -79,7 +80,7 @@ def test_every_error_and_warning_of_the_tenants_code_is_exported() -> None:
     while more := {name for name, above in bases.items() if above & met} - met:
         met |= more
     public = {name for name in met if not name.startswith("_")}
-    assert public - {"Warning", "UserWarning"} == NAMES - {"TenantClient", "FinetuneResult", "tune", "check_run"}
+    assert public - {"Warning", "UserWarning"} == NAMES - NO_ERRORS
 
 
 def test_importing_loads_nothing_heavy_and_sets_no_variable() -> None:
@@ -171,7 +172,13 @@ def test_a_client_is_quiet_where_it_does_not_matter(url: str, untuned: None, mon
         tenant_sdk.TenantClient(url, mask="off")
 
 
-@pytest.mark.parametrize("method", [tenant_sdk.TenantClient.finetune, tenant_sdk.TenantClient.generate])
+@pytest.mark.parametrize(
+    "method",
+    [
+        tenant_sdk.TenantClient.finetune, tenant_sdk.TenantClient.generate, tenant_sdk.TenantClient.generate_many,
+        tenant_sdk.Engine.submit,
+    ],
+)  # fmt: skip
 def test_options_are_named_typed_and_described(method: Any) -> None:
     parameters = list(inspect.signature(method).parameters.values())[1:]
     text = inspect.getdoc(method) or ""

@@ -1,1 +1,2 @@
-"""Arithmetic mod 2^32 that both ends must agree on to the last bit, and memory and threads for it."""
+"""This package computes mod 2^32, with results that are the same at both ends to the last bit. It also manages the
+memory and threads that this takes."""

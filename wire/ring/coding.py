@@ -1,8 +1,8 @@
-"""Exact arithmetic in Z_q, q = 2^32: real rows to ring rows and back, and their products, from wire/ring/product.py.
+"""This module turns real rows into ring rows and ring replies into real rows. The ring is Z_q with q = 2^32.
 
-Guarantees: `product` is exact mod 2^32 for every int32 input; `encode` chooses scales with which a centred result never
-wraps, by a deterministic bound. Ring elements are int32 tensors read mod 2^32, so centring costs nothing. Source:
-wire/SPEC.md, section 5.
+Guarantees: `product`, from wire/ring/product.py, is exact mod 2^32 for every int32 input. `encode` chooses scales by a
+deterministic bound, so that no centred result wraps. Ring elements are int32 tensors read mod 2^32, and int32 is
+centred already, so centring costs nothing. Source: wire/SPEC.md, section 5.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["HALF_MODULUS", "RowCodec", "decode", "encode", "product", "products"
 
 HALF_MODULUS = 2.0**31
 _ROUND_OFF = 1.0 - 2.0**-20
-"""Factor that shrinks the budget by more than the fp32 rounding of norm, scale and quotient together (each below
-2^-23)."""
+"""The factor that shrinks the budget of an encoded row. It takes off more than the fp32 rounding errors of norm, scale
+and quotient together, each of which is below 2^-23."""
 _SMALLEST_SCALE = 2.0**-100
-"""Least scale of a row. A row whose scale would be smaller is sent with fewer bits rather than with a denormal
-scale."""
+"""The smallest scale that a row may have, so that no scale is denormal. A row that would need a smaller scale is sent
+with fewer bits."""
 _NOT_FINITE = "a row holds NaN or infinity: nothing was sent"
 
 
@@ -36,20 +36,20 @@ def encode(
     slack: float = 0.0,
     alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales each row into the ring: x̃ = round(x / β) with the smallest β for which no product wraps.
+    """Scales each row into the ring: x̃ = round(x / β), with the smallest scale β for which no product wraps.
 
-    (‖x̃‖₂ + error_norm) · weight_norm + slack < 2^31 holds for the x̃ after rounding, since rounding moves each
-    coordinate by at most a half and so the norm by at most √d / 2.
+    The rounded x̃ satisfies (‖x̃‖₂ + error_norm) · weight_norm + slack < 2^31. Rounding moves each coordinate by at
+    most a half, and so the norm by at most √d / 2, which the choice of β allows for.
 
     Args:
         rows: float, shape (num_rows, d), CPU or CUDA.
         weight_norm: the largest column norm of the integer weight (row norm for the backward direction).
-        error_norm: the largest ‖e‖₂ of a mask's error rows; 0 without a mask.
-        slack: a bound of everything else in the product, such as hint rounding; 0 where there is nothing else.
-        alpha: float32, shape (d,), on the rows' device; the rows are multiplied by it first. None stands for ones.
+        error_norm: the largest ‖e‖₂ of a mask's error rows e; 0 without a mask.
+        slack: a bound on everything else in the product, such as hint rounding; 0 if there is nothing else.
+        alpha: float32, shape (d,), on the rows' device; the rows are first multiplied by it. None stands for ones.
 
     Returns:
-        x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), secret.
+        x̃, int32, shape (num_rows, d); β, float32, shape (num_rows, 1), which must stay secret.
 
     Raises:
         NotFinite: a value is NaN or infinite.
@@ -65,7 +65,7 @@ def encode(
         return encoded, scales
     if alpha is not None:
         rows = rows * alpha
-    # The norm is float64: squares of fp32 values neither overflow nor vanish in it.
+    # The norm is computed in float64, in which squares of fp32 values neither overflow nor vanish.
     norms = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
     if not bool(torch.isfinite(norms).all()):
         raise NotFinite(_NOT_FINITE)
@@ -75,7 +75,7 @@ def encode(
 
 
 def _budget(d: int, weight_norm: float, error_norm: float, slack: float) -> float:
-    """Returns the largest 2-norm that an encoded row may have; see `encode`."""
+    """Returns the largest 2-norm that a row may have after encoding; see `encode`."""
     budget = ((HALF_MODULUS - slack) / weight_norm - error_norm) * _ROUND_OFF - 0.5 * math.sqrt(d)
     if budget < 1.0:
         raise MaskOverflow(f"a layer with {d} inputs leaves no room for data in 32 bits")
@@ -83,7 +83,8 @@ def _budget(d: int, weight_norm: float, error_norm: float, slack: float) -> floa
 
 
 class RowCodec:
-    """Does `encode` and `decode` for one row at a time, into and from messages, by the compiled kernels."""
+    """Encodes and decodes one row at a time with the compiled kernels, directly into and from the memory of
+    messages."""
 
     def __init__(
         self,
@@ -97,20 +98,24 @@ class RowCodec:
         """Prepares for rows of one group and direction.
 
         Args:
-            widths: how many numbers a request and its reply have.
+            widths: how many numbers a request row and a reply row have.
             weight_norm, error_norm, slack, alpha: see `encode`.
             reply_alpha: the `alpha` of `decode`.
 
         Raises:
             MaskOverflow: the layer is too wide for any scale.
-            InvalidTensor: there are no kernels here, or the scales are not on the CPU.
+            InvalidTensor: this machine has no compiled kernels, or `alpha` or `reply_alpha` is not on the CPU.
         """
         budget = _budget(widths[0], weight_norm, error_norm, slack)
         self._coded = kernels.RowCodec(alpha, reply_alpha, *widths, budget, _SMALLEST_SCALE)
         self.add, self.decode = self._coded.add, self._coded.decode
 
     def encode(self, row: torch.Tensor, out: memoryview) -> Any:
-        """Does what `kernels.RowCodec.encode` does; raises `NotFinite` for a value that is not finite."""
+        """Encodes a row into a message and returns its scale; see `kernels.RowCodec.encode`.
+
+        Raises:
+            NotFinite: a value is NaN or infinite.
+        """
         beta = self._coded.encode(row, out)
         if beta is None:
             raise NotFinite(_NOT_FINITE)
@@ -120,13 +125,15 @@ class RowCodec:
 def decode(
     reply: torch.Tensor, beta: torch.Tensor, alpha: torch.Tensor | None = None, effect: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Computes y = β · α ⊙ centred(reply − effect).
+    """Returns the real product that a ring reply holds: y = β · α ⊙ centred(reply − effect).
 
     Args:
         reply: int32, shape (num_rows, m).
-        beta: float32, shape (num_rows, 1), from `encode`.
-        alpha: float32, shape (m,), on the reply's device; None for the backward direction, where α went into the rows.
-        effect: int32, shape (num_rows, m), the mask's effect; None where there is none, or it is subtracted already.
+        beta: β, float32, shape (num_rows, 1), from `encode`.
+        alpha: α, float32, shape (m,), on the reply's device; None for the backward direction, in which `encode` has
+            multiplied the rows by α.
+        effect: int32, shape (num_rows, m), the product of the mask's rows and the weight; None if there is no mask, or
+            if the effect has been subtracted already.
 
     Returns:
         float32, shape (num_rows, m).

@@ -1,6 +1,7 @@
 /*
- * Real rows to ring rows and back, each in one pass, on x86-64 with AVX2. wire/ring/coding.py says what the numbers
- * mean; its torch form gives the same bits where beta is the same. wire/ring/kernels.py is the only caller and checks every shape and pointer.
+ * This file turns real rows into ring rows and back, each in one pass, on x86-64 with AVX2. wire/ring/coding.py says what
+ * the numbers mean; its torch form gives the same bits if beta is the same. wire/ring/kernels.py is the only caller and
+ * checks every shape and pointer.
  */
 #include <immintrin.h>
 #include <float.h>
@@ -44,8 +45,8 @@ AVX2 static double sum_of_squares(const float *x, const float *alpha, int64_t d)
  * Rounds rows onto the ring: out = round(x * alpha / beta), with the smallest beta that the budget allows.
  *
  * rows: num_rows of d float32 numbers, `stride` apart. alpha: d numbers, or NULL for ones.
- * budget: the largest norm of a rounded row; smallest: the least beta. out: num_rows of d int32 numbers. betas: one a row.
- * Returns the number of rows done: fewer than num_rows when the next one holds NaN or infinity.
+ * budget: the largest norm of a rounded row; smallest: the least beta. out: num_rows of d int32 numbers. betas: one for each row.
+ * Returns the number of rows done: fewer than num_rows if the next row holds NaN or infinity.
  */
 AVX2 int64_t veilbase_encode(const float *rows, int64_t stride, const float *alpha, int64_t num_rows, int64_t d,
                              double budget, double smallest, int32_t *out, float *betas) {
@@ -77,8 +78,8 @@ AVX2 void veilbase_add(int32_t *to, const int32_t *from, int64_t d) {
 /*
  * Unmasks and scales replies: out = float(reply - effect mod 2^32) * alpha * beta, in float32 and that order.
  *
- * reply, effect: num_rows of m int32 numbers, `stride` and `effect_stride` apart; effect NULL for none.
- * alpha: m numbers, or NULL for ones. betas: one a row. out: num_rows of m float32 numbers, `out_stride` apart.
+ * reply, effect: num_rows of m int32 numbers, `stride` and `effect_stride` apart; effect is NULL if there is none.
+ * alpha: m numbers, or NULL for ones. betas: one for each row. out: num_rows of m float32 numbers, `out_stride` apart.
  */
 AVX2 void veilbase_decode(const int32_t *reply, int64_t stride, const int32_t *effect, int64_t effect_stride,
                           const float *alpha, const float *betas, int64_t num_rows, int64_t m, float *out, int64_t out_stride) {

@@ -1,14 +1,14 @@
 /*
- * The products of kernels.c for processors with AVX-512 and VNNI.
+ * This file computes the products of kernels.c on processors with AVX-512 and VNNI.
  *
- * A number is the four bytes it is stored as: x = x_0 + 2^8 x_1 + 2^16 x_2 + 2^24 x_3. `vpdpbusd` adds four products of
+ * A number is the four bytes that store it: x = x_0 + 2^8 x_1 + 2^16 x_2 + 2^24 x_3. `vpdpbusd` adds four products of
  * unsigned bytes with int8 weights to each 32-bit lane without saturating, |sum| <= 4 * 255 * 128 at a time, and lanes
  * wrap mod 2^32. Sums of each byte are kept apart until the end, which is exact mod 2^32 in every order. Four such
  * instructions do 64 of the products, as many as four of float32 would: the peak is that of a float32 product.
  *
  * A product of 3 rows and 32 columns holds 24 sums in registers; blocks and panels are those of kernels.c.
  *
- * Constant time in the numbers: no branch and no address depends on one.
+ * The code takes constant time: no branch and no address depends on a number.
  */
 #include "kernels.h"
 
@@ -22,7 +22,7 @@
 #define COLUMNS (2 * LANES)
 #define QUAD 4                      /* inner numbers that one lane takes at a time */
 #define PANEL (QUAD * COLUMNS)      /* bytes of a panel for QUAD inner numbers */
-#define STRIP 64                    /* columns that one row is multiplied with at a time, where weights lie in rows */
+#define STRIP 64                    /* columns that one row is multiplied with at a time, if weights lie in rows */
 #define INNER 16                    /* inner numbers taken at a time there: 32 take as long, 8 and 64 a quarter more */
 
 /* ---- packing ---------------------------------------------------------------------------------------------------- */

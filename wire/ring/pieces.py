@@ -1,6 +1,7 @@
-"""How the work of one operation is cut into pieces that threads take one after the other (wire/ring/threads.py).
+"""This module cuts the work of one operation into pieces that threads take one after another (wire/ring/threads.py).
 
-The sizes are those at which another thread was measured to be worth waking, and the block sizes are those of kernels.c.
+Each size here is the smallest for which waking another thread was measured to pay. The block sizes are those of
+wire/ring/kernels.c.
 """
 
 from __future__ import annotations
@@ -9,29 +10,30 @@ import torch
 
 _REGISTER_ROWS, _BLOCK_ROWS = 3, 48
 _SHARED_ROWS = 2 * _BLOCK_ROWS
-"""Rows from which threads share the rows; with fewer they share columns. Each thread packs what it multiplies, so a
-piece of either must be large beside what it packs of the other."""
+"""The number of rows from which threads share the rows; with fewer rows they share the columns. Each thread packs both
+operands of its piece, so a piece of the shared operand must be large beside what the thread packs of the other
+operand."""
 _SHARED_COLUMNS = 256
 _SHARED_NUMBERS = 1 << 18
-"""Numbers to code from which other threads help; one thread takes 0.2 ms for so many."""
+"""How many numbers there must be to encode or decode before other threads help; one thread takes 0.2 ms for so many."""
 _SHARED_WORK = 1 << 24
-"""Multiplications from which other threads help: one takes 0.7 ms for so many, and waking one was measured to take 0.1
-ms."""
+"""How many multiplications there must be before other threads help. One thread takes 0.7 ms for so many, and waking a
+thread was measured to take 0.1 ms."""
 
 Piece = tuple[int, int, int, int]
-"""A piece of a product: first and last row, first and last column."""
+"""A piece of a product: start and end row, start and end column; the ends are not included."""
 
 
 def row_pieces(num_rows: int, columns: int) -> list[tuple[int, int]]:
-    """Returns the pieces, each (first row, how many), that threads take one after the other."""
+    """Returns the pieces, each as (first row, number of rows), that threads take one after another."""
     num_pieces = 2 * torch.get_num_threads() if num_rows * columns >= _SHARED_NUMBERS else 1
     step = max(1, -(-num_rows // num_pieces))
     return [(start, min(step, num_rows - start)) for start in range(0, num_rows, step)]
 
 
 def product_pieces(num_rows: int, d: int, m: int) -> list[Piece]:
-    """Returns the pieces that threads take: two for each thread, so that a core busy elsewhere does not delay the
-    others."""
+    """Returns the pieces that threads take. There are about two for each thread, so that a core that is busy elsewhere
+    does not delay the others."""
     num_pieces = 2 * torch.get_num_threads()
     if num_pieces <= 2 or num_rows * d * m < _SHARED_WORK:
         return [(0, num_rows, 0, m)]

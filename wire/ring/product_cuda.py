@@ -1,17 +1,17 @@
-"""The product mod 2^32 of int32 rows and int8 weights on an NVIDIA GPU, by its int8 matrix units.
+"""This module multiplies int32 rows by int8 weights mod 2^32 on an NVIDIA GPU, with the GPU's int8 matrix units.
 
-Guarantees: exact mod 2^32 for all numbers, shapes and memory orders, on devices for which `is_exact`; on others
-wire/ring/product.py takes its plain form. A number is four signed bytes, z ≡ Σ l_i · 2^(8i) mod 2^32, -128 <= l_i <=
-127; those of all rows are stacked into one `torch._int_mm`, and its sums are shifted together. The product is that of
-wire/SPEC.md, section 5.
+Guarantees: the product is exact mod 2^32 for all numbers, shapes and memory orders, on devices for which `is_exact` is
+True. For other devices wire/ring/product.py uses its plain form. Each number z is split into four signed bytes l_i,
+called limbs: z ≡ Σ l_i · 2^(8i) mod 2^32, -128 <= l_i <= 127. The limbs of all rows are stacked for one
+`torch._int_mm`, and the sums that it returns are shifted and added. The product is that of wire/SPEC.md, section 5.
 
-cuBLAS asks three things of `torch._int_mm`: more than 16 rows, widths that are multiples of 8, and, where all kinds of
-GPU are to take it, both operands contiguous along the inner width (pytorch/pytorch#169956). A weight that does not lie
-so is copied once, and its copy is kept while the weight lives: one int8 copy for the forward direction, and none for
-the backward one where widths are multiples of 8, since W̃ᵀ lies right as it is.
+cuBLAS requires of `torch._int_mm` more than 16 rows, widths that are multiples of 8 and, to support every kind of GPU,
+both operands contiguous along the inner width (pytorch/pytorch#169956). A weight with another layout is copied once,
+and the copy is kept as long as the weight lives. The forward direction needs one int8 copy. The backward direction
+needs none if the widths are multiples of 8, since the transposed weight W̃ᵀ has the right layout already.
 
-Everything here runs on a CPU too, where tests compare it with big integers. No GPU was at hand when it was written: no
-number in it was chosen by measuring.
+Everything here also runs on a CPU, where tests compare it with big integers. The module was written without a GPU, so
+no number in it was chosen by measuring.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from wire.ring import int_mm
 
 _MULTIPLE = 8
 _ALIGNED_BYTES = 16
-"""Bytes of which a weight's address must be a multiple, since int8 kernels load 16 at once. It is so for whatever torch
-allocates, but a slice may begin elsewhere."""
+"""A weight's address in bytes must be a multiple of this, since int8 kernels load 16 bytes at once. torch aligns
+whatever it allocates, but a slice may begin elsewhere."""
 _LEAST_ROWS = 8
-"""Rows to which fewer are padded: they make 32 rows of limbs, above the 16 that cuBLAS asks for."""
+"""The number of rows to which a smaller number is padded. It gives 32 rows of limbs, more than the 16 that cuBLAS
+requires."""
 _EXACT_INNER = 1 << 16
-"""Inner width of one product, so that no sum of limbs leaves int32: 2^16 · 128 · 128 = 2^30. 2^17 - 1 would be the
-most."""
+"""The largest inner width of one product, chosen so that no sum of limbs leaves int32: 2^16 · 128 · 128 = 2^30. The
+largest possible width would be 2^17 - 1."""
 _SCRATCH_BYTES = 512 << 20
-"""Most bytes of limbs and sums for one block of rows: 6,553 rows where the weight is 4096 × 4096."""
+"""The most bytes of limbs and sums for one block of rows. They suffice for 6,553 rows if the weight is 4096 × 4096."""
 _HALF_STEPS = 0x00808080
-"""The int32 with 128 in each byte but the highest; see `_limbs`."""
+"""The int32 with 128 in each byte but the highest; `_limbs` uses it."""
 
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Maps a weight to its version and its copy."""
+"""Maps a weight to its version at the time of copying and to the copy."""
 _lock = threading.Lock()
 
 
 def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Computes rows · weight mod 2^32, on a device for which `is_exact`.
+    """Returns the matrix product rows · weight mod 2^32, on a device for which `is_exact` is True.
 
     Args:
         rows: int32, shape (num_rows, d), any strides.
-        weight: int8, shape (d, m), same device, any strides. The same tensor, unchanged, is prepared once.
+        weight: int8, shape (d, m), same device, any strides. A weight is prepared once, as long as it does not change.
 
     Returns:
         int32, shape (num_rows, m), contiguous.
@@ -65,7 +66,8 @@ def product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> None:
-    """Writes the product with a prepared weight, a piece of the inner width at a time."""
+    """Writes rows · weight to `reply`, one piece of the inner width at a time. The weight is a result of
+    `_prepared`."""
     num_rows, m = reply.shape
     for start in range(0, rows.shape[1], _EXACT_INNER):
         limbs = _limbs(rows[:, start : start + _EXACT_INNER])
@@ -82,17 +84,17 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, reply: torch.Tensor) -> 
 
 
 def _limbs(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the signed bytes of each number, lowest first, padded with zeros as cuBLAS asks.
+    """Returns the four signed bytes of each number, lowest first, padded with zeros as cuBLAS requires.
 
-    Adding 128 to each byte but the highest carries into the next wherever a byte is 128 or more; turning the highest
-    bit of each of these bytes over subtracts 128 again. The last carry leaves the 32 bits, and with it a multiple of
-    2^32.
+    Adding 128 to each byte but the highest carries into the next byte wherever a byte is 128 or more. Flipping the
+    highest bit of each of these bytes subtracts 128 again. The last carry overflows the 32 bits, which only drops a
+    multiple of 2^32.
 
     Args:
         rows: int32, shape (num_rows, d).
 
     Returns:
-        int8, shape (4, num_rows or `_LEAST_ROWS`, d up to a multiple of 8), contiguous.
+        int8, shape (4, num_rows or `_LEAST_ROWS`, d rounded up to a multiple of 8), contiguous.
     """
     num_rows, d = rows.shape
     shape = 4, max(num_rows, _LEAST_ROWS), _up(d)
@@ -110,13 +112,15 @@ def _limbs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _prepared(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the weight as `torch._int_mm` wants it, padded with zeros: itself, or a copy that is kept while it lives.
+    """Returns the weight as `torch._int_mm` requires it, padded with zeros: the weight itself, or a copy that is kept
+    as long as the weight lives.
 
-    A change through `.data`, or in place to an inference tensor, is not noticed; nothing here changes a weight.
+    A change through `.data`, or in place to an inference tensor, is not noticed. No code of this project changes a
+    weight.
     """
     if _lies_right(weight):
         return weight
-    version = 0 if weight.is_inference() else weight._version  # Inference tensors count no versions.
+    version = 0 if weight.is_inference() else weight._version  # Inference tensors have no version.
     with _lock:
         kept: tuple[int, torch.Tensor] | None = _copies.get(weight)
         if kept is None or kept[0] != version:
@@ -132,7 +136,7 @@ def _lies_right(weight: torch.Tensor) -> bool:
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:
     d, m = weight.shape
-    with torch.inference_mode(False):  # The copy is kept, and later calls may be outside of inference mode.
+    with torch.inference_mode(False):  # The copy is kept, and later calls may run outside inference mode.
         turned = torch.zeros(_up(m), _up(d), dtype=torch.int8, device=weight.device)
         turned[:m, :d].copy_(weight.t())
     return turned.t()
@@ -145,18 +149,20 @@ def _up(width: int) -> int:
 # The self-test
 
 _TESTED = ((1, 8, 8), (3, 40, 24), (17, 100, 30), (70, 2048, 64), (300, 640, 264))
-"""Tested shapes (num_rows, d, m): few rows and many, padded and not."""
+"""The shapes (num_rows, d, m) that the self-test multiplies: few rows and many, with and without padding."""
 
 
 @functools.cache
 def is_exact(device: torch.device) -> bool:
-    """Tells whether the private `torch._int_mm` multiplies int8 exactly there; this is found once for each device.
+    """Tells whether the private `torch._int_mm` multiplies int8 exactly on a device. The result is computed once for
+    each device.
 
     Args:
-        device: a tensor's own device, so with its index.
+        device: a tensor's own device, which includes its index.
 
     Returns:
-        Whether it does; False too where it refuses, as on GPUs without int8 units.
+        True if every tested product was exact; False otherwise, and if torch refuses the operation, as on GPUs without
+        int8 units.
     """
     try:
         return all(_is_exact_for(*shape, device) for shape in _TESTED)
@@ -165,12 +171,13 @@ def is_exact(device: torch.device) -> bool:
 
 
 def _is_exact_for(num_rows: int, d: int, m: int, device: torch.device) -> bool:
-    """Compares random numbers, and those that saturate whatever can saturate, with int64 on the CPU."""
+    """Compares products of random and extreme numbers with int64 on the CPU; the extreme ones show a kernel that
+    saturates."""
     generator = torch.Generator().manual_seed(d)
     rows = torch.randint(-(2**31), 2**31, (num_rows, d), generator=generator, device="cpu").to(torch.int32)
-    rows[::3], rows[1::3] = 0x7F7F7F7F, 0x7F7F7F80  # These have all limbs 127, and all limbs -128.
+    rows[::3], rows[1::3] = 0x7F7F7F7F, 0x7F7F7F80  # All limbs are 127, or all are -128.
     weight = torch.randint(-128, 128, (d, m), generator=generator, device="cpu").to(torch.int8)
     weight[:, ::3], weight[:, 1::3] = -128, 127
-    exact = (rows.to(torch.int64) @ weight.to(torch.int64)).to(torch.int32)  # The conversion keeps the low half.
+    exact = (rows.to(torch.int64) @ weight.to(torch.int64)).to(torch.int32)  # The conversion keeps the low 32 bits.
     layouts = weight.to(device), weight.t().contiguous().to(device).t()
     return all(torch.equal(product(rows.to(device), each).to("cpu"), exact) for each in layouts)

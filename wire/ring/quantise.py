@@ -1,7 +1,8 @@
-"""The normative int8 quantiser: both sides of a verified session must get the same bytes (wire/SPEC.md, section 5).
+"""This module is the normative int8 quantiser: both sides of a verified session must get the same bytes from it
+(wire/SPEC.md, section 5).
 
-Guarantees: results are bit-identical on every platform with IEEE fp32 division and round-half-to-even, checked by
-tests/vectors/quantise.json.
+Guarantees: results are bit-identical on every platform with IEEE fp32 division and round-half-to-even, which
+tests/vectors/quantise.json checks.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from wire.errors import InvalidTensor
 
 INT8_MAX = 127
 SMALLEST_COLUMN = 1e-8
-"""Least value taken for a column's largest magnitude, so that a column of zeros has a scale."""
+"""The smallest value that is used as a column's largest magnitude, so that a column of zeros has a scale above zero."""
 
 
 def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds a weight to int8 with one scale per output channel: W ≈ W̃ · diag(α).
+    """Rounds a weight W to int8 with one scale for each output channel: W ≈ W̃ · diag(α).
 
     Args:
-        weight: shape (in_features, out_features), any float dtype; an nn.Linear's weight is passed transposed.
+        weight: W, shape (in_features, out_features), any float dtype. Callers pass the weight of an nn.Linear
+            transposed.
 
     Returns:
         W̃, int8, same shape, contiguous, values in [−127, 127]; α, float32, shape (out_features,).
@@ -36,25 +38,26 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not bool(torch.isfinite(wide).all()):
         raise InvalidTensor("a base weight holds NaN or infinity")
     largest = wide.abs().amax(dim=0).clamp_min(SMALLEST_COLUMN)
-    # This divides by a tensor: on CUDA, torch multiplies by the reciprocal of a plain number, which can differ in the
-    # last bit.
+    # The divisor is a tensor: if it were a plain number, torch on CUDA would multiply by its reciprocal, and the result
+    # could differ in the last bit.
     alpha = largest / torch.full_like(largest, INT8_MAX)
     rounded = torch.round(wide / alpha).clamp_(-INT8_MAX, INT8_MAX)
     return rounded.to(torch.int8).contiguous(), alpha
 
 
 def digest(quantised: torch.Tensor, alpha: torch.Tensor) -> str:
-    """Returns the SHA-256 (hex) of W̃ in row-major order, followed by α as little-endian float32."""
+    """Returns the SHA-256 (hex) of a quantised weight: of W̃ in row-major order, followed by α as little-endian
+    float32."""
     sha = hashlib.sha256(quantised.contiguous().numpy().reshape(-1).data)
     sha.update(alpha.contiguous().numpy().astype("<f4").tobytes())
     return sha.hexdigest()
 
 
 def max_norms(quantised: torch.Tensor) -> tuple[float, float]:
-    """Bounds the Euclidean norms of W̃'s columns and rows from above, never below 1.
+    """Returns upper bounds of the Euclidean norms of W̃'s columns and rows. No bound is below 1.
 
     Returns:
-        (largest column norm, which bounds the forward product; largest row norm, which bounds the backward one).
+        (bound of the column norms, for the forward product; bound of the row norms, for the backward product).
     """
     columns, rows = 0.0, torch.zeros(quantised.shape[0], dtype=torch.float64, device=quantised.device)
     for part in quantised.split(4096, dim=1):  # Splitting bounds the scratch memory on wide layers.

@@ -1,9 +1,10 @@
-"""Rows from a seed, normative (wire/SPEC.md, section 5): hints, the public matrix A and `shares` are made of them.
+"""This module expands a seed into rows. It is normative (wire/SPEC.md, section 5). The public matrix A and the rows of
+the masks `pad` and `shares` come from it.
 
-Guarantees: the same seed and row number give the same numbers on every machine, checked by tests/vectors/expand.json;
-every row is a stream of its own, so that any range of rows can be made alone and a layer with fewer features uses the
-first columns of the same rows. It does not guarantee that a seed is fresh or kept secret: its owner must see to that.
-Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
+Guarantees: the same seed and row number give the same numbers on every machine, which tests/vectors/expand.json checks.
+Every row is a stream of its own, so that any range of rows can be expanded alone, and a layer with fewer features uses
+the first columns of the same rows. It does not guarantee that a seed is fresh or kept secret: the seed's owner must see
+to that. Source: wire/SPEC.md, section 5; AES-CTR: NIST SP 800-38A, section 6.5.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from wire.errors import InvalidTensor, MalformedFrame
 from wire.limits import MAX_FEATURES
 
 DOMAIN = b"veilbase expand v1\0"
-"""Bytes that are hashed in front of the seed, so that a seed that is used elsewhere too gives another key here."""
+"""Bytes that are hashed in front of the seed. A seed that is also used elsewhere thus gives another key here."""
 SEED_BYTES = 32
 MAX_ROWS = 1 << 40
-"""Bound of row numbers: far from the 2^64 at which they would wrap, and exact in float64 and JSON."""
+"""The bound of row numbers. It is far below 2^64, at which row numbers would wrap, and exact in float64 and JSON."""
 _PACKED = struct.Struct("<32sQQ")
 PACKED_BYTES = _PACKED.size
 _BLOCK_BYTES = 16
 _BLOCK_NUMBERS = 4
 _PIECE_BYTES = 1 << 18
-"""Bytes of counter blocks that are made at a time, since all at once would double the memory. 128 KiB to 4 MiB were
-equally fast (5.6 GB/s)."""
+"""Bytes of counter blocks that are made at a time, since all at once would double the memory. Pieces of 128 KiB to 4
+MiB were equally fast (5.6 GB/s)."""
 
 
 @dataclass(frozen=True)
 class SeededRows:
-    """A range of the rows that a seed stands for. repr hides the seed and pickle is refused, since a seed may be
-    secret.
+    """Names a range of the rows that a seed expands to. `repr` hides the seed and pickling is refused, since a seed may
+    be secret.
 
     Attributes:
         seed: 32 bytes.
@@ -50,14 +51,14 @@ class SeededRows:
     num_rows: int
 
     def __post_init__(self) -> None:
-        """Raises InvalidTensor for a seed of another length or rows outside [0, 2^40]."""
+        """Raises InvalidTensor if the seed does not have 32 bytes, or if a row is outside [0, 2^40]."""
         if not isinstance(self.seed, bytes) or len(self.seed) != SEED_BYTES:
             raise InvalidTensor(f"expected a seed of {SEED_BYTES} bytes")
         if self.first_row < 0 or self.num_rows < 0 or self.first_row + self.num_rows > MAX_ROWS:
             raise InvalidTensor("expected seeded rows within 0 and 2^40")
 
     def __reduce__(self) -> NoReturn:
-        """Refuses, since a seed may be a mask, and is never written down."""
+        """Refuses pickling and copying, since a seed may be a mask, and a mask is never written down."""
         raise TypeError("seeded rows are not pickled or copied")
 
     def pack(self) -> bytes:
@@ -66,13 +67,13 @@ class SeededRows:
 
     @classmethod
     def unpack(cls, payload: bytes | bytearray | memoryview) -> SeededRows:
-        """Reads what `pack` made.
+        """Returns the seed and range in a payload that `pack` has made.
 
         Args:
             payload: bytes from the peer, with any content.
 
         Raises:
-            MalformedFrame: there are not 48 bytes.
+            MalformedFrame: the payload does not have 48 bytes.
             InvalidTensor: the rows go beyond 2^40.
         """
         if len(payload) != PACKED_BYTES:
@@ -80,14 +81,14 @@ class SeededRows:
         return cls(*_PACKED.unpack(payload))
 
     def split(self, max_rows: int) -> Iterator[SeededRows]:
-        """Yields the same rows in order, in ranges of at most `max_rows`."""
+        """Yields ranges of at most `max_rows` rows, in order, which together are this range."""
         end = self.first_row + self.num_rows
         for first in range(self.first_row, end, max_rows):
             yield SeededRows(self.seed, first, min(max_rows, end - first))
 
     def expand(self, features: int) -> torch.Tensor:
-        """Makes the numbers: row r is the AES-256-CTR key stream from counter block (r, 0), read as little-endian
-        int32.
+        """Returns the numbers of the rows: row r is the AES-256-CTR key stream from counter block (r, 0), read as
+        little-endian int32.
 
         Args:
             features: how many numbers a row has, 0 to 2^22.
@@ -102,16 +103,16 @@ class SeededRows:
             raise InvalidTensor(f"expected 0 to {MAX_FEATURES} features, got {features}")
         row_blocks = -(-features // _BLOCK_NUMBERS)
         row_numbers = row_blocks * _BLOCK_NUMBERS
-        # This has one block more than is needed: some versions of `update_into` ask for room beyond what they write.
+        # There is one block more than is needed: some versions of `update_into` ask for room beyond what they write.
         num_numbers = self.num_rows * row_numbers + _BLOCK_NUMBERS
-        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")  # This ignores the user's defaults.
+        flat = torch.empty(num_numbers, dtype=torch.int32, device="cpu")  # The user may have set other defaults.
         if row_blocks:
             self._fill(flat.numpy().data.cast("B"), row_blocks)
         rows = flat[: self.num_rows * row_numbers].view(self.num_rows, row_numbers)
-        return rows[:, :features].contiguous()  # This copies only where `features` ends inside a block.
+        return rows[:, :features].contiguous()  # This copies only if `features` ends inside a block.
 
     def _fill(self, out: memoryview, row_blocks: int) -> None:
-        """Writes the key streams, `row_blocks` blocks a row, to the beginning of `out`."""
+        """Writes the key streams to the beginning of `out`, with `row_blocks` AES blocks for each row."""
         encryptor = _encryptor(self.seed)
         row_bytes = row_blocks * _BLOCK_BYTES
         counters = np.empty((max(1, min(self.num_rows, _PIECE_BYTES // row_bytes)), row_blocks, 2), dtype=">u8")
@@ -125,17 +126,18 @@ class SeededRows:
 
 
 def _encryptor(seed: bytes) -> CipherContext:
-    """Returns the block cipher under a seed's key, for counter blocks.
+    """Returns the block cipher under a seed's key, with which the caller encrypts counter blocks.
 
-    CTR mode is each counter block encrypted by itself. Writing the counters here makes one call do many rows, where a
-    CTR context a row cost 5 µs (1.2 GB/s at 1536 features, against 5.6). No block occurs twice under a key.
+    CTR mode encrypts each counter block by itself. The caller writes the counters, so that one call encrypts many rows;
+    a CTR context for each row cost 5 µs (1.2 GB/s at 1536 features, instead of 5.6). ECB mode is safe here, since no
+    block occurs twice under a key.
     """
     key = hashlib.sha256(DOMAIN + seed).digest()
     return Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305
 
 
 Rows = torch.Tensor | SeededRows
-"""What a request carries: the rows themselves, or for a hint the seed that they come from."""
+"""The content of a request: the rows themselves or, for a hint, the seed that the rows are expanded from."""
 
 
 def count_rows(rows: Rows) -> int:

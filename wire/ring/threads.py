@@ -1,4 +1,4 @@
-"""Sets how many cores one operation uses, for each thread apart."""
+"""This module sets how many cores an operation uses, separately for each thread, and shares work among threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _local = threading.local()
 
 
 def use_one_core() -> None:
-    """Makes this thread's own torch operations run on one core from now on; other threads keep theirs.
+    """Makes torch operations of the calling thread run on one core from now on; other threads keep their number of
+    cores.
 
-    One row times a matrix is too small to share: waking OpenMP's other threads costs more than it saves, and takes a
-    core from the thread that encrypts. `torch.set_num_threads` would change every thread (and MKL), so this asks
-    OpenMP, whose setting belongs to the calling thread, and MKL for the same. Where torch has neither in its folder it
-    does nothing.
+    A product of one row and a matrix is too small to share: waking OpenMP's other threads costs more than it saves, and
+    takes a core from the thread that encrypts. `torch.set_num_threads` would change every thread, and MKL as a whole.
+    This function sets OpenMP's number, which belongs to the calling thread, and MKL's number for this thread. It does
+    nothing if torch's folder holds neither library.
     """
     if getattr(_local, "done", False):
         return
@@ -35,14 +36,16 @@ def use_one_core() -> None:
 
 
 def use_cores(count: int) -> None:
-    """Does the same for any number of cores. It takes a microsecond, so it may be called often."""
-    torch.get_num_threads()  # torch sets a new thread's count at first use, so that comes first.
+    """Makes torch operations of the calling thread run on `count` cores; see `use_one_core`. It takes a microsecond, so
+    it may be called often."""
+    torch.get_num_threads()  # torch sets a new thread's count at its first use, which must come first.
     for set_number in _setters():
         set_number(count)
 
 
 def spare_cores() -> None:
-    """Makes this thread's operations use one core until `return_cores`, except for those in `all_cores`."""
+    """Makes operations of the calling thread use one core until `return_cores`, except for operations inside
+    `all_cores`."""
     count = torch.get_num_threads()
     if count > 1:
         _local.spared = count
@@ -50,7 +53,7 @@ def spare_cores() -> None:
 
 
 def return_cores() -> None:
-    """Ends `spare_cores`; does nothing where it was not called, or the thread had one core."""
+    """Ends `spare_cores`; does nothing if `spare_cores` was not called or the thread had one core."""
     count, _local.spared = getattr(_local, "spared", 0), 0
     if count:
         use_cores(count)
@@ -58,7 +61,8 @@ def return_cores() -> None:
 
 @contextlib.contextmanager
 def all_cores() -> Iterator[None]:
-    """Gives this thread its cores back for work that is worth sharing, between `spare_cores` and `return_cores`."""
+    """Lets the calling thread use all of its cores again, for work that is worth sharing between `spare_cores` and
+    `return_cores`."""
     count, before = getattr(_local, "spared", 0), torch.get_num_threads()
     if not count:
         yield
@@ -67,7 +71,7 @@ def all_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        use_cores(before)  # Inside another such block, these are all of the cores.
+        use_cores(before)  # Inside another such block, `before` is all of the cores.
 
 
 @functools.cache
@@ -76,21 +80,22 @@ def _setters() -> tuple[Callable[[int], object], ...]:
     found: list[Callable[[int], object]] = []
     for library in folder.glob("libgomp*.so*"):
         found.append(ctypes.CDLL(str(library)).omp_set_num_threads)
-    # torch has told MKL its own count, which OpenMP's setting does not change.
+    # torch has given MKL a count of its own, which OpenMP's setting does not change.
     for library in folder.glob("libtorch_cpu.so"):
         found.append(getattr(ctypes.CDLL(str(library)), "MKL_Set_Num_Threads_Local", int))
     return tuple(found)
 
 
 def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None:
-    """Runs `work` in the calling thread and in helper threads, on one iterator: each item goes to one of them.
+    """Runs `work` in the calling thread and in helper threads, all with one iterator, so that each item goes to one
+    thread.
 
-    `work` must keep references to what it writes to: if the calling thread is interrupted, a helper may end its item
-    later.
+    `work` must keep references to the memory that it writes to: if the calling thread is interrupted, a helper thread
+    may finish its item later.
 
-    As many threads work as torch uses in the calling one. A helper that is busy elsewhere is not waited for, and none
-    spins when it is done; OpenMP's spin on a core that a tenant on the same machine, or the thread that encrypts, could
-    use.
+    The number of threads is the number that torch uses in the calling thread. The call does not wait for helper threads
+    that are busy with other work. No helper thread spins after its last item, as OpenMP's threads would; a tenant on
+    the same machine, or the thread that encrypts, can use that core.
 
     Raises:
         Whatever `work` raised, after all threads have ended.
@@ -102,7 +107,7 @@ def share(work: Callable[[Iterator[Item]], None], items: Sequence[Item]) -> None
         return
     helpers: list[Future[None]] = []
     try:
-        # No thread is left in the machine, or the process ends: there is less help then.
+        # If the machine has no thread left, or the process is ending, there are fewer helpers.
         with contextlib.suppress(RuntimeError):
             for _ in range(num_helpers):
                 helpers.append(_executor().submit(work, queue))

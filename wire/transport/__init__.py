@@ -1,1 +1,2 @@
-"""Ways for a tenant's requests to reach a provider: gRPC and TLS sockets, both with mTLS, or the same process."""
+"""This package carries a tenant's requests to a provider: by gRPC or TLS sockets, both with mutual TLS, or inside one
+process."""

@@ -1,15 +1,15 @@
-"""Polls for the next message for a moment before the waiting thread goes to sleep, because a sleeping thread must be
-woken.
+"""This module polls for the next message for a short time before a waiting thread goes to sleep, since waking a
+sleeping thread takes time.
 
-On a virtual machine a core with nothing to do goes back to the host, and being woken takes 50 to 300 µs, twice a layer
-of a decode step. Polling costs processor time instead, so it is done only where it is likely to be short, in the manner
-of KVM's halt polling (Documentation/virt/kvm/halt-polling.rst in Linux), except that the polling time goes from nothing
-to its full length in one step.
+On a virtual machine an idle core goes back to the host, and waking a thread takes 50 to 300 µs, twice for each layer of
+a decode step. Polling costs processor time instead, so a thread polls only if the wait is likely to be short. The
+method is that of KVM's halt polling (Documentation/virt/kvm/halt-polling.rst in Linux), except that the polling time
+goes from zero to its full length in one step.
 
-Guarantees: a thread that waited long goes to sleep at once the next time; one thread of a process polls at a time,
-except for the moment in which two begin; other threads of this core go first. Polling never decides whether a message
-has come: a thread that stops polling sleeps as it would have done without. There is no lock, which an interrupt or a
-fork could leave locked.
+Guarantees: a thread whose last wait was long goes to sleep at once the next time. One thread of a process polls at a
+time, except for a moment in which two may begin together. Other threads that can use this core run first. Polling never
+decides whether a message has come: a thread that stops polling sleeps as it would have without polling. There is no
+lock that an interrupt or a fork could leave locked.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from time import perf_counter, sleep
 from wire.errors import ConfigurationError
 
 MOST_S = 0.002
-"""Default length of a poll, 2 ms: the reply for a layer of a decode step is there in 0.3 to 1.5 ms, and large products
+"""The default length of a poll, 2 ms. The reply for a layer of a decode step comes within 0.3 to 1.5 ms; large products
 take longer."""
 LONGEST_S = 0.01
-"""Longest poll that may be asked for, 10 ms: a reply that takes longer is not followed soon by another."""
+"""The longest poll that a user may ask for, 10 ms. A reply that takes longer than this is not followed soon by another
+reply."""
 SMALL_BYTES = 1 << 16
-"""Largest frame in bytes after which a thread polls, 64 KiB: a peer that sends more is not decoding."""
+"""The largest frame, 64 KiB, after which a thread polls: a peer that sends larger frames is not decoding."""
 VARIABLE = "VEILBASE_BUSY_POLL_MS"
-"""Environment variable that sets the length of a tenant's polls; a provider has a setting for it."""
+"""The environment variable that sets the length of a tenant's polls in milliseconds. A provider has a setting
+instead."""
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-"""The container's processor quota as it sees it itself: microseconds of processor time, or `max`, and the period they
-are for."""
+"""The file in which a container finds its own processor quota: microseconds of processor time, or `max`, and the period
+that they are for."""
 _let_others_go_first: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 _looks_until_s = 0.0
-"""When the poll that runs in this process ends, on `perf_counter`'s clock; in the past where no thread polls."""
+"""The end of the poll that runs in this process, on `perf_counter`'s clock; a time in the past if no thread polls."""
 
 
 def is_worthwhile() -> bool:
-    """Tells whether this process has a second core for the work that it waits for."""
+    """Tells whether this process has a second core, which can do the awaited work while a thread polls."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = _CPU_MAX.read_text().split()
         return cores > 1 and (quota == "max" or int(quota) >= 2 * int(period))
-    except (OSError, ValueError):  # This is another system, or has another version of control groups.
+    except (OSError, ValueError):  # The system is not Linux, or has another version of control groups.
         return cores > 1
 
 
 def tenants_most_s() -> float:
-    """Returns how many seconds a tenant polls: what `VARIABLE` says, or `MOST_S`.
+    """Returns for how many seconds a tenant polls: the value of the variable `VARIABLE`, or `MOST_S`.
 
     Raises:
         ConfigurationError: the variable does not hold such a time.
@@ -65,14 +67,14 @@ def tenants_most_s() -> float:
 
 
 class BusyPoll:
-    """Polls for one connection. It belongs to the thread that receives."""
+    """Polls for one connection. Only the thread that receives may use it."""
 
     def __init__(self, most_s: float = MOST_S, may_look: Callable[[], bool] = lambda: True) -> None:
-        """Prepares; nothing has been received yet, so the first wait sleeps at once.
+        """Prepares. Nothing has been received yet, so the first wait sleeps without polling.
 
         Args:
-            most_s: how many seconds to poll; 0 never polls.
-            may_look: tells whether the core is not wanted for something else; it is asked all the time.
+            most_s: for how many seconds to poll; 0 never polls.
+            may_look: tells whether the core is free for polling; it is called in every round of a poll.
         """
         self._most_s = most_s if is_worthwhile() else 0.0
         self._may_look = may_look
@@ -80,11 +82,11 @@ class BusyPoll:
         self._began_s = 0.0
 
     def look(self, has_come: Callable[[], object], is_likely: bool) -> None:
-        """Polls before every sleep; returns as soon as a message has come, or when it is time to sleep.
+        """Polls until a message has come or it is time to sleep. Callers must call this before every sleep.
 
         Args:
-            has_come: tells whether a message has come, and must not wait for one.
-            is_likely: whether the next message is, for all that is known, the next small one of a peer that decodes.
+            has_come: tells whether a message has come, without waiting for one.
+            is_likely: whether the next message is probably a small one from a peer that decodes.
         """
         global _looks_until_s
         now = self._began_s = perf_counter()
@@ -98,5 +100,6 @@ class BusyPoll:
             _looks_until_s = 0.0
 
     def woke(self) -> None:
-        """Notes, after every sleep, that a message has come, and whether the wait was short."""
+        """Records whether the last wait was short. Callers must call this after every sleep, when a message has
+        come."""
         self._was_short = perf_counter() - self._began_s < self._most_s

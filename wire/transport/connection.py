@@ -1,6 +1,6 @@
-"""What every transport gives to the code above it.
+"""This module defines what every transport offers to the code that uses it.
 
-A `Connection` carries many requests at once; each `submit` returns a `Pending` whose `result` waits for the reply or
+A `Connection` carries many requests at once. Each `submit` returns a `Pending`, whose `result` waits for the reply or
 for the request's own deadline. Connections are safe under threads and refuse to work in a forked child.
 """
 
@@ -35,19 +35,19 @@ class Traffic:
             self.calls += calls
 
     def snapshot(self) -> Traffic:
-        """Returns a copy that does not change."""
+        """Returns a copy of the counts, which later traffic does not change."""
         with self._lock:
             return Traffic(self.bytes_up, self.bytes_down, self.calls)
 
 
 class Pending(Protocol):
-    """A request whose reply has not been read yet."""
+    """Stands for a request whose reply has not been read yet."""
 
     def result(self) -> torch.Tensor:
-        """Waits for the reply.
+        """Waits for the reply and returns it.
 
         Returns:
-            The reply, shape (rows, reply_cols) as given to `submit`, in the dtype of the call's arithmetic; read-only.
+            The reply, shape (rows of the request, reply_cols), in the dtype of the call's arithmetic; read-only.
 
         Raises:
             VeilbaseError: one error of wire/errors.py, whatever went wrong.
@@ -56,15 +56,15 @@ class Pending(Protocol):
 
 
 class Connection(Protocol):
-    """One tenant's connection to one provider."""
+    """Connects one tenant to one provider."""
 
     @property
     def traffic(self) -> Traffic:
-        """Counts what has crossed since the connection was made."""
+        """Returns the counts of what has crossed since the connection was made."""
         ...
 
     def manifest(self) -> Manifest:
-        """Returns the provider's manifest, which is fetched once."""
+        """Returns the provider's manifest. Only the first call fetches it."""
         ...
 
     def fetch(self, file_name: str) -> Iterator[bytes]:
@@ -72,17 +72,17 @@ class Connection(Protocol):
         ...
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
-        """Sends one request; the caller splits what is larger than the limits.
+        """Sends one request. Callers must split what is larger than the limits.
 
         Args:
             call: which product is asked for.
-            payload: the request's rows, which must not change until `result` has returned: what is sent again after a
-                refusal is the same bytes.
-            reply_cols: the features of the reply.
+            payload: the request's rows. They must not change until `result` has returned, since a retry after a refusal
+                sends the same bytes again.
+            reply_cols: the number of columns of the reply.
 
         Raises:
-            VeilbaseError: `InvalidTensor` for a payload that does not suit the call, or the error that keeps the
-                request from being sent.
+            VeilbaseError: `InvalidTensor` if the payload does not suit the call, or the error that keeps the request
+                from being sent.
         """
         ...
 

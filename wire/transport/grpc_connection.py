@@ -1,14 +1,14 @@
-"""The tenant's end of the transport: one long-lived bidirectional stream with many requests in flight.
+"""This module is the tenant's end of the transport: one long-lived bidirectional stream with many requests in flight.
 
-Manifest and bundle come by gRPC. The stream is on the provider's tensor port, or gRPC's where that port cannot be
-reached.
+The manifest and the bundle are fetched by gRPC. The stream runs on the provider's tensor port, or on gRPC if that port
+cannot be reached.
 
-Guarantees: replies are matched by request id in any order; every request ends by its own deadline; a reply is checked
-against what was asked before memory is allocated for it; a forked child is refused. After a broken stream the next
-request opens a new one. What was pending fails with one error and is never sent again by itself (a re-send could reuse
-a mask), but what was refused because it came too early is sent again, later, as the same bytes
-(wire/transport/retry.py). Nothing is sent on a stream before the provider at its other end has been seen to serve the
-weights of the first manifest.
+Guarantees: replies are matched by request id in any order. Every request ends by its own deadline. A reply is checked
+against its request before memory is allocated for the reply. A forked child is refused. After a broken stream the next
+request opens a new one. Requests that were pending on the broken stream fail with one error and are never sent again
+automatically, since that could reuse a mask. Only a request that was refused because it came too early is sent again,
+later and as the same bytes (wire/transport/retry.py). Nothing is sent on a stream before its provider has been seen to
+serve the weights of the first manifest.
 """
 
 from __future__ import annotations
@@ -62,21 +62,23 @@ MANIFEST_METHOD = "/veilbase.v1.Provider/Manifest"
 BUNDLE_METHOD = "/veilbase.v1.Provider/Bundle"
 CONNECT_TIMEOUT_S = 20.0
 _CROWDED_S = 15.0
-"""Seconds for which a provider that closes new connections at once is tried again: a provider that is flooded with
-connections accepts another as soon as one of them has run out of time."""
+"""Seconds for which a tenant retries if a provider closes new connections at once. A provider that is flooded with
+connections accepts another one as soon as a connection has timed out."""
 _CROWDED_PAUSE_S = 0.01
-"""Pause in seconds before the next try. It is short because places at a flooded port are taken within milliseconds:
-with pauses up to half a second a newcomer was not in within 15 s (tests/rpc/test_flood.py)."""
+"""The pause in seconds before the next try. It is short because a free place at a flooded port is taken within
+milliseconds: with pauses of up to half a second a new tenant was not accepted within 15 s (tests/rpc/test_flood.py)."""
 _DROPPED = "Handshake read failed"
-"""The part of gRPC's own text that says that the other side closed before TLS had begun. A refused certificate reads
-differently, and so does a port without TLS. If a later gRPC words it otherwise, the first try is the last."""
+"""The part of gRPC's own text which says that the other side closed the connection before TLS had begun. The text is
+another if a certificate is refused or the port has no TLS. If a later gRPC words this differently, there is no second
+try."""
 _MOST_DIGITS = 9
 DEFAULT_PORT = 8443
 _LOGGER = logging.getLogger(__name__)
 
 
 class _ConnectionDropped(Unavailable):
-    """The other side closed the connection before a word was said: nobody was refused, since nobody was named."""
+    """The other side closed the connection before TLS began. It refused no identity, since the tenant had not shown one
+    yet."""
 
 
 def channel_options(host: str) -> list[tuple[str, Any]]:
@@ -122,7 +124,7 @@ def open_channel(url: str, identity: TlsIdentity | None) -> grpc.Channel:
 
 
 def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseError:
-    """Makes this side's error for a gRPC status; the peer's details are not passed on.
+    """Returns this side's error for a gRPC status. The peer's details are not passed on.
 
     Args:
         exc: the error that grpc raised.
@@ -166,7 +168,7 @@ def translate_status(exc: grpc.RpcError, connected: bool = False) -> VeilbaseErr
 
 
 def _named_retry_s(exc: grpc.RpcError) -> float:
-    """Returns the seconds after which the provider says that it may be asked again; 0 where it does not say."""
+    """Returns the seconds after which the provider says that the tenant may try again; 0 if it names no time."""
     metadata = exc.trailing_metadata() if hasattr(exc, "trailing_metadata") else None
     text = next((value for key, value in metadata or () if key == RETRY_METADATA), "")
     if not (isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
@@ -175,10 +177,12 @@ def _named_retry_s(exc: grpc.RpcError) -> float:
 
 
 class GrpcConnection:
-    """A `Connection` over gRPC. It is opened at first use, so that a program may fork before it."""
+    """Implements `Connection` with gRPC and the tensor port. It opens at first use, so that a program may fork before
+    that."""
 
     def __init__(self, url: str, identity: TlsIdentity | None = None) -> None:
-        """Args: url: grpcs://host:port; identity: read from a folder that `provider enroll` made."""
+        """Args: url: grpcs://host:port; identity: the identity in a folder that `provider enroll` made, or None without
+        TLS."""
         self.url = url
         self.traffic = Traffic()
         self._identity = identity
@@ -186,19 +190,20 @@ class GrpcConnection:
         self._channel: grpc.Channel | None = None
         self._stream: Multiplexer | None = None
         self._compared: Multiplexer | None = None
-        """The stream, once `_check_same_weights` has passed. Requests are sent on no other."""
+        """The stream on which `_check_same_weights` has passed. Requests are sent on no other stream."""
         self._port: int | None = None
-        """The tensor port that the newest stream is on; None where gRPC carries it."""
+        """The tensor port that the newest stream is on; None if gRPC carries that stream."""
         self._manifest: Manifest | None = None
         self._pid = os.getpid()
         self._closed = False
 
     @property
     def carrier(self) -> str | None:
-        """Returns what carries the newest stream, "gRPC" or "tensor port" and its number; None before the first one.
+        """Returns what carries the newest stream: "gRPC", or "tensor port" and its number; None before the first
+        stream.
 
-        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md), and carries a stream
-        without an error where the tensor port cannot be reached.
+        gRPC takes several times as long for a small message (docs/decisions/0007-tensor-port.md). It carries the
+        stream, without an error, if the tensor port cannot be reached.
         """
         if self._stream is None:
             return None
@@ -220,7 +225,7 @@ class GrpcConnection:
         return self._channel
 
     def manifest(self) -> Manifest:
-        """Returns the provider's manifest, which is fetched once."""
+        """Returns the provider's manifest. Only the first call fetches it."""
         with self._lock:
             if self._manifest is None:
                 self._manifest = self._fetch_manifest()
@@ -269,7 +274,7 @@ class GrpcConnection:
                     raise MalformedFrame(f"expected at most {max_bytes} bytes, got more")
                 yield chunk
         except grpc.RpcError as exc:
-            raise translate_status(exc) from None  # its text is the peer's
+            raise translate_status(exc) from None  # The text is the peer's.
         finally:
             call.cancel()
 
@@ -301,7 +306,7 @@ class GrpcConnection:
             return self._compared
 
     def _open_raw_stream(self, begun_with: Manifest) -> MessageStream:
-        """Opens a stream on the tensor port, or by gRPC where there is no such port or it cannot be reached."""
+        """Opens a stream on the tensor port, or on gRPC if there is no such port or it cannot be reached."""
         channel = self._open_channel()
         self._port = None
         if self._identity is not None:
@@ -317,11 +322,12 @@ class GrpcConnection:
         return GrpcStream(channel, STREAM_METHOD)
 
     def _check_same_weights(self, begun_with: Manifest) -> None:
-        """Keeps a provider that was restarted with another model from answering rows that were meant for the first one.
+        """Checks that the provider still serves the weights of the first manifest. A provider that was restarted with
+        another model must not compute on rows that were meant for the first model.
 
-        This is called after WELCOME: a provider that is replaced between this answer and the first request takes the
-        stream with it. A stream on a tensor port that the manifest no longer names may be with another provider of the
-        same CA. This is no defence against a provider that lies; verification is.
+        This is called after WELCOME: if the provider is replaced between this manifest and the first request, the
+        stream breaks. A stream on a tensor port that the manifest no longer names may lead to another provider of the
+        same CA. This check is no defence against a provider that lies; verification is.
         """
         now = self._fetch_manifest()
         if self._port is not None and now.tensor_port != self._port:
@@ -333,8 +339,8 @@ class GrpcConnection:
             )
 
     def _drop_channel(self) -> None:
-        """Closes the channel after a failure: gRPC would let the old one wait for up to two minutes before it tries
-        again."""
+        """Closes the channel after a failure, since gRPC would let the old channel wait for up to two minutes before it
+        tries again."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None

@@ -1,4 +1,4 @@
-"""A stream of messages, and its implementation on grpc's public interface."""
+"""This module defines a stream of messages and implements it on grpc's public interface."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import grpc
 
 
 class MessageStream(Protocol):
-    """A stream of messages. `send` is safe under threads; one thread at a time calls `step`."""
+    """Carries messages in both directions. `send` is safe under threads; only one thread at a time may call `step`."""
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message and returns. What cannot be sent yet is sent in later calls of `step` or `wait_to_send`."""
+        """Queues a message and returns. Bytes that cannot be sent yet are sent in later calls of `step` or
+        `wait_to_send`."""
         ...
 
     @property
@@ -21,37 +22,37 @@ class MessageStream(Protocol):
         ...
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits until more can be sent, at most for `seconds`. It is for a thread that sends while another one calls
-        `step`."""
+        """Waits at most `seconds` until more bytes can be sent. It is for a thread that sends while another thread
+        calls `step`."""
         ...
 
     def step(self) -> bytes | memoryview | None:
-        """Waits until something happens.
+        """Waits for a message, or for another event such as room to send.
 
         Returns:
-            A message, or None where something else happened.
+            A message, or None after another event.
 
         Raises:
-            EOFError: the peer ended the stream in order.
+            EOFError: the peer ended the stream properly.
             VeilbaseError: the stream failed.
-            grpc.RpcError: the same, from gRPC; it has `code()` and `details()`.
+            grpc.RpcError: the stream failed, as gRPC reports it; this error has `code()` and `details()`.
         """
         ...
 
     def is_active(self) -> bool:
-        """Returns False once the end of the stream is known."""
+        """Tells whether the stream is active; returns False once its end is known."""
         ...
 
     def close(self) -> None:
-        """Ends the stream at once. It is safe to call this twice and from any thread."""
+        """Ends the stream at once. Any thread may call this, also twice."""
         ...
 
 
 class GrpcStream:
-    """A `MessageStream` on grpc's public interface."""
+    """Implements `MessageStream` on grpc's public interface."""
 
     def __init__(self, channel: grpc.Channel, method: str) -> None:
-        """Starts the RPC."""
+        """Starts the RPC `method` on the channel."""
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         rpc = channel.stream_stream(method, request_serializer=None, response_deserializer=None)
         self._call = rpc(iter(self._outgoing.get, None), wait_for_ready=False)
@@ -62,11 +63,11 @@ class GrpcStream:
 
     @property
     def has_unsent(self) -> bool:
-        """Returns False always, since grpc has a thread that sends."""
+        """Returns False always, since grpc sends in a thread of its own."""
         return False
 
     def wait_to_send(self, seconds: float) -> None:
-        """Returns at once; see `has_unsent`."""
+        """Returns at once, since grpc sends in a thread of its own."""
 
     def step(self) -> bytes | None:
         """Waits for a message; see `MessageStream.step`."""

@@ -1,4 +1,5 @@
-"""The folder that `provider enroll` makes: ca.pem, cert.pem and key.pem of a tenant or of a shard's host."""
+"""This module reads the folder that `provider enroll` makes: ca.pem, cert.pem and key.pem of a tenant or of a shard's
+host."""
 
 from __future__ import annotations
 
@@ -16,19 +17,20 @@ from wire.errors import ConfigurationError, Unauthenticated
 
 @dataclass(frozen=True)
 class TlsIdentity:
-    """The PEM bytes of an identity. The private key never leaves this object, and repr does not show it."""
+    """Holds the PEM bytes of an identity: the CA's certificate, its own certificate and its private key. `repr` shows
+    none of them."""
 
     ca_pem: bytes
     cert_pem: bytes
     key_pem: bytes
 
     def __repr__(self) -> str:
-        """Hides the key."""
+        """Returns a text without the key."""
         return "TlsIdentity(...)"
 
     @classmethod
     def read(cls, folder: Path) -> TlsIdentity:
-        """Reads the three files as they are; `load_identity` also checks their contents.
+        """Reads the three files without checking their contents; `load_identity` also checks them.
 
         Raises:
             OSError: one of the files cannot be read.
@@ -41,8 +43,9 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
     """Reads an identity and checks that it can be used.
 
     Args:
-        folder: the FOLDER that was given to `provider enroll NAME --out FOLDER`.
-        kind: the option of `provider enroll` that makes an identity of this kind.
+        folder: the folder that was given as FOLDER to `provider enroll NAME --out FOLDER`.
+        kind: the option of `provider enroll` that makes an identity of this kind, for the error's advice; "" for a
+            tenant.
 
     Raises:
         ConfigurationError: a file is missing, unreadable or not what its name says, or the key is open to other users.
@@ -64,8 +67,7 @@ def load_identity(folder: str | Path, kind: str = "") -> TlsIdentity:
 
 
 def _check_files(folder: Path, identity: TlsIdentity) -> x509.Certificate:
-    """Returns the certificate, after checking all three files: the TLS libraries do not say which of them is at
-    fault."""
+    """Checks all three files and returns the certificate. The TLS libraries do not say which file is at fault."""
     for name, pem in (("ca.pem", identity.ca_pem), ("cert.pem", identity.cert_pem)):
         try:
             certificate = x509.load_pem_x509_certificate(pem)
@@ -73,7 +75,7 @@ def _check_files(folder: Path, identity: TlsIdentity) -> x509.Certificate:
             raise ConfigurationError(f"{folder / name} is not a certificate: enrol again") from exc
     try:
         key = serialization.load_pem_private_key(identity.key_pem, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # `from None`: the original is about a secret
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # `from None`: the original error is about a secret.
         raise ConfigurationError(f"{folder / 'key.pem'} is not a private key: enrol again") from None
     if key.public_key() != certificate.public_key():
         raise ConfigurationError(f"{folder / 'key.pem'} does not belong to cert.pem beside it: enrol again")

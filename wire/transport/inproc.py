@@ -1,4 +1,5 @@
-"""A provider in the same process: the same calls and checks, but no network and no privacy boundary."""
+"""This module connects a tenant to a provider in the same process. Calls and checks are the same, but there is no
+network and no privacy boundary."""
 
 from __future__ import annotations
 
@@ -18,18 +19,18 @@ from wire.transport.connection import Pending, Traffic
 
 
 class Handler(Protocol):
-    """What an embedded provider offers to this transport."""
+    """Defines what an embedded provider offers to this transport."""
 
     def manifest(self) -> Manifest:
-        """Returns the same manifest as over the wire."""
+        """Returns the manifest that the provider would send over the wire."""
         ...
 
     def read_file(self, file_name: str) -> Iterator[bytes]:
-        """Yields the same chunks as over the wire."""
+        """Yields the chunks of one bundle file, as they would cross the wire."""
         ...
 
     def compute(self, call: Call, rows: Rows) -> torch.Tensor:
-        """Computes one product and returns when it is done."""
+        """Returns one product, computed before this returns."""
         ...
 
 
@@ -38,7 +39,7 @@ class _Done:
     reply: torch.Tensor
 
     def result(self) -> torch.Tensor:
-        """Returns the reply, which is there already."""
+        """Returns the reply, which was computed before."""
         return self.reply
 
 
@@ -46,7 +47,7 @@ class InprocConnection:
     """Calls a `Handler` directly, in the caller's thread."""
 
     def __init__(self, handler: Handler) -> None:
-        """Args: handler: the embedded provider; the connection does not own it."""
+        """Args: handler: the embedded provider, which `close` leaves open."""
         self._handler = handler
         self.traffic = Traffic()
 
@@ -59,9 +60,9 @@ class InprocConnection:
         return self._handler.read_file(file_name)
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Pending:
-        """Computes at once, and raises what the provider raises."""
+        """Computes the product at once; raises what the provider raises."""
         payload.check(call)
-        with all_cores():  # The provider would use all cores too, and this thread waits for nothing else meanwhile.
+        with all_cores():  # A provider elsewhere would use all its cores too, and this thread only waits.
             reply = self._handler.compute(call, payload.rows(call))
         if reply.shape != (payload.num_rows, reply_cols):
             raise InvalidTensor(f"expected {reply_cols} outputs a row, got {reply.shape[1]}")

@@ -1,12 +1,12 @@
-"""Many requests in flight on one stream, each with one outcome: its reply, or its one error.
+"""This module keeps many requests in flight on one stream. Each request has one outcome: its reply or one error.
 
-Guarantees: replies are matched by request id in any order and checked against what was asked before memory is allocated
-for them; every request ends by its own deadline; after a broken stream, what was pending fails with one error and is
-never sent again (a re-send could reuse a mask). This module knows nothing of channels or TLS.
+Guarantees: replies are matched by request id in any order, and checked against their requests before memory is
+allocated for them. Every request ends by its own deadline. After a broken stream, pending requests fail with one error
+and are never sent again, since that could reuse a mask. This module knows nothing of channels or TLS.
 
-Threads: the thread that waits first reads for all others (leader and followers), since a reader thread of its own would
-cost a decode step two thread switches a call. A watchdog ends requests whose deadline has passed. A listener reads
-while no request is pending, so that the end of an idle stream is noticed.
+Threads: the first thread that waits reads for all others (the leader/followers pattern), since a separate reader thread
+would cost a decode step two thread switches for each call. A watchdog ends requests whose deadline has passed. A
+listener reads while no request is pending, so that the end of an idle stream is noticed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ENDED = "the provider ended the stream; the run can go on from its last checkpo
 
 
 class Request:
-    """A request that was sent, and its outcome once there is one."""
+    """Holds a request that was sent and, once there is one, its outcome."""
 
     __slots__ = (
         "_owner", "call", "cols", "expires_at", "held_bytes", "nudged", "outcome", "reply", "request_id", "rows",
@@ -62,7 +62,7 @@ class Request:
         self._owner = owner
 
     def settle(self, outcome: torch.Tensor | VeilbaseError) -> None:
-        """Keeps the outcome and wakes the thread that waits for it."""
+        """Stores the outcome, unless there is one already, and wakes the thread that waits for it."""
         if self.outcome is None:
             self.outcome = outcome
             if self.nudged is not None:
@@ -78,7 +78,7 @@ class Request:
 
 
 class Multiplexer:
-    """The tenant's end of one stream."""
+    """Sends requests and receives replies at the tenant's end of one stream."""
 
     def __init__(
         self,
@@ -87,17 +87,18 @@ class Multiplexer:
         traffic: Traffic,
         translate: Callable[[grpc.RpcError, bool], VeilbaseError],
     ) -> None:
-        """Sends HELLO and starts the two threads.
+        """Sends HELLO and starts the watchdog and the listener.
 
         Args:
             stream: a stream that was just opened and that nothing else uses.
             limits: the limits in the manifest.
             traffic: counts what crosses.
-            translate: makes this side's error from a gRPC status and whether the provider had sent WELCOME.
+            translate: returns this side's error for a gRPC status; its second argument says whether the provider had
+                sent WELCOME.
         """
         self._stream, self._limits, self._traffic, self._translate = stream, limits, traffic, translate
         self._requests: dict[int, Request] = {}
-        # The lock is reentrant: a signal handler that closes may interrupt its own thread while that holds the lock.
+        # The lock is reentrant: a signal handler may call `close` in a thread that already holds the lock.
         self._lock = threading.RLock()
         self._state, self._num_waiting_for_room = threading.Condition(self._lock), 0
         self._reading = threading.Lock()
@@ -121,7 +122,8 @@ class Multiplexer:
         self._welcome.result()
 
     def is_usable(self) -> bool:
-        """Tells whether a request could be sent; notices a provider that went away while no thread was reading."""
+        """Tells whether a request could be sent. This also notices that the provider went away while no thread was
+        reading."""
         if self.failure is None and not self._stream.is_active():
             self.fail(Unavailable(_ENDED))
         return self.failure is None
@@ -129,13 +131,13 @@ class Multiplexer:
     # ---- waiting and reading ----------------------------------------------------------------------------------------
 
     def wait_for(self, request: Request) -> None:
-        """Returns once the request has an outcome; reads for all threads if no other thread does."""
+        """Waits until the request has an outcome; reads for all threads if no other thread is reading."""
         if self._reading.acquire(blocking=False):
             self._lead(request)
             return
-        # It is set before `outcome` is looked at, so that `settle` sees it.
+        # The event is set up before `outcome` is read, so that `settle` finds the event.
         nudged = request.nudged = threading.Event()
-        # This comes before trying again to lead: a leader that stops looks here.
+        # The request is listed before this thread tries to lead again: a leader that stops wakes the listed threads.
         self._waiting[request.request_id] = request
         try:
             while request.outcome is None:
@@ -160,7 +162,7 @@ class Multiplexer:
         self._reading.release()
         for other in list(self._waiting.values()):
             if other is not request and other.nudged is not None:
-                other.nudged.set()  # All of them are woken: one that has just been answered would not lead.
+                other.nudged.set()  # All are woken: a thread whose reply has just come would not lead.
 
     def _read_one(self) -> None:
         try:
@@ -191,8 +193,8 @@ class Multiplexer:
         self._is_idle.set()
 
     def _listen(self) -> None:
-        """Reads while no request is pending. At the end it reads what the stream still holds, so that the stream can be
-        freed."""
+        """Reads while no request is pending. When the stream has ended, this reads what is left in it, so that the
+        stream can be freed."""
         while not self._ended.is_set():
             self._is_idle.wait()
             self._is_idle.clear()
@@ -221,15 +223,16 @@ class Multiplexer:
         else:
             request.settle(DeadlineExceeded(f"no complete answer to request {request.request_id} within its deadline"))
             self._stream.send(Header(FrameType.CANCEL, request.request_id).pack())
-        # This is looked at after `settle`, so that a thread that begins to lead now sees the outcome. A reader is
-        # inside gRPC's read, which has no timeout: only the end of the stream frees it.
+        # `_leader` is read after `settle`, so that a thread that begins to lead now sees the outcome. The reader thread
+        # is inside gRPC's read, which has no timeout: only the end of the stream frees that thread.
         if self._leader is request or self._makes_room:
             self._stream.close()
 
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def submit(self, call: Call, payload: Payload, reply_cols: int) -> Request:
-        """Sends one request; waits while too many bytes are in flight, and until its last chunk has been sent.
+        """Sends one request. This waits while too many bytes are in flight, and until the request's last chunk has been
+        sent.
 
         Args:
             payload, reply_cols: see `Connection.submit`.
@@ -268,17 +271,18 @@ class Multiplexer:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Takes one step, or waits a moment for the thread that reads: a caller that only sends must read as well."""
+        """Reads once, or waits a moment for the thread that reads. A thread that sends must also read, since replies
+        make room for more requests."""
         if self._reading.acquire(blocking=False):
             self._makes_room = True
             try:
-                # Where the last request has just ended, there is nothing to read and nothing that could expire.
+                # If the last request has just ended, there is nothing to read and no deadline that would end the read.
                 if self._requests:
                     self._read_one()
             finally:
                 self._makes_room = False
                 self._stop_leading(None)
-        # The thread that reads began before there were unsent bytes, so it waits for replies alone.
+        # The reading thread began to wait before there were unsent bytes, so it waits only for replies.
         elif self._stream.has_unsent:
             self._stream.wait_to_send(_LOOK_S)
         else:
@@ -337,7 +341,7 @@ class Multiplexer:
             request.settle(request.reply.tensor())
 
     def fail(self, error: VeilbaseError) -> None:
-        """Ends the stream; every pending request gets `error`."""
+        """Ends the stream; every pending request fails with `error`."""
         with self._lock:
             if self.failure is None:
                 self.failure = error
@@ -352,5 +356,5 @@ class Multiplexer:
             request.settle(error)
 
     def close(self) -> None:
-        """Ends the stream; what is pending fails."""
+        """Ends the stream; every pending request fails."""
         self.fail(Unavailable("the connection was closed"))

@@ -1,10 +1,10 @@
-"""Sends a refused request again once the provider allows it: it came too early, or a shard is being restored
-(wire/SPEC.md, section 6).
+"""This module sends a refused request again once the provider allows it. The request came too early, or the provider is
+restoring a shard (wire/SPEC.md, section 6).
 
-Guarantees: what is sent again is the same payload, so the same bytes, and a mask's slot is not used for other
-rows; it is never sent before the time that the provider named; retries are bounded in number and in time, so that a
-provider cannot hold a tenant for ever. A request on a stream that broke is not sent again: that decision belongs to the
-code that owns the masks.
+Guarantees: a retry sends the same payload and so the same bytes, and never uses a mask's slot (one row of a mask) for
+other rows. A retry is never sent before the time that the provider named. Retries are bounded in number and in time, so
+that a provider cannot hold a tenant for ever. A request on a broken stream is not sent again: the code that owns the
+masks must decide that.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from wire.transport.multiplexer import Multiplexer
 
 MAX_WAIT_S = 600.0
-"""Most seconds between a request's first refusal and its last retry."""
+"""The most seconds between a request's first refusal and its last retry."""
 _FIRST_FLOOR_S, _LAST_FLOOR_S = 0.01, 2.0
-"""Least seconds to wait before the first retry, and what this grows to: it doubles with every retry, so that a provider
-that names a short time again and again costs few sends."""
+"""The shortest wait in seconds before the first retry, and the largest value that this bound grows to. The bound
+doubles with every retry, so that a provider that names a short time again and again causes few sends."""
 _JITTER = 0.25
-"""Largest random addition, as a share of the time named, so that tenants that were refused together do not come back
-together."""
+"""The largest random addition to a wait, as a share of the wait, so that tenants that were refused together do not
+retry together."""
 
 
 class RetriedRequest:
-    """A `Pending` that waits and sends again in the thread that asks for the result."""
+    """Implements `Pending`: the thread that calls `result` waits and retries."""
 
     __slots__ = ("_call", "_payload", "_reply_cols", "_request", "_stream")
 
@@ -44,7 +44,7 @@ class RetriedRequest:
         self._request = stream.submit(call, payload, reply_cols)
 
     def result(self) -> torch.Tensor:
-        """Does what `Pending.result` says; raises `QuotaExceeded` or `Unavailable` where waiting does not help."""
+        """Returns the reply; see `Pending.result`. Raises `QuotaExceeded` or `Unavailable` if waiting does not help."""
         give_up_at, floor_s = float("inf"), _FIRST_FLOOR_S
         while True:
             try:
@@ -62,5 +62,5 @@ class RetriedRequest:
 
 
 def with_jitter(retry_s: float) -> float:
-    """Returns the seconds to wait: never less than the provider named, and up to a quarter more."""
+    """Returns the seconds to wait: never less than `retry_s`, and up to a quarter more."""
     return retry_s * (1 + _JITTER * secrets.randbelow(1 << 16) / (1 << 16))

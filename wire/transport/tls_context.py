@@ -1,6 +1,7 @@
-"""The TLS contexts of both ends of a tensor stream: TLS 1.3, with certificates on both sides (wire/SPEC.md, section 1).
+"""This module makes the TLS contexts of both ends of a tensor stream: TLS 1.3, with certificates on both sides
+(wire/SPEC.md, section 1).
 
-Guarantees: a private key is never written to a file that outlives the call.
+Guarantees: no file that a private key is written to outlives the call.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ ALPN = "veilbase/1"
 
 
 def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """Makes the TLS context of the tenant's end, which also checks the host's name.
+    """Returns the TLS context of the tenant's end, which also checks the host's name.
 
     Raises:
         ssl.SSLError: OpenSSL does not accept a certificate or the key.
@@ -22,7 +23,8 @@ def client_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLCon
 
 
 def server_context(ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> ssl.SSLContext:
-    """Makes the TLS context of the provider's end, which demands a certificate of its CA; see `client_context`."""
+    """Returns the TLS context of the provider's end, which demands a certificate of the provider's CA; see
+    `client_context`."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, ca_pem, cert_pem, key_pem)
     context.verify_mode = ssl.CERT_REQUIRED
     context.num_tickets = 0  # No session is ever resumed.
@@ -34,7 +36,7 @@ def _context(protocol: int, ca_pem: bytes, cert_pem: bytes, key_pem: bytes) -> s
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols([ALPN])
     context.load_verify_locations(cadata=ca_pem.decode("ascii"))
-    # The ssl module reads keys from files only. This file is in memory; other systems delete it soon, at mode 0600.
+    # The ssl module reads keys from files only. On Linux the file is in memory; elsewhere it is deleted soon.
     if hasattr(os, "memfd_create"):
         with os.fdopen(os.memfd_create("veilbase", os.MFD_CLOEXEC), "wb") as file:
             file.write(key_pem + b"\n" + cert_pem)

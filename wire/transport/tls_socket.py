@@ -1,15 +1,16 @@
-"""Messages over one TLS connection: each has its length in front, and there is nothing else (wire/SPEC.md, section 1).
+"""This module sends messages over one TLS connection. Each message has its length in front, and nothing else is sent
+(wire/SPEC.md, section 1).
 
-gRPC's Python moves a small message there and back in 200 to 310 µs on loopback; this does it in 60 to 70
-(docs/decisions/0007-tensor-port.md), and moves large ones at less than half of gRPC's processor time. TLS is the
-standard library's, flow control and keepalive are TCP's.
+gRPC's Python library takes 200 to 310 µs on loopback to move a small message there and back. This module takes 60 to 70
+µs (docs/decisions/0007-tensor-port.md), and less than half of gRPC's processor time for large messages. TLS is the
+standard library's; flow control and keepalive are TCP's.
 
-Guarantees: TLS 1.3 with certificates on both sides; a message's length is checked before memory is taken for it;
-`send`, `receive` and `close` may run at the same time in different threads, `receive` in one thread at a time. This
-module does not know what messages mean.
+Guarantees: TLS 1.3 with certificates on both sides. A message's length is checked before memory is allocated for the
+message. `send`, `receive` and `close` may run at the same time in different threads, but only one thread at a time may
+run `receive`. This module does not know what messages mean.
 
 There are two locks: OpenSSL's state allows one call at a time, and records must be sent in the order in which they were
-encrypted. Neither is held while anything waits for the peer.
+encrypted. No thread holds a lock while it waits for the peer.
 """
 
 from __future__ import annotations
@@ -34,35 +35,38 @@ from wire.transport.tls_context import ALPN
 
 HANDSHAKE_TIMEOUT_S = 10.0
 UNREAD_TIMEOUT_MS = 300_000
-"""How many milliseconds the provider waits for a tenant that reads nothing: as long as its longest request may take. A
-tenant that answers but does not read, since it computes, looks to Linux like one that is gone. A provider always
-reads."""
+"""How many milliseconds the provider waits for a tenant that reads nothing: as long as the tenant's longest request may
+take. While a tenant computes, it acknowledges TCP's probes and reads nothing, which looks to Linux like a tenant that
+is gone. A provider always reads."""
 _LENGTH = struct.Struct("<I")
 _RECORD_BYTES = 1 << 14
-"""Most plain bytes in a TLS record, and so the most that one read gives."""
+"""The most unencrypted bytes in a TLS record, and so the most that one read returns."""
 _RECEIVE_BYTES = 1 << 18
 _FIRST_BYTES = _RECORD_BYTES - _LENGTH.size
-"""Bytes of a message sent in the same TLS record as its length prefix; copying all of a large one would cost more."""
+"""How many bytes of a message share a TLS record with its length prefix. They are copied for this; copying all of a
+large message would cost more."""
 _PIECE_BYTES = 1 << 17
 """Bytes of a large message that are encrypted at a time."""
 _NOTHING = memoryview(b"")
-"""An empty view that keeps no memory alive, in place of an empty slice of a message, which would keep all of it."""
+"""An empty view that keeps no memory alive. It replaces an empty slice of a message, which would keep the whole message
+alive."""
 _KEEPALIVE_PROBES = 2
 _ANSWER_BYTES = 1 << 16
-"""Most bytes that TLS itself may have queued as answers (to new keys, which a peer may ask for at any time) between two
-messages; they are sent with the next message. A peer that makes it queue more is trying to fill our memory."""
+"""The most bytes that TLS itself may queue between two messages, for instance because a peer asks for new keys. They
+are sent with the next message. A peer that makes TLS queue more is trying to fill this end's memory."""
 
 
 def handshake(
     plain: socket.socket, context: ssl.SSLContext, server_name: str | None = None, busy_poll_s: float = 0.0
 ) -> MessageSocket:
-    """Makes a connected socket one that carries messages, and closes it if that fails.
+    """Does the TLS handshake on a connected socket and returns a socket that carries messages. If the handshake fails,
+    this closes the connected socket.
 
     Args:
         plain: a connected socket, which belongs to the result from now on.
         context: the TLS context of this end.
-        server_name: the host that the tenant means; None at the provider's end.
-        busy_poll_s: how long `MessageSocket.wait` polls for a reply before it sleeps.
+        server_name: the host that the tenant expects; None at the provider's end.
+        busy_poll_s: for how many seconds `MessageSocket.wait` polls for a reply before it sleeps.
 
     Raises:
         OSError: TLS was refused (`ssl.SSLError`) or took too long, or the connection broke.
@@ -107,13 +111,13 @@ def _send_all(plain: socket.socket, data: bytes, give_up_at: float) -> None:
 
 def _left(give_up_at: float) -> float:
     left = give_up_at - time.monotonic()
-    if left <= 0:  # A peer that sends a byte now and then gets no more time than one that is silent.
+    if left <= 0:  # A peer that sends a byte now and then gets no more time than a silent one.
         raise TimeoutError("the handshake took too long")
     return left
 
 
 def _leave_pacing(plain: socket.socket) -> None:
-    """Chooses Reno where both ends are on this machine: BBR, some systems' default, uses timers that loopback does not
+    """Chooses Reno if both ends are on this machine. BBR, some systems' default, uses timers that loopback does not
     need."""
     try:
         peer = ipaddress.ip_address(plain.getpeername()[0])
@@ -121,12 +125,13 @@ def _leave_pacing(plain: socket.socket) -> None:
         return
     mapped = peer.ipv4_mapped if isinstance(peer, ipaddress.IPv6Address) else None
     if (mapped or peer).is_loopback and hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError):  # Every Linux has Reno; where it may not be chosen, nothing changes.
+        with contextlib.suppress(OSError):  # Every Linux has Reno; if it may not be chosen, nothing changes.
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def _keep_alive(plain: socket.socket, unread_ms: int) -> None:
-    """Makes the kernel ping when gRPC would, and end the connection after `unread_ms` without an answer or reading."""
+    """Makes the kernel probe the peer as often as gRPC would, and end the connection if the peer acknowledges or reads
+    nothing for `unread_ms`."""
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
         "TCP_KEEPIDLE": KEEPALIVE_TIME_MS // 1000,
@@ -140,7 +145,8 @@ def _keep_alive(plain: socket.socket, unread_ms: int) -> None:
 
 
 class MessageSocket:
-    """A connection after its handshake. Its reader calls `next_message` until that gives None, then `wait`."""
+    """Carries messages on a connection after its handshake. The receiving thread calls `next_message` until that
+    returns None, then `wait`."""
 
     def __init__(
         self,
@@ -150,32 +156,32 @@ class MessageSocket:
         outgoing: ssl.MemoryBIO,
         busy_poll_s: float = 0.0,
     ) -> None:
-        """Takes what `handshake` has made; nothing else uses it from now on."""
+        """Takes the objects that `handshake` has made; no other code may use them from now on."""
         plain.setblocking(True)  # `receive(0)` blocks until messages come; every other call passes MSG_DONTWAIT.
         self._plain, self._tls, self._incoming, self._outgoing = plain, tls, incoming, outgoing
         self._tls_lock, self._send_lock = threading.Lock(), threading.Lock()
         self._unsent: deque[bytes | memoryview] = deque()
         self._begun = self._cipher = _NOTHING
-        """The unencrypted rest of a large message, and the encrypted bytes that are not sent yet."""
+        """`_begun` is the unencrypted rest of a large message; `_cipher` is encrypted and not sent yet."""
         self._end_lock = threading.Lock()
         self._pid = os.getpid()
         self._is_closed = self._has_ended = False
         self._fault: str | None = None
-        """Says what is malformed. The exception is not kept: its traceback would hold this object in a reference
-        cycle."""
+        """Says what is malformed. The exception itself is not kept, since its traceback would hold this object in a
+        reference cycle."""
         self._raw = memoryview(bytearray(_RECEIVE_BYTES))
         self._small = memoryview(bytearray(2 * _RECORD_BYTES))
         self._held = 0
-        """Bytes in `_small` that belong to no complete message yet."""
+        """How many bytes in `_small` belong to no complete message yet."""
         self._body: memoryview | None = None
         self._filled = 0
         self._messages: deque[bytes | memoryview] = deque()
         self._busy_poll, self._readable = BusyPoll(busy_poll_s), select.poll()
         self._readable.register(plain, select.POLLIN)
         self._has_sent = False
-        """Whether this end has sent something since the last wait. If not, polling is not worth it, whatever comes."""
+        """Tells whether this end has sent anything since the last wait. If it has not, polling does not pay."""
         self.took_little = True
-        """Whether the message that was taken last is small."""
+        """Tells whether the last message that `next_message` returned is small."""
         with contextlib.suppress(EOFError, MalformedFrame):  # `receive` raises it again, after earlier messages.
             self._read_all()  # Messages may have come with the end of the handshake.
 
@@ -190,7 +196,7 @@ class MessageSocket:
     # ---- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, message: bytes | memoryview) -> None:
-        """Queues a message and sends at once what the connection takes; this is safe under threads.
+        """Queues a message and sends at once as many bytes as the connection takes; this is safe under threads.
 
         Raises:
             ForkedConnection: this is a child of the process that opened the connection.
@@ -202,11 +208,11 @@ class MessageSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Tells whether queued bytes wait until the connection takes more."""
+        """Tells whether queued bytes are waiting until the connection takes more."""
         return bool(self._unsent or self._cipher or self._begun)
 
     def flush(self) -> None:
-        """Sends at once what the connection takes; see `send`."""
+        """Sends at once as many queued bytes as the connection takes; see `send` for errors."""
         self._check_process()
         with self._send_lock:
             if self._is_closed:
@@ -221,14 +227,15 @@ class MessageSocket:
                 self._cipher = self._cipher[sent:] or _NOTHING
 
     def wait_to_send(self, seconds: float) -> None:
-        """Waits until the connection takes more, at most for `seconds`, and flushes; for a thread that does not
+        """Waits at most `seconds` until the connection takes more bytes, then flushes. It is for a thread that does not
         receive."""
         with contextlib.suppress(ValueError):  # The connection was closed meanwhile, and `flush` says so.
             self._poll(select.POLLOUT, seconds)
         self.flush()
 
     def _encrypt(self) -> memoryview:
-        """Returns the next encrypted piece of what is queued; the peer decrypts it while the next one is made."""
+        """Returns the next encrypted piece of what is queued. The peer decrypts one piece while this end encrypts the
+        next."""
         plain: bytes | memoryview
         if self._begun:
             plain, self._begun = self._begun[:_PIECE_BYTES], self._begun[_PIECE_BYTES:] or _NOTHING
@@ -243,7 +250,7 @@ class MessageSocket:
     # ---- receiving --------------------------------------------------------------------------------------------------
 
     def next_message(self) -> bytes | memoryview | None:
-        """Returns a message that has been received, or None. Only the thread that receives calls this."""
+        """Returns a message that has been received, or None. Only the thread that receives may call this."""
         if not self._messages:
             return None
         message = self._messages.popleft()
@@ -251,7 +258,8 @@ class MessageSocket:
         return message
 
     def wait(self) -> None:
-        """Waits until bytes can be received, or queued ones sent, then does so. One thread at a time calls this.
+        """Waits until bytes can be received or queued bytes can be sent, then receives or sends them. Only one thread
+        at a time may call this.
 
         Raises:
             EOFError: the peer has said that it sends no more messages.
@@ -286,7 +294,7 @@ class MessageSocket:
         return ready[0][1] if ready else 0
 
     def receive(self, flags: int = socket.MSG_DONTWAIT) -> None:
-        """Receives what has come, without waiting unless `flags` is 0; see `wait`."""
+        """Receives the bytes that have come; waits for bytes only if `flags` is 0. See `wait` for errors."""
         self._check_process()
         if self._has_ended:
             raise EOFError if self._fault is None else MalformedFrame(self._fault)
@@ -299,23 +307,24 @@ class MessageSocket:
         self._incoming.write(self._raw[:count])
         self._read_all()
         if self._outgoing.pending > _ANSWER_BYTES:
-            with self._tls_lock:  # Without the lock, the pending bytes may be a message.
+            with self._tls_lock:  # Without the lock, the pending bytes may be a message's.
                 if self._outgoing.pending > _ANSWER_BYTES:
                     raise ConnectionError("the peer asks for new keys again and again")
 
     def _check_process(self) -> None:
-        """Refuses a forked child: it has its parent's keys and counters, so what both send could be compared and
-        read."""
+        """Refuses a forked child. Parent and child would encrypt with the same keys and counters, so an eavesdropper
+        could compare what both send and read it."""
         if os.getpid() != self._pid:
             raise ForkedConnection("this connection was opened before a fork: open a new one in the child")
 
     def _read_all(self) -> None:
-        # This is asked first: OpenSSL says that it wants more by an exception, which costs as much as a record.
+        # Pending bytes are checked first: OpenSSL asks for more by an exception, which costs as much as a record.
         while (self._incoming.pending or self._tls.pending()) and self._read():
             pass
 
     def _read(self) -> bool:
-        """Decrypts a record, or what has come of a large message. Returns False where no whole record is there."""
+        """Decrypts a record, or the part of a large message that has come. Returns False if no whole record is
+        there."""
         body = self._body
         try:
             if body is None:
@@ -338,7 +347,7 @@ class MessageSocket:
         return count
 
     def _read_body(self, body: memoryview) -> None:
-        # Each record is a call of OpenSSL, and there are 64 in a MiB, so nothing else may be done once per record.
+        # A MiB has 64 records, and each takes a call of OpenSSL, so this loop does nothing else for each record.
         read, incoming, filled, length = self._tls.read, self._incoming, self._filled, len(body)
         try:
             with self._tls_lock:
@@ -354,7 +363,8 @@ class MessageSocket:
             self._body = None
 
     def _split(self) -> None:
-        """Takes the messages out of the small buffer; the beginning of a large one is copied into memory of its own."""
+        """Takes the messages out of the small buffer. The beginning of a large message is copied into memory of its
+        own."""
         held, start = self._small[: self._held], 0
         while len(held) - start >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(held, start)
@@ -376,7 +386,7 @@ class MessageSocket:
     # ---- ending -----------------------------------------------------------------------------------------------------
 
     def end_sending(self) -> None:
-        """Tells the peer that no more messages come; the caller must have flushed what was queued."""
+        """Tells the peer that no more messages come. Callers must first flush what was queued."""
         self._check_process()
         with self._send_lock, self._tls_lock, contextlib.suppress(OSError):
             with contextlib.suppress(ssl.SSLError):  # OpenSSL would wait here until the peer ends too.
@@ -385,10 +395,11 @@ class MessageSocket:
             self._plain.shutdown(socket.SHUT_WR)
 
     def finish(self, seconds: float) -> None:
-        """Ends sending and waits, at most for `seconds`, until the peer has read all and closes; for the thread that
-        reads.
+        """Ends sending, then waits at most `seconds` until the peer has read everything and closes. Only the thread
+        that receives may call this.
 
-        A socket closed with unread input discards what it has sent, so input that still comes is read and dropped.
+        A socket that is closed with unread input discards what it has sent, so this reads and drops input that still
+        comes.
         """
         self.end_sending()
         give_up_at = time.monotonic() + seconds
@@ -400,14 +411,13 @@ class MessageSocket:
     def close(self) -> None:
         """Ends the connection at once and wakes the threads that wait. Any thread may call it, also twice."""
         self._is_closed = True
-        # Without the lock, `release` may have closed the socket, whose number may be another connection's by now.
+        # Without the lock, `release` might have closed the socket, and its descriptor might be another connection's.
         with self._end_lock, contextlib.suppress(OSError):
             if os.getpid() == self._pid:  # A child's copy of the socket is not the child's to shut down.
                 self._plain.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Closes the socket, after `close`. The receiving thread calls this, or any thread once none receives any
-        more."""
+        """Closes the socket, after `close`. The receiving thread calls this, or any thread once none receives."""
         self.close()
         with self._send_lock, self._end_lock:
             self._plain.close()

@@ -1,4 +1,4 @@
-"""The tenant's end of a stream on the provider's tensor port."""
+"""This module is the tenant's end of a stream on the provider's tensor port."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from wire.transport.tls_context import client_context
 from wire.transport.tls_socket import MessageSocket, handshake
 
 _CONNECT_TIMEOUT_S = 3.0
-"""Most seconds to wait for the TCP connection. A firewall that drops what it does not know delays the first request by
-so long; then gRPC carries the stream."""
+"""The most seconds to wait for the TCP connection. If a firewall silently drops packets to the tensor port, the first
+request is delayed by so long, and gRPC carries the stream."""
 
 
 def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
-    """Opens a stream.
+    """Opens a stream to a provider's tensor port.
 
     Args:
         host: the host of the provider's URL; the provider's certificate must name it.
-        port: the tensor port from its manifest.
+        port: the tensor port from the provider's manifest.
         identity: the tenant's certificate and key.
 
     Raises:
         ConfigurationError: see `wire.transport.busy_poll.tenants_most_s`.
-        OSError: nothing answers there, or not the provider that was meant (`ssl.SSLError`).
+        OSError: nothing listens there, or the peer is not the expected provider (`ssl.SSLError`).
     """
     busy_poll_s = tenants_most_s()
     context = client_context(identity.ca_pem, identity.cert_pem, identity.key_pem)
@@ -35,7 +35,7 @@ def connect(host: str, port: int, identity: TlsIdentity) -> TensorStream:
 
 
 class TensorStream:
-    """A `MessageStream` over TLS."""
+    """Implements `MessageStream` over TLS."""
 
     def __init__(self, connection: MessageSocket) -> None:
         """Args: connection: a connection after its handshake, which nothing else uses."""

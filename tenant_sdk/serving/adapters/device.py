@@ -1,0 +1,170 @@
+"""The device tier: adapters in numbered slots, stacked layer by layer so that one product serves many of them.
+
+Guarantees: a slot that is held keeps its adapter; a slot is given anew only when nobody holds it, and everything in it
+is written over, or zeroed, before its number is handed out. One thread at a time may `assign` and `fill`; the rest may
+be called from any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tenant_sdk.serving.adapters.host import PackedAdapter, PackedLayer
+from tenant_sdk.serving.adapters.lora import AdaptedLayer, SlotNumbers, Stack
+
+
+@dataclass
+class _Slot:
+    """A slot with an adapter; it is idle when nobody holds it, and `ready` once it is filled."""
+
+    digest: str
+    holders: int
+    ready: bool = False
+
+
+class DeviceTier:
+    """Slots for adapters, as many for each rank."""
+
+    def __init__(
+        self, layers: Mapping[str, AdaptedLayer], shapes: Mapping[str, tuple[int, int]], numbers: SlotNumbers,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        """Makes empty slots; memory is taken when a rank first meets a layer.
+
+        Args:
+            layers: the model's linear layers by name.
+            shapes: (inputs, outputs) of each.
+            numbers: how many slots there are for which ranks.
+            dtype: the dtype of the arithmetic, which is that of the rows.
+            device: where the rows are.
+        """
+        self._layers, self._shapes, self.numbers = layers, shapes, numbers
+        self.dtype, self.device = dtype, device
+        self._lock = threading.Lock()
+        self._slots: dict[int, _Slot] = {}
+        self._slot_of: dict[str, int] = {}
+        self._idle: dict[int, OrderedDict[int, None]] = {rank: OrderedDict() for rank in numbers.ranks}
+        self._free = {rank: list(range(numbers.num_slots))[::-1] for rank in numbers.ranks}
+
+    def acquire(self, digest: str) -> int | None:
+        """Returns the slot of an adapter that is ready here, and holds it; None where there is none."""
+        with self._lock:
+            slot = self._slot_of.get(digest)
+            if slot is None or not self._slots[slot].ready:
+                return None
+            self._slots[slot].holders += 1
+            self._idle[self.numbers.place(slot)[0]].pop(slot, None)
+            return slot
+
+    def has_room(self, rank: int, digest: str | None = None) -> bool:
+        """Whether `assign` would give a slot of a rank now, or the adapter has one."""
+        with self._lock:
+            return bool(self._free[rank] or self._idle[rank]) or digest in self._slot_of
+
+    def assign(self, digest: str, rank: int) -> int | None:
+        """Holds a slot for an adapter that is to be filled in; None where all slots of its rank are held.
+
+        Args:
+            digest: the adapter's; it has no slot yet.
+            rank: one of the ranks of `numbers`.
+        """
+        with self._lock:
+            if self._free[rank]:
+                slot = self.numbers.slot(rank, self._free[rank].pop())
+            elif self._idle[rank]:
+                slot, _ = self._idle[rank].popitem(last=False)
+                del self._slot_of[self._slots[slot].digest]
+            else:
+                return None
+            self._slots[slot] = _Slot(digest, holders=1)
+            self._slot_of[digest] = slot
+            return slot
+
+    def fill(self, slot: int, packed: PackedAdapter) -> None:
+        """Copies an adapter into the slot that was assigned to it, and lets others acquire it.
+
+        Raises:
+            RuntimeError: the device has too little memory; the slot is free again.
+        """
+        rank, place = self.numbers.place(slot)
+        try:
+            self._copy(rank, place, packed)
+        except BaseException:
+            self._abandon(slot)
+            raise
+        with self._lock:
+            self._slots[slot].ready = True
+
+    def release(self, slot: int) -> None:
+        """Lets go of a slot; the adapter stays in it until another needs the place."""
+        with self._lock:
+            held = self._slots[slot]
+            held.holders -= 1
+            if held.holders == 0:
+                self._idle[self.numbers.place(slot)[0]][slot] = None
+
+    def are_held(self, slots: Iterable[int]) -> bool:
+        """Whether somebody holds each of these slots, and each is filled."""
+        with self._lock:
+            found = [self._slots.get(slot) for slot in slots]
+            return all(each is not None and each.ready and each.holders > 0 for each in found)
+
+    def usage(self) -> tuple[int, int]:
+        """Returns (adapters in slots, adapters that are held)."""
+        with self._lock:
+            return len(self._slots), sum(each.holders > 0 for each in self._slots.values())
+
+    def slot_bytes(self, rank: int, modules: Iterable[str] | None = None) -> int:
+        """Returns what one slot of a rank takes on these layers, or on all."""
+        names = self._shapes if modules is None else modules
+        return sum(rank * sum(self._shapes[name]) for name in names) * self.dtype.itemsize
+
+    def _abandon(self, slot: int) -> None:
+        rank, place = self.numbers.place(slot)
+        with self._lock:
+            del self._slot_of[self._slots.pop(slot).digest]
+            self._free[rank].append(place)
+
+    def _copy(self, rank: int, place: int, packed: PackedAdapter) -> None:
+        values = packed.values if self.device.type == "cpu" else packed.values.to(self.device)
+        own = dict(zip(packed.layers, values.split([layer.num_weights for layer in packed.layers]), strict=True))
+        for layer, factors in own.items():
+            _fill(self._stack(self._layers[layer.module], rank), place, layer, factors)
+        adapted = {layer.module for layer in own}
+        for name, other in self._layers.items():
+            if name not in adapted and rank in other.stacks:
+                other.stacks[rank].places[place].zero_()  # what was in this slot before may have adapted this layer
+                other.stacks[rank].adapted.discard(place)
+
+    def _stack(self, layer: AdaptedLayer, rank: int) -> Stack:
+        """Returns a layer's stacks of a rank, made when they are first needed."""
+        found = layer.stacks.get(rank)
+        if found is None:
+            found = Stack(self.numbers.num_slots, rank, self._shapes[layer.name], self.dtype, self.device)
+            with self._lock:
+                taken = [self.numbers.place(slot) for slot in self._slots]
+            for place in (place for its_rank, place in taken if its_rank == rank):
+                found.places[place].zero_()  # adapters that are here already do not adapt this layer
+            layer.stacks[rank] = found
+        return found
+
+
+def _fill(stack: Stack, place: int, layer: PackedLayer, values: torch.Tensor) -> None:
+    """Writes a layer's factors, padded with zeros to the stack's rank."""
+    target_a, target_b = stack.lora_a[place], stack.lora_b[place]
+    if layer.rank == target_a.shape[0]:
+        stack.places[place].copy_(values)  # they lie as they are packed
+    else:
+        lora_a, lora_b = layer.factors(values)
+        target_a[: layer.rank].copy_(lora_a)
+        target_b[: layer.rank].copy_(lora_b)
+        target_a[layer.rank :].zero_()
+        target_b[layer.rank :].zero_()
+    if layer.scaling != 1.0:
+        target_b[: layer.rank].mul_(layer.scaling)
+    stack.adapted.add(place)

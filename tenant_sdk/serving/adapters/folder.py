@@ -1,0 +1,127 @@
+"""The disk tier: a folder of PEFT adapters, one subfolder each, opened without trusting what lies in it.
+
+Guarantees: only `adapter_config.json` and `adapter_model.safetensors` are opened, as regular files, and neither a name,
+`..` nor a link leads out of the folder. Not guaranteed: a hard link is the file itself, wherever else it may be named,
+and links in the path of the folder itself are its operator's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from tenant_sdk.serving.adapters.reading import Found, Reading, Stamp, is_settled, stamp_of
+from tenant_sdk.serving.adapters.targets import Base
+from wire.errors import ConfigurationError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
+
+
+class AdapterFolder:
+    """A folder whose subfolders are adapters."""
+
+    def __init__(self, root: Path, base: Base, max_file_bytes: int) -> None:
+        """Takes a folder.
+
+        Args:
+            root: the folder.
+            base: the model that adapters have to fit.
+            max_file_bytes: the largest weights file that is read.
+
+        Raises:
+            ConfigurationError: there is no such folder, or two adapters in it have names that differ in case only.
+        """
+        self._root = root
+        self._base = base
+        self._max_file_bytes = max_file_bytes
+        _refuse_twins(self.names())
+
+    def names(self) -> list[str]:
+        """Returns the names of the adapters that lie here now, whether or not they can be used.
+
+        Raises:
+            ConfigurationError: the folder cannot be read.
+        """
+        try:
+            with os.scandir(self._root) as entries:
+                folders = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+        except OSError as exc:
+            raise ConfigurationError(f"the folder of adapters cannot be read: {exc.strerror}") from exc
+        return sorted(name for name in folders if _NAME.fullmatch(name))
+
+    def find(self, name: str, subfolder: str | None = None) -> Found:
+        """Checks an adapter's settings and header. Args, Raises: as of `reading`."""
+        with self.reading(name, subfolder) as reading:
+            return reading.found
+
+    @contextlib.contextmanager
+    def reading(self, name: str, subfolder: str | None = None) -> Iterator[Reading]:
+        """Opens an adapter and checks its settings and header; inside the context its weights can be read.
+
+        Args:
+            name: the adapter's name.
+            subfolder: where it lies in the folder, if that is not its name.
+
+        Raises:
+            ConfigurationError: there is no such adapter, or it cannot be used.
+        """
+        with self._open(name, subfolder or name) as (config, weights):
+            yield Reading(name, config, weights, self._base, self._max_file_bytes)
+
+    def stamp(self, name: str, subfolder: str | None = None) -> Stamp | None:
+        """Returns what tells this version of an adapter from others; None where it changed just now.
+
+        Args, Raises: as of `reading`, but only the names of the files are looked at.
+        """
+        with self._open(name, subfolder or name) as files:
+            found = stamp_of(*files)
+        return found if is_settled(found) else None
+
+    @contextlib.contextmanager
+    def _open(self, name: str, subfolder: str) -> Iterator[tuple[int, int]]:
+        """Opens both files of an adapter; every step stays in the folder before, and follows no link."""
+        if not isinstance(subfolder, str) or _NAME.fullmatch(subfolder) is None:
+            raise ConfigurationError(f"{ascii(name)[:200]} cannot be an adapter's name")
+        with contextlib.ExitStack() as stack:
+            root = _opened(stack, self._root, os.O_DIRECTORY, None)
+            folder = None if root is None else _opened(stack, subfolder, os.O_DIRECTORY | os.O_NOFOLLOW, root)
+            if folder is None:
+                raise ConfigurationError(f"there is no adapter {name} here")
+            # O_NONBLOCK: a named pipe would keep this thread waiting for a writer
+            flags = os.O_NOFOLLOW | os.O_NONBLOCK
+            config, weights = (_opened(stack, file, flags, folder) for file in (CONFIG, WEIGHTS))
+            if config is None or weights is None:
+                raise ConfigurationError(_what_is_missing(name, folder, config is None))
+            yield config, weights
+
+
+def _opened(stack: contextlib.ExitStack, path: str | Path, flags: int, folder: int | None) -> int | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags, dir_fd=folder)
+    except OSError:
+        return None
+    stack.callback(os.close, fd)
+    wanted = stat.S_ISDIR if flags & os.O_DIRECTORY else stat.S_ISREG
+    return fd if wanted(os.fstat(fd).st_mode) else None
+
+
+def _what_is_missing(name: str, folder: int, config: bool) -> str:
+    if config:
+        return f"the adapter {name} has no {CONFIG} that is a regular file and can be read"
+    if any(file in os.listdir(folder) for file in _PICKLES):
+        return f"the adapter {name} keeps its weights in a pickle, which is not opened: save it as safetensors"
+    return f"the adapter {name} has no {WEIGHTS} that is a regular file and can be read"
+
+
+def _refuse_twins(names: list[str]) -> None:
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.casefold(), name)
+        if other != name:
+            raise ConfigurationError(f"the adapters {other} and {name} have one name but for case: rename one of them")

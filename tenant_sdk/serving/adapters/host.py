@@ -1,0 +1,157 @@
+"""The host tier: adapters in memory, each as one flat tensor, within a budget of bytes.
+
+Guarantees: adapters never take more than the budget; what was used longest ago goes first; every number that is kept is
+finite. An adapter that goes while it is being copied to a device stays alive until the copy is done.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+
+from tenant_sdk.serving.adapters.reading import Reading
+from tenant_sdk.serving.adapters.weights_file import LoraLayer
+from wire.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One layer's place in a packed adapter.
+
+    Attributes:
+        module: the layer's name in the model.
+        rank, in_features, out_features: shapes: A is (rank, in_features), and B is kept as (rank, out_features).
+        scaling: what B still has to be multiplied with.
+    """
+
+    module: str
+    rank: int
+    in_features: int
+    out_features: int
+    scaling: float
+
+    @property
+    def num_weights(self) -> int:
+        """The numbers of both factors."""
+        return self.rank * (self.in_features + self.out_features)
+
+    def factors(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns A, shape (rank, inputs), and Bᵀ, shape (rank, outputs), as views of the layer's flat piece."""
+        lora_a, lora_b = values.split([self.rank * self.in_features, self.rank * self.out_features])
+        return lora_a.view(self.rank, self.in_features), lora_b.view(self.rank, self.out_features)
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """An adapter in host memory.
+
+    Attributes:
+        digest: the SHA-256 of what it was read from.
+        layers: what lies in `values`, in order.
+        values: A and then Bᵀ of each layer, flat, of one dtype.
+        kind: what its arithmetic is; layers of one kind are computed together.
+    """
+
+    digest: str
+    layers: tuple[PackedLayer, ...]
+    values: torch.Tensor = field(repr=False)
+    kind: str = "lora"
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a layer."""
+        return max(layer.rank for layer in self.layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that the factors take."""
+        return self.values.numel() * self.values.itemsize
+
+
+def pack(reading: Reading, dtype: torch.dtype, pinned: bool = False) -> PackedAdapter:
+    """Reads an adapter's weights and puts them side by side.
+
+    Args:
+        reading: the adapter's open files.
+        dtype: torch.bfloat16 or torch.float32.
+        pinned: whether a CUDA device will copy from it.
+
+    Raises:
+        ConfigurationError: a number is NaN or infinite, or has no value in `dtype`; or the files change meanwhile.
+    """
+    stored = reading.found.layers
+    layers = tuple(_packed_layer(each, dtype) for each in stored)
+    values = torch.empty(sum(layer.num_weights for layer in layers), dtype=dtype, pin_memory=pinned)
+    places: dict[int, tuple[torch.Tensor, float]] = {}
+    for layer, piece, each in zip(layers, values.split([layer.num_weights for layer in layers]), stored, strict=True):
+        lora_a, lora_b = layer.factors(piece)
+        places[each.lora_a.begin] = (lora_a, 1.0)
+        places[each.lora_b.begin] = (lora_b.t(), each.scaling / layer.scaling)
+    for tensor, numbers in reading.tensors():
+        place, factor = places[tensor.begin]
+        place.copy_(numbers)
+        if factor != 1.0:
+            place.mul_(factor)
+    _check_finite(reading.found.name, values)
+    return PackedAdapter(reading.digest(), layers, values)
+
+
+def _packed_layer(stored: LoraLayer, dtype: torch.dtype) -> PackedLayer:
+    """Describes a layer whose B is packed with the scaling where that rounds nothing away."""
+    exact = dtype is torch.float32 or math.frexp(stored.scaling)[0] == 0.5  # a power of two
+    in_features, out_features = stored.lora_a.shape[1], stored.lora_b.shape[0]
+    return PackedLayer(stored.module, stored.rank, in_features, out_features, 1.0 if exact else stored.scaling)
+
+
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    """Refuses NaN and infinity: one such row would reach the rows of other requests in its step."""
+    total = values.sum(dtype=torch.float32)  # an infinite sum may also come from large numbers: then look at each
+    if not bool(torch.isfinite(total)) and not bool(torch.isfinite(values).all()):
+        raise ConfigurationError(f"the adapter {name} holds NaN or infinite numbers, or such as {values.dtype} has not")
+
+
+class HostTier:
+    """Packed adapters by digest."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        """Args: budget_bytes: the most that all adapters may take together."""
+        self.budget_bytes = budget_bytes
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._used_bytes = 0
+
+    def get(self, digest: str) -> PackedAdapter | None:
+        """Returns an adapter and counts it as used; None where it is not here."""
+        with self._lock:
+            found = self._kept.get(digest)
+            if found is not None:
+                self._kept.move_to_end(digest)
+            return found
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Drops what was used longest ago until so many bytes are free; returns False where they can never be."""
+        with self._lock:
+            if num_bytes > self.budget_bytes:
+                return False
+            while self._used_bytes + num_bytes > self.budget_bytes:
+                _, dropped = self._kept.popitem(last=False)
+                self._used_bytes -= dropped.num_bytes
+            return True
+
+    def put(self, packed: PackedAdapter) -> None:
+        """Keeps an adapter, and drops others as the budget asks."""
+        if not self.make_room(packed.num_bytes):
+            return
+        with self._lock:
+            if packed.digest not in self._kept:
+                self._kept[packed.digest] = packed
+                self._used_bytes += packed.num_bytes
+
+    def usage(self) -> tuple[int, int]:
+        """Returns (adapters, bytes)."""
+        with self._lock:
+            return len(self._kept), self._used_bytes

@@ -1,0 +1,184 @@
+"""Reads a PEFT adapter's settings and refuses those that this store cannot honour.
+
+Guarantees: an adapter that would give another answer than stock PEFT gives is refused in one line that names its kind
+or its setting. A setting that this release does not know must be off; patterns from a file cannot make the matching
+take long.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tenant_sdk.serving.adapters.targets import Base
+from wire.errors import ConfigurationError
+
+MAX_CONFIG_BYTES = 1 << 20
+"""The longest adapter_config.json that is read: a pattern for each layer of a large model takes about 100 kB."""
+MAX_PATTERNS = 4096
+"""The most rank or alpha patterns of one adapter: EVA writes one for each linear layer."""
+MAX_SCALING = 1e4
+"""The largest alpha / rank. A larger factor would overflow bfloat16 rows, and so spoil the step of other requests."""
+
+_HARMLESS = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights", "eva_config",
+    "megatron_core", "qalora_group_size", "runtime_config",
+})  # fmt: skip
+"""Settings that are read here, or that change nothing once an adapter is trained."""
+_KEEPS_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights that leave the base weights as they are: PiSSA, OLoRA and others change them."""
+_KINDS = {
+    "use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA", "kasa_config": "KaSA",
+    "arrow_config": "Arrow", "use_bdlora": "BD-LoRA", "velora_config": "VeLoRA", "monteclora_config": "MonteCLoRA",
+}  # fmt: skip
+"""Settings by which PEFT makes another kind of adapter out of a LoraConfig."""
+_QUANTIFIERS = re.compile(r"[*+?{]")
+_PATH = re.compile(r"^[./~\\]|^[A-Za-z]:[\\/]")
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """The settings that LoRA's arithmetic depends on.
+
+    Attributes:
+        kind: "lora"; other kinds will have settings of their own.
+        rank, alpha: for layers that no pattern names.
+        ranks, alphas: what other layers have, by pattern; the first pattern that matches a layer's name counts.
+        rslora: whether alpha is divided by the root of the rank.
+    """
+
+    rank: int
+    alpha: float
+    ranks: Sequence[tuple[re.Pattern[str], int]]
+    alphas: Sequence[tuple[re.Pattern[str], float]]
+    rslora: bool
+    kind: str = "lora"
+
+    def rank_of(self, module: str) -> int:
+        """Returns the rank that PEFT would give a layer."""
+        return next((rank for pattern, rank in self.ranks if pattern.match(module)), self.rank)
+
+    def scaling_of(self, module: str) -> float:
+        """Returns the factor by which PEFT multiplies the layer's B·A·x."""
+        rank = self.rank_of(module)
+        alpha = next((alpha for pattern, alpha in self.alphas if pattern.match(module)), self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def parse_settings(name: str, content: bytes, base: Base) -> LoraSettings:
+    """Reads adapter_config.json.
+
+    Args:
+        name: the adapter's name, for messages.
+        content: the file's bytes.
+        base: the model that is served.
+
+    Raises:
+        ConfigurationError: this is no LoRA adapter of this model, or it needs what the store does not do.
+    """
+    config = _json_object(name, content)
+    _check_kind(name, config)
+    _check_settings(name, config)
+    _check_base(name, config, base)
+    return LoraSettings(
+        rank=_rank(name, config.get("r")),
+        alpha=_alpha(name, config.get("lora_alpha")),
+        ranks=[(pattern, _rank(name, value)) for pattern, value in _patterns(name, config, "rank_pattern")],
+        alphas=[(pattern, _alpha(name, value)) for pattern, value in _patterns(name, config, "alpha_pattern")],
+        rslora=config.get("use_rslora") is True,
+    )
+
+
+def _json_object(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        config = json.loads(content)
+    except (ValueError, RecursionError):  # `from None`: a parser's text may quote the file
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"the adapter {name} has an adapter_config.json that is no JSON object") from None
+    return config
+
+
+def _check_kind(name: str, config: dict[str, Any]) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        shown = ascii(kind)[:40]
+        raise ConfigurationError(f"the adapter {name} is of the kind {shown}: only LoRA and rsLoRA are served")
+    for setting, other in _KINDS.items():
+        if config.get(setting):
+            raise ConfigurationError(f"the adapter {name} is of the kind {other}: only LoRA and rsLoRA are served")
+
+
+def _check_settings(name: str, config: dict[str, Any]) -> None:
+    for setting, value in config.items():
+        if setting not in _HARMLESS and value:
+            raise ConfigurationError(f"the adapter {name} sets {ascii(setting)[:60]}, which is not served")
+    if config.get("bias", "none") != "none":
+        raise ConfigurationError(f"the adapter {name} trains biases, which are not served: expected bias='none'")
+    how = config.get("init_lora_weights")
+    if how not in _KEEPS_BASE:
+        shown = ascii(how)[:40]
+        raise ConfigurationError(
+            f"the adapter {name} was started by {shown}, which changes base weights: convert it to plain LoRA"
+        )
+
+
+def _check_base(name: str, config: dict[str, Any], base: Base) -> None:
+    """Compares names where both are names: a local path says nothing, and then the shapes alone decide."""
+    trained_on = config.get("base_model_name_or_path")
+    if not isinstance(trained_on, str) or not trained_on or _PATH.match(trained_on):
+        return
+    if not any(_same(trained_on, served) for served in base.names):
+        raise ConfigurationError(
+            f"the adapter {name} was trained on {ascii(trained_on)[:100]}, and this model is "
+            f"{ascii(base.names[0])[:100]}: name it in `bases` if the weights are the same"
+        )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names may mean the same weights: the owner may be missing, and so may an ending like -Instruct."""
+    if not other or _PATH.match(other):
+        return True
+    a, b = (name.rstrip("/").rpartition("/")[2].casefold() for name in (one, other))
+    return a.startswith(b) or b.startswith(a)
+
+
+def _rank(name: str, value: Any) -> int:
+    if type(value) is not int or not 1 <= value <= 1 << 16:  # a bool is an int in Python, but no rank
+        raise ConfigurationError(f"the adapter {name} has the rank {ascii(value)[:40]}: expected a whole number from 1")
+    return value
+
+
+def _alpha(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_SCALING:
+        raise ConfigurationError(
+            f"the adapter {name} has the alpha {ascii(value)[:40]}: expected a number up to {MAX_SCALING:g}"
+        )
+    return float(value)
+
+
+def _patterns(name: str, config: dict[str, Any], setting: str) -> list[tuple[re.Pattern[str], Any]]:
+    patterns = config.get(setting) or {}
+    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+        raise ConfigurationError(f"the adapter {name} has a {setting} that is no table of up to {MAX_PATTERNS} entries")
+    compiled = [(_compiled(pattern), value) for pattern, value in patterns.items()]
+    if any(pattern is None for pattern, _ in compiled):
+        raise ConfigurationError(f"the adapter {name} has a {setting} with a pattern that is too intricate")
+    return [(pattern, value) for pattern, value in compiled if pattern is not None]
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    """Compiles a pattern as PEFT matches it (`peft.utils.other.get_pattern_key`); None where it may take long."""
+    # With two quantifiers of its own, matching takes at most the cube of a module name's length.
+    if len(pattern) > 256 or len(_QUANTIFIERS.findall(pattern)) > 2:
+        return None
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, RecursionError, OverflowError):
+        return None

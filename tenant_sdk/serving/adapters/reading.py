@@ -1,0 +1,135 @@
+"""One adapter's two open files: checked, and then read once, tensor by tensor.
+
+Guarantees: what is checked, hashed and used are the same bytes; no more memory is taken than the largest tensor needs;
+a file that changes meanwhile is refused, as far as its times and size show that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tenant_sdk.serving.adapters.peft_config import MAX_CONFIG_BYTES, parse_settings
+from tenant_sdk.serving.adapters.targets import Base
+from tenant_sdk.serving.adapters.weights_file import LoraLayer, StoredTensor, header_bytes, parse_layers
+from wire.errors import ConfigurationError
+
+RACY_NS = 100_000_000
+"""A file that changed in the last 0.1 s may change again without a new time: file systems count in ticks of 1 to 10 ms.
+Its stamp is not relied on."""
+
+Stamp = tuple[tuple[int, int, int, int, int], ...]
+"""Device, inode, size, mtime and ctime of both files: what changes when an adapter does."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """An adapter whose settings and header were checked, and whose weights were not read yet.
+
+    Attributes:
+        name: its name.
+        stamp: what tells this version from others without reading it.
+        settled: whether the stamp can be relied on; see `RACY_NS`.
+        layers: where its tensors lie.
+    """
+
+    name: str
+    stamp: Stamp
+    settled: bool
+    layers: tuple[LoraLayer, ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a layer."""
+        return max(layer.rank for layer in self.layers)
+
+    @property
+    def num_weights(self) -> int:
+        """The numbers in all factors."""
+        return sum(layer.rank * (layer.lora_a.shape[1] + layer.lora_b.shape[0]) for layer in self.layers)
+
+
+def stamp_of(*files: int) -> Stamp:
+    """Returns the stamp of open files."""
+    stats = [os.fstat(file) for file in files]
+    return tuple((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in stats)
+
+
+def is_settled(stamp: Stamp) -> bool:
+    """Whether the files are old enough for a change to show in their stamp."""
+    return all(time.time_ns() - max(each[3:]) > RACY_NS for each in stamp)
+
+
+class Reading:
+    """An adapter whose settings and header were checked, while its files are open."""
+
+    def __init__(self, name: str, config: int, weights: int, base: Base, max_file_bytes: int) -> None:
+        """Reads the settings and the header.
+
+        Args:
+            name: the adapter's name, for messages.
+            config, weights: the open files.
+            base: the model that the adapter has to fit.
+            max_file_bytes: the largest weights file that is read.
+
+        Raises:
+            ConfigurationError: the adapter cannot be used.
+        """
+        self._name, self._files = name, (config, weights)
+        stamp = stamp_of(config, weights)
+        file_bytes = stamp[1][2]
+        if file_bytes > max_file_bytes:
+            raise ConfigurationError(
+                f"the adapter {name} has {file_bytes} bytes of weights: at most {max_file_bytes} fit"
+            )
+        settings = os.pread(config, MAX_CONFIG_BYTES + 1, 0)
+        if len(settings) > MAX_CONFIG_BYTES:
+            raise ConfigurationError(f"the adapter {name} has more than {MAX_CONFIG_BYTES} bytes of settings")
+        start = os.pread(weights, 8, 0)
+        header = os.pread(weights, header_bytes(name, start, file_bytes), 8)
+        layers = parse_layers(name, header, file_bytes, parse_settings(name, settings, base), base)
+        self.found = Found(name, stamp, is_settled(stamp), layers)
+        self._digest = hashlib.sha256(settings + start + header)
+
+    def tensors(self) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+        """Reads the weights in the order in which they lie in the file, which has nothing between them.
+
+        Yields:
+            Where a tensor lies, and its numbers; these are good until the next one is asked for.
+
+        Raises:
+            ConfigurationError: the file has become shorter.
+        """
+        stored = [each for layer in self.found.layers for each in (layer.lora_a, layer.lora_b)]
+        memory = torch.empty(max(each.num_bytes for each in stored), dtype=torch.uint8)
+        view = memory.numpy().data
+        for each in sorted(stored, key=lambda one: one.begin):
+            self._fill(view[: each.num_bytes], each.begin)
+            self._digest.update(view[: each.num_bytes])
+            yield each, memory[: each.num_bytes].view(each.dtype).view(each.shape)
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of both files, in hex, when all tensors were read.
+
+        It is that of one file after the other, `cat adapter_config.json adapter_model.safetensors | sha256sum`: if a
+        byte moved from one to the other, the second would be no safetensors file.
+
+        Raises:
+            ConfigurationError: a file has changed since it was opened.
+        """
+        if stamp_of(*self._files) != self.found.stamp:
+            raise ConfigurationError(f"the adapter {self._name} is being written: try again when it is complete")
+        return self._digest.hexdigest()
+
+    def _fill(self, view: memoryview, begin: int) -> None:
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._files[1], [view[done:]], begin + done)
+            if count == 0:
+                raise ConfigurationError(f"the adapter {self._name} became shorter while it was read")
+            done += count

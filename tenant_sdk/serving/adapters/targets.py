@@ -1,0 +1,54 @@
+"""The layers of a model that an adapter may add to, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class Base:
+    """What an adapter has to fit.
+
+    Attributes:
+        names: names under which adapters may know the model; the first is the model's own.
+        shapes: (inputs, outputs) of each linear layer that adapters may add to, by module name.
+        head: the name of the head, if that is a layer of its own that adapters may not add to.
+    """
+
+    names: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, int]]
+    head: str | None = None
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns a model's linear layers by name: Linear and Conv1D, held here or at the provider."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+
+
+def head_of(model: Any) -> str | None:
+    """Returns the name of the layer that makes logits; None where the model has none."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def shape_of(layer: Any) -> tuple[int, int]:
+    """Returns (inputs, outputs) of a Linear or Conv1D without reading its weight."""
+    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)
+
+
+def base_of(model: nn.Module, also: tuple[str, ...] = (), with_head: bool = True) -> Base:
+    """Describes a model to the code that checks adapters.
+
+    Args:
+        model: a transformers model.
+        also: further names of the same weights, such as a hub id where the provider serves a folder.
+        with_head: whether adapters may add to the head.
+    """
+    own, head = str(getattr(model, "name_or_path", "") or ""), None if with_head else head_of(model)
+    layers = {name: layer for name, layer in linear_layers(model).items() if name != head}
+    return Base((own, *also), {name: shape_of(layer) for name, layer in layers.items()}, head)

@@ -1,0 +1,185 @@
+"""Reads where the tensors of an adapter lie in a safetensors file, and checks that before anything is allocated.
+
+Guarantees: header size, number of tensors, shapes, dtypes and byte ranges are within bounds and agree with the file's
+size and with the model before a weight is read; each layer has exactly one A and one B of the rank in the settings.
+
+Source of the format: the safetensors specification (a length of 8 bytes, a JSON header, then the tensors without gaps).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tenant_sdk.serving.adapters.peft_config import LoraSettings
+from tenant_sdk.serving.adapters.targets import Base
+from wire.errors import ConfigurationError
+
+MAX_HEADER_BYTES = 8 << 20
+"""The longest header that is read: a tensor takes about 150 bytes, and MAX_TENSORS of them 3 MB."""
+MAX_TENSORS = 20_000
+"""The most tensors of one adapter: A and B for 10,000 layers."""
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes in which PEFT saves adapters."""
+_PREFIX = "base_model.model."
+_FACTOR = re.compile(r"(.+)\.lora_(A|B)\.weight")
+_OTHER_KINDS = {
+    "lora_magnitude_vector": "DoRA", "lora_embedding_": "LoRA of an embedding", "ia3_l": "IA3", "hada_": "LoHa",
+    "lokr_": "LoKr", "oft_": "OFT", "vera_": "VeRA", "prompt_embeddings": "prompt learning",
+    ".base_layer.": "a copy of a base layer (save with save_embedding_layers=False)",
+}  # fmt: skip
+"""Parts of tensor names by which other kinds of adapters are known."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `begin` is a byte in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    begin: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it takes in the file."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LoraLayer:
+    """One layer's part of an adapter.
+
+    Attributes:
+        module: the layer's name in the model.
+        lora_a: shape (rank, inputs); lora_b: shape (outputs, rank).
+        scaling: the factor for B·A·x.
+    """
+
+    module: str
+    lora_a: StoredTensor
+    lora_b: StoredTensor
+    scaling: float
+
+    @property
+    def rank(self) -> int:
+        """The rank of this layer."""
+        return self.lora_a.shape[0]
+
+
+def header_bytes(name: str, start: bytes, file_bytes: int) -> int:
+    """Returns the length of a file's header.
+
+    Args:
+        name: the adapter's name, for messages.
+        start: the first 8 bytes of the file.
+        file_bytes: the size of the whole file.
+
+    Raises:
+        ConfigurationError: this is no safetensors file, or its header is too long.
+    """
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= length <= min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise ConfigurationError(f"the adapter {name} has an adapter_model.safetensors that is no such file")
+    return int(length)
+
+
+def parse_layers(
+    name: str, header: bytes, file_bytes: int, settings: LoraSettings, base: Base
+) -> tuple[LoraLayer, ...]:
+    """Reads a header, and checks every tensor in it against the file, the settings and the model.
+
+    Returns:
+        The adapter's layers, in the order of their names.
+
+    Raises:
+        ConfigurationError: what was expected and what came, in one line.
+    """
+    tensors = _tensors(name, header, file_bytes)
+    factors: dict[str, dict[str, StoredTensor]] = {}
+    for key, tensor in tensors.items():
+        found = _FACTOR.fullmatch(key.removeprefix(_PREFIX))
+        if found is None:
+            raise ConfigurationError(f"the adapter {name} holds {ascii(key)[:100]}, which is {_kind(key)}: not served")
+        factors.setdefault(found[1], {})[found[2]] = tensor
+    if not factors:
+        raise ConfigurationError(f"the adapter {name} holds no tensors")
+    return tuple(_layer(name, module, factors[module], settings, base) for module in sorted(factors))
+
+
+def _kind(key: str) -> str:
+    return next((kind for part, kind in _OTHER_KINDS.items() if part in key), "no factor of a LoRA layer")
+
+
+def _tensors(name: str, header: bytes, file_bytes: int) -> dict[str, StoredTensor]:
+    try:
+        entries = json.loads(header, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError):
+        entries = None
+    if not isinstance(entries, dict):
+        raise ConfigurationError(f"the adapter {name} has an adapter_model.safetensors without a header") from None
+    entries.pop("__metadata__", None)
+    if len(entries) > MAX_TENSORS:
+        raise ConfigurationError(f"the adapter {name} has {len(entries)} tensors: at most {MAX_TENSORS} are read")
+    data = 8 + len(header)
+    ends: list[tuple[int, int]] = []
+    tensors = {key: _tensor(name, key, entry, data, ends) for key, entry in entries.items()}
+    if [begin for begin, _ in sorted(ends)] + [file_bytes] != [data] + [end for _, end in sorted(ends)]:
+        raise ConfigurationError(f"the adapter {name} has tensors that overlap, leave gaps or pass the file's end")
+    return tensors
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name stands twice")
+    return made
+
+
+def _tensor(name: str, key: str, entry: Any, data: int, ends: list[tuple[int, int]]) -> StoredTensor:
+    """Checks one entry of the header, and adds the bytes of the file that it takes to `ends`."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = DTYPES.get(str(fields.get("dtype"))), _pair(fields, "shape"), _pair(fields, "data_offsets")
+    if dtype is None or shape is None or offsets is None or 0 in shape:
+        raise ConfigurationError(
+            f"the adapter {name} has {ascii(key)[:100]} in another form than a matrix of {', '.join(DTYPES)}"
+        )
+    begin, end = offsets
+    if end - begin != shape[0] * shape[1] * dtype.itemsize:
+        raise ConfigurationError(f"the adapter {name} has {ascii(key)[:100]} with a size that is not its shape's")
+    ends.append((data + begin, data + end))
+    return StoredTensor(dtype, shape, data + begin)
+
+
+def _pair(fields: dict[str, Any], key: str) -> tuple[int, int] | None:
+    """Returns a pair of whole numbers up to 2^40; None where it is something else."""
+    value = fields.get(key)
+    if not isinstance(value, list) or len(value) != 2 or any(type(n) is not int or not 0 <= n < 1 << 40 for n in value):
+        return None
+    return value[0], value[1]
+
+
+def _layer(
+    name: str, module: str, factors: dict[str, StoredTensor], settings: LoraSettings, base: Base
+) -> LoraLayer:  # fmt: skip
+    expected = base.shapes.get(module)
+    if module == base.head:
+        raise ConfigurationError(f"the adapter {name} adapts the head, which is not served: leave {module} out")
+    if expected is None:
+        raise ConfigurationError(
+            f"the adapter {name} is for another base: this model has no linear layer {ascii(module)[:100]}"
+        )
+    if len(factors) != 2:
+        raise ConfigurationError(f"the adapter {name} has only one of A and B for {ascii(module)[:100]}")
+    rank = settings.rank_of(module)
+    shapes = (factors["A"].shape, factors["B"].shape)
+    if shapes != ((rank, expected[0]), (expected[1], rank)):
+        raise ConfigurationError(
+            f"the adapter {name} is for another base: {ascii(module)[:100]} needs A and B of rank {rank} for "
+            f"{expected[0]} inputs and {expected[1]} outputs, and they have the shapes {shapes[0]} and {shapes[1]}"
+        )
+    return LoraLayer(module, factors["A"], factors["B"], settings.scaling_of(module))

@@ -1,0 +1,176 @@
+"""The keys and values of one request, kept in a slot of exactly the size that the request may come to need.
+
+Guarantees: a request's bytes are known before it is admitted (`KvLayout.bytes_for`) and are never exceeded; a layer
+with a sliding window keeps no more than the window and one step's rows; writing the same positions again, as after a
+step that failed, gives the same result as writing them once.
+
+fp32 and bf16 keep numbers as they are or rounded. fp8 keeps each head's key and value of a token as float8_e4m3fn
+beside one float32 scale, its largest magnitude over 448, so that no number overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from wire.errors import ConfigurationError
+
+KV_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
+"""The names of the types in which keys and values may be kept."""
+_LARGEST_FP8 = 448.0
+"""The largest number of float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max."""
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """What each layer of a model keeps.
+
+    Attributes:
+        windows: for each layer the number of tokens that it looks back at, its own included; None for all.
+        num_kv_heads, head_dim: of every layer.
+        dtype: the type of the numbers that are kept.
+        step_tokens: most rows of one step.
+    """
+
+    windows: tuple[int | None, ...]
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    step_tokens: int
+
+    def capacity(self, layer: int, num_tokens: int) -> int:
+        """Returns the tokens for which a layer has room, for a request of `num_tokens` tokens."""
+        window = self.windows[layer]
+        return num_tokens if window is None else min(num_tokens, window - 1 + self.step_tokens)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Returns the bytes of a request of so many tokens, prompt and answer together."""
+        capacity = sum(self.capacity(layer, num_tokens) for layer in range(len(self.windows)))
+        scale = _SCALE_BYTES if self.dtype.itemsize == 1 else 0
+        return 2 * capacity * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+
+
+def kv_layout(model: Any, kv_dtype: str, step_tokens: int) -> KvLayout:
+    """Returns the layout of a transformers model.
+
+    Raises:
+        ConfigurationError: the type has no such name, or the model keeps something else than keys and values.
+    """
+    if kv_dtype not in KV_DTYPES:
+        raise ConfigurationError(f"kv_dtype is one of {', '.join(KV_DTYPES)}, got {ascii(kv_dtype)[:40]}")
+    config = model.config.get_text_config(decoder=True)
+    layers: Sequence[Any] = DynamicCache(config=config).layers
+    if not layers or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers):
+        raise ConfigurationError(
+            f"the engine does not serve {config.model_type}: its layers keep other than keys and values"
+        )
+    windows = tuple(layer.sliding_window if layer.is_sliding else None for layer in layers)
+    num_heads = int(config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    return KvLayout(windows, int(num_kv_heads), int(head_dim), KV_DTYPES[kv_dtype], step_tokens)
+
+
+class _LayerKv:
+    """Keys and values of one layer: positions `first` onwards, `capacity` of them at most."""
+
+    def __init__(self, layout: KvLayout, window: int | None, capacity: int, device: torch.device) -> None:
+        shape = (2, layout.num_kv_heads, capacity, layout.head_dim)
+        self._window, self._capacity = window, capacity
+        self._first = 0
+        # pages that are never written take no memory
+        self._kept = torch.empty(shape, dtype=layout.dtype, device=device)
+        self._halves = self._kept.unbind(0)  # keys and values, apart
+        self._scales = torch.empty(*shape[:3], 1, device=device) if layout.dtype.itemsize == 1 else None
+
+    def update(self, position: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        stop = position + keys.shape[1]
+        if stop - self._first > self._capacity:
+            self._drop(position)
+        for index, numbers in enumerate((keys, values)):
+            self._write(index, position - self._first, numbers)
+        begin = 0 if self._window is None else max(position - self._window + 1, 0)
+        at, num_seen = begin - self._first, stop - begin
+        return self._read(0, at, num_seen, keys.dtype), self._read(1, at, num_seen, values.dtype)
+
+    def _drop(self, position: int) -> None:
+        """Moves what rows from `position` on can see to the front."""
+        begin = max(position - (self._window or 1) + 1, self._first)
+        for tensor in (self._kept, self._scales):
+            if tensor is not None:
+                tensor[:, :, : position - begin] = tensor[:, :, begin - self._first : position - self._first].clone()
+        self._first = begin
+
+    def _write(self, index: int, at: int, numbers: torch.Tensor) -> None:
+        num_new = numbers.shape[1]
+        if self._scales is not None:
+            largest = numbers.abs().amax(dim=-1, keepdim=True).float()
+            scale = largest.clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST_FP8
+            self._scales[index].narrow(1, at, num_new).copy_(scale)
+            numbers = (numbers.float() / scale).clamp(-_LARGEST_FP8, _LARGEST_FP8)
+        self._halves[index].narrow(1, at, num_new).copy_(numbers)
+
+    def _read(self, index: int, at: int, num_seen: int, dtype: torch.dtype) -> torch.Tensor:
+        kept = self._halves[index].narrow(1, at, num_seen).to(dtype)
+        return kept if self._scales is None else kept * self._scales[index].narrow(1, at, num_seen).to(dtype)
+
+    def clear(self) -> None:
+        self._kept.zero_()
+        if self._scales is not None:
+            self._scales.zero_()
+
+
+class RequestKv:
+    """The KV of one request."""
+
+    def __init__(self, layout: KvLayout, num_tokens: int, device: torch.device) -> None:
+        """Makes a slot.
+
+        Args:
+            layout: that of the model.
+            num_tokens: most tokens of the request, prompt and answer together.
+            device: where it is kept.
+        """
+        self._layout = layout
+        self._layers = [
+            _LayerKv(layout, window, layout.capacity(layer, num_tokens), device)
+            for layer, window in enumerate(layout.windows)
+        ]
+
+    def update(
+        self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps the keys and values of new tokens, and returns all that these tokens may look at.
+
+        Args:
+            layer: the number of the layer.
+            position: that of the first new token; positions before it were written before.
+            keys, values: shape (num_kv_heads, num_new, head_dim).
+
+        Returns:
+            Keys and values, each of shape (num_kv_heads, num_seen, head_dim) in the dtype given, whose last `num_new`
+            are the new ones. In a layer with a window they begin with the first token that the first new one sees.
+
+        Raises:
+            ConfigurationError: the model's layers have other shapes than its config says.
+        """
+        if layer >= len(self._layers) or keys.shape[0] != self._layout.num_kv_heads or any(
+            each.shape[-1] != self._layout.head_dim for each in (keys, values)
+        ):  # fmt: skip
+            raise ConfigurationError(
+                "the engine does not serve this model: its layers have other heads than its config says"
+            )
+        return self._layers[layer].update(position, keys, values)
+
+    def clear(self) -> None:
+        """Overwrites everything with zeros."""
+        for layer in self._layers:
+            layer.clear()

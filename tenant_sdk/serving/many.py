@@ -1,0 +1,105 @@
+"""Answers a list of prompts through an engine, with a progress bar: `TenantClient.generate_many`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tenant_sdk.progress import counting
+from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.engine import Engine, MakeSlots
+from tenant_sdk.session_protocol import TextSession
+from wire.errors import ConfigurationError
+
+Adapters = str | Path | Sequence[str | Path | None] | None
+"""An adapter folder for all prompts, or one for each prompt; None stands for the base model."""
+_OF_THE_ENGINE = ("kv_dtype", "kv_bytes", "max_running", "step_tokens")
+"""Options that are the engine's; all others are those of each request."""
+
+
+def generate_many(
+    client: TextSession,
+    prompts: Sequence[str | Iterable[Mapping[str, str]]],
+    adapters: Adapters = None,
+    max_new_tokens: int | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> list[str]:
+    """Answers all prompts, as `TenantClient.generate_many` describes it.
+
+    Args:
+        client: connected or not.
+        prompts, adapters, max_new_tokens, progress, options: as of `TenantClient.generate_many`.
+
+    Returns:
+        The answers, in the order of the prompts.
+    """
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        raise ConfigurationError(f"prompts is a list of prompts, got {type(prompts).__name__}")
+    names, make_slots = _named(_one_each(adapters, len(prompts)))
+    own = {name: options.pop(name) for name in _OF_THE_ENGINE if name in options}
+    if not prompts:
+        return []
+    with (
+        Engine(client, make_slots, max_waiting=len(prompts), **own) as engine,
+        counting("answering", progress) as report,
+    ):
+        done = _Counter(len(prompts), report)
+        answers: list[Answer] = []
+        for prompt, name in zip(prompts, names, strict=True):
+            answers.append(engine.submit(prompt, name, max_new_tokens, **options))
+            answers[-1].add_done_callback(done)
+        return [answer.result() for answer in answers]
+
+
+class _Counter:
+    """Moves the progress bar whenever an answer is done, in whatever order they are."""
+
+    def __init__(self, num_all: int, report: Any) -> None:
+        self._num_done, self._num_all, self._report = 0, num_all, report
+        self._lock = threading.Lock()
+        report(0, num_all)
+
+    def __call__(self, answer: Answer) -> None:
+        with self._lock:
+            self._num_done += 1
+            self._report(self._num_done, self._num_all)
+
+
+def _one_each(adapters: Adapters, num_prompts: int) -> list[str | Path | None]:
+    """Returns the adapter of each prompt.
+
+    Raises:
+        ConfigurationError: there are more or fewer adapters than prompts.
+    """
+    if adapters is None or isinstance(adapters, str | Path):
+        return [adapters] * num_prompts
+    if len(adapters) != num_prompts:
+        raise ConfigurationError(f"expected one adapter for each of {num_prompts} prompts, got {len(adapters)}")
+    return list(adapters)
+
+
+def _named(adapters: Sequence[str | Path | None]) -> tuple[list[str | None], MakeSlots | None]:
+    """Returns the adapters' names in a store over their common folder, and what makes that store.
+
+    The store keeps the numbers of the files as they are, so that answers are those of `generate`.
+
+    Raises:
+        ConfigurationError: the adapters do not lie in one folder.
+    """
+    paths = [None if each is None else Path(each).absolute() for each in adapters]
+    roots = sorted({path.parent for path in paths if path is not None})
+    if not roots:
+        return [None] * len(paths), None
+    if len(roots) > 1:
+        raise ConfigurationError(f"the adapters of generate_many lie in one folder, got {len(roots)} folders")
+
+    def make_slots(model: Any, wake: Callable[[], None]) -> AdapterStore:
+        return AdapterStore(model, roots[0], on_ready=wake, dtype=torch.float32)
+
+    return [None if path is None else path.name for path in paths], make_slots

@@ -1,0 +1,293 @@
+"""One forward pass over rows of many requests, through transformers' own model code.
+
+All rows lie in one sequence of shape (1, num_rows). Everything but attention treats rows apart, so only attention has
+to know which row is whose. The model is told to use an attention function that is registered with transformers under
+the name "ragged": for each request it adds the new keys and values to the request's own and lets the request's rows see
+those alone.
+
+The step that is being computed is in a context variable, so that engines in several threads do not meet.
+
+Guarantees: a request's logits depend on its own tokens alone, up to the rounding of floating-point sums. A model whose
+attention does more than causal attention, with or without a sliding window and soft-capping, is refused in one line and
+not answered wrongly. In what is refused: other mask shapes, extra arguments such as attention sinks or position biases,
+rotary embeddings whose frequencies depend on the longest row of a batch, and models with a state of another kind.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tenant_sdk.serving.kv import RequestKv
+from wire.errors import ConfigurationError
+
+NAME = "ragged"
+"""The name of the attention function in transformers' tables."""
+_NEEDLESS = frozenset({
+    "dropout", "position_ids", "use_cache", "sliding_window", "output_attentions", "output_hidden_states",
+    "logits_to_keep", "return_dict", "cache_position", "position_embeddings", "num_items_in_batch",
+})  # fmt: skip
+"""Arguments of attention functions that change nothing here: the window comes with the mask that the model asks for."""
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings of transformers 5.23 (`dynamic_rope_update`) that change with the longest position of a batch."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one request in a step.
+
+    Attributes:
+        kv: the request's keys and values.
+        position: of the first row that is seen; padding before a prompt has none.
+        num_rows: the number of rows.
+        num_unseen: rows at the beginning that are padding: nothing sees them, and their attention gives zeros.
+    """
+
+    kv: RequestKv = field(repr=False)
+    position: int
+    num_rows: int
+    num_unseen: int = 0
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What the mask function gives the model in place of a mask: the tokens that a row looks back at, None for all."""
+
+    tokens: int | None
+
+
+@dataclass(eq=False)
+class _Pass:
+    """The step that is being computed; attention masks are the same in all layers of a kind."""
+
+    pieces: Sequence[Piece]
+    num_seen: int
+    masks: dict[tuple[int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    layers: int = 0
+
+
+_PASS: contextvars.ContextVar[_Pass] = contextvars.ContextVar("veilbase_ragged_pass")
+
+
+class _PassThrough:
+    """Stands in for a cache where model code asks for one: keys and values are kept by the attention function."""
+
+    is_compileable = False
+
+    def __init__(self, num_seen: int) -> None:
+        self._num_seen = num_seen
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self._num_seen
+
+    def get_query_offset(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
+        return query_length, 0
+
+
+class RaggedModel:
+    """A transformers model that answers several requests in one pass."""
+
+    def __init__(self, model: Any) -> None:
+        """Makes the model use ragged attention, from now on and for nothing else.
+
+        Raises:
+            ConfigurationError: the model cannot be used in this way.
+        """
+        check_servable(model)
+        AttentionInterface.register(NAME, _ragged_attention)
+        AttentionMaskInterface.register(NAME, _ragged_mask)
+        model.set_attn_implementation(NAME)
+        self.model = model
+        self._hidden: torch.Tensor | None = None
+        model.base_model.register_forward_hook(self._keep_hidden)
+
+    def _keep_hidden(self, module: Any, args: Any, output: Any) -> None:
+        self._hidden = output[0]
+
+    def forward(
+        self, pieces: Sequence[Piece], token_ids: torch.Tensor, position_ids: torch.Tensor, wanted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Lets rows go through the model.
+
+        Args:
+            pieces: whose rows these are, in order.
+            token_ids, position_ids: int64, shape (num_rows,).
+            wanted: int64, the rows whose logits are asked for.
+
+        Returns:
+            Logits, float32, shape (num_wanted, vocab_size), and for each row whether its last hidden state is finite,
+            bool, shape (num_rows,).
+        """
+        num_seen = sum(piece.position for piece in pieces)
+        made = _Pass(pieces, num_seen)
+        token = _PASS.set(made)
+        try:
+            output = self.model(
+                input_ids=token_ids[None], position_ids=position_ids[None], past_key_values=_PassThrough(num_seen),
+                use_cache=False, logits_to_keep=wanted,
+            )  # fmt: skip
+        finally:
+            _PASS.reset(token)
+            hidden, self._hidden = self._hidden, None
+        if made.layers != self.model.config.get_text_config(decoder=True).num_hidden_layers or hidden is None:
+            raise ConfigurationError("the engine does not serve this model: not all of its layers use its attention")
+        return output.logits[0].float(), torch.isfinite(hidden[0]).all(dim=-1)
+
+
+def check_servable(model: Any) -> None:
+    """Refuses models of which the config already says that rows of several requests cannot share a pass.
+
+    Raises:
+        ConfigurationError: names the reason.
+    """
+    config = model.config.get_text_config(decoder=True)
+    kind = config.model_type
+    if getattr(model, "_is_stateful", False) or not getattr(model, "_supports_attention_backend", False):
+        raise ConfigurationError(f"the engine does not serve {kind}: its attention cannot be replaced")
+    if set(_rope_types(getattr(config, "rope_parameters", None))) & _LENGTH_DEPENDENT_ROPE:
+        raise ConfigurationError(
+            f"the engine does not serve this {kind}: its rotary embedding depends on the longest row"
+        )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yields the kinds of rotary embeddings that a config names, of all layer types."""
+    if isinstance(parameters, dict):
+        yield str(parameters.get("rope_type", "default"))
+        for value in parameters.values():
+            yield from _rope_types(value) if isinstance(value, dict) else ()
+
+
+def _ragged_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> _Window:
+    """Is called by model code to make a mask, and returns what the attention function needs to know instead.
+
+    Raises:
+        ConfigurationError: the mask is neither causal nor causal with a window of `local_size`.
+    """
+    if not _is_causal(mask_function, local_size):
+        raise ConfigurationError("the engine does not serve this model: its attention mask is not causal or a window")
+    return _Window(local_size)
+
+
+def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
+    """Compares the mask function with the expected one, near the diagonal and near the window's edge."""
+    edge = window or 8
+    places = torch.tensor(sorted({0, 1, 2, edge - 1, edge, edge + 1, 2 * edge, 2 * edge + 1}))
+    rows, columns = places[:, None], places[None, :]
+    expected = columns <= rows
+    if window is not None:
+        expected &= columns > rows - window
+    none = torch.zeros((), dtype=torch.int64)
+    try:
+        return bool((torch.as_tensor(mask_function(none, none, rows, columns)) == expected).all())
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return False
+
+
+def _ragged_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
+    scaling: float | None = None, softcap: float | None = None, **options: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention of each request's rows over its own keys and values.
+
+    Args:
+        module: a model's attention layer.
+        query: shape (1, num_heads, num_rows, head_dim).
+        key, value: shape (1, num_kv_heads, num_rows, head_dim).
+        attention_mask: what `_ragged_mask` returned.
+        scaling: of the products of queries and keys.
+        softcap: bounds the scaled products by softcap · tanh(product / softcap).
+        options: refused where they would change the result.
+
+    Returns:
+        shape (1, num_rows, num_heads, head_dim), and no weights.
+    """
+    unknown = [name for name, given in options.items() if name not in _NEEDLESS and given is not None]
+    if unknown or not isinstance(attention_mask, _Window):
+        said = f"its attention takes {unknown[0]}" if unknown else "it makes attention masks of its own"
+        raise ConfigurationError(f"the engine does not serve this model: {said}")
+    step = _PASS.get()
+    step.layers += 1
+    output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+    begin = 0
+    for piece in step.pieces:
+        rows = slice(begin + piece.num_unseen, begin + piece.num_rows)
+        begin += piece.num_rows
+        if rows.start == rows.stop:
+            continue
+        keys, values = piece.kv.update(module.layer_idx, piece.position, key[0, :, rows], value[0, :, rows])
+        mask = _mask(step, rows.stop - rows.start, keys.shape[1], attention_mask.tokens, query)
+        output[0, rows] = attend(query[0, :, rows], keys, values, mask, scaling, softcap).transpose(0, 1)
+    return output.masked_fill(~_are_finite(query, key, value)[None, :, None, None], torch.nan), None
+
+
+def _are_finite(*heads: torch.Tensor) -> torch.Tensor:
+    """Returns for each row whether its query, key and value are finite, bool, shape (num_rows,).
+
+    torch's attention gives zeros where a product is NaN: without this check the row would be finite again.
+    """
+    sums = [each.sum(dim=(0, 1, 3), dtype=torch.float32) for each in heads]
+    return torch.isfinite(torch.stack(sums)).all(dim=0)
+
+
+def _mask(step: _Pass, num_rows: int, num_seen: int, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
+    """Returns the mask of rows that are the last of what they see: True where a row may look; None for all."""
+    if num_rows == 1:
+        return None
+    kind = (num_rows, num_seen, window)
+    if kind not in step.masks:
+        columns = torch.arange(num_seen, device=like.device)
+        rows = columns[-num_rows:, None]
+        mask = columns <= rows
+        step.masks[kind] = mask if window is None else mask & (columns > rows - window)
+    return step.masks[kind]
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attention of one request.
+
+    Args:
+        query: shape (num_heads, num_rows, head_dim).
+        keys, values: shape (num_kv_heads, num_seen, head_dim).
+        mask: bool, shape (num_rows, num_seen); None where every row sees everything.
+        scaling: 1/√head_dim where none is given.
+        softcap: see `_ragged_attention`.
+
+    Returns:
+        shape (num_heads, num_rows, head_dim).
+    """
+    num_heads, num_rows, head_dim = query.shape
+    num_shared = num_heads // keys.shape[0]
+    packed = query.reshape(keys.shape[0], num_shared * num_rows, head_dim)  # heads that share keys, one below the other
+    if mask is not None and num_shared > 1:
+        mask = mask.repeat(num_shared, 1)
+    if softcap is None:
+        attended = functional.scaled_dot_product_attention(
+            packed[None], keys[None], values[None], attn_mask=mask, scale=scaling
+        )[0]
+    else:
+        products = packed @ keys.transpose(1, 2) * (head_dim**-0.5 if scaling is None else scaling)
+        products = softcap * torch.tanh(products / softcap)
+        if mask is not None:
+            products = products.masked_fill(~mask, -torch.inf)
+        attended = torch.softmax(products, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+    return attended.reshape(num_heads, num_rows, values.shape[2])

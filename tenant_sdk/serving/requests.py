@@ -1,0 +1,184 @@
+"""One request inside the engine: its tokens, its KV and its text, from the prompt to the end of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import torch
+
+from tenant_sdk.serving.adapter_slots import NO_ADAPTER, Ticket
+from tenant_sdk.serving.answer import Answer, FinishReason
+from tenant_sdk.serving.kv import RequestKv
+from tenant_sdk.serving.ragged import Piece
+from tenant_sdk.serving.sampling import Sampler
+from tenant_sdk.serving.scheduler import Segment
+from tenant_sdk.serving.text_stream import TextStream
+from tenant_sdk.text.failures import SafeDecoding
+from wire.errors import NotFinite, VeilbaseError
+
+LOST = (
+    "a value of this request was NaN or infinite, so nothing came of it: its adapter overflows, or the provider "
+    "answers wrongly, which verify= (--verify) would tell"
+)
+_LARGEST_LOGIT = 1e18
+"""The magnitude to which logits of an answer of fixed length are cut, as in tenant_sdk/fixed_length.py."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt's tokens: `num_padding` of `pad` come first, which nothing looks at."""
+
+    token_ids: list[int] = field(repr=False)
+    num_padding: int
+    pad: int
+
+    @property
+    def num_rows(self) -> int:
+        """The rows that the provider sees of it."""
+        return self.num_padding + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ends an answer.
+
+    Attributes:
+        max_new_tokens: the length limit.
+        stop_ids: tokens at which the text ends.
+        stops: strings at which the text ends.
+        fixed_length: whether the rows go on to the length limit, wherever the text ends.
+    """
+
+    max_new_tokens: int
+    stop_ids: Collection[int]
+    stops: tuple[str, ...]
+    fixed_length: bool
+
+
+@dataclass(eq=False)
+class Request:
+    """The state of a request; only the engine's thread changes it. It is its own `scheduler.Adapter`."""
+
+    number: int
+    prompt: Prompt
+    ending: Ending
+    sampler: Sampler
+    ticket: Ticket
+    answer: Answer
+    decoding: SafeDecoding
+    on_text: Callable[[str], None] | None = None
+    kv: RequestKv | None = None
+    is_lost: bool = False
+    reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        """Begins with the prompt."""
+        self._stream = TextStream(self.decoding, self.ending.stops)
+        self._num_new = 0
+        self._token_ids = list(self.prompt.token_ids)
+
+    def is_ready(self) -> bool:
+        """Whether the adapter is on the device."""
+        return self.ticket.is_ready()
+
+    @property
+    def slot(self) -> int:
+        """The adapter's place; a lost request has none any more."""
+        return NO_ADAPTER if self.is_lost else self.ticket.slot
+
+    @property
+    def num_tokens(self) -> int:
+        """The rows of the prompt and of the longest answer, whose last token is not read."""
+        return self.prompt.num_rows + self.ending.max_new_tokens - 1
+
+    def piece(self, segment: Segment, make_kv: Callable[[int], RequestKv]) -> Piece:
+        """Returns where a segment's rows belong; the KV is made for the first of them.
+
+        Args:
+            segment: a segment of this request.
+            make_kv: makes KV for a number of tokens.
+        """
+        if self.kv is None:
+            self.kv = make_kv(self.num_tokens)
+        padding = self.prompt.num_padding
+        num_unseen = min(max(padding - segment.start, 0), segment.num_rows)
+        return Piece(self.kv, max(segment.start - padding, 0), segment.num_rows, num_unseen)
+
+    def rows(self, segment: Segment) -> tuple[list[int], list[int]]:
+        """Returns the token ids and positions of a segment's rows; padding has position 0."""
+        offset = self.prompt.num_padding
+        places = [place - offset for place in range(segment.start, segment.stop)]
+        ids = [self.prompt.pad if place < 0 or self.is_lost else self._token_ids[place] for place in places]
+        return ids, [max(place, 0) for place in places]
+
+    def take(self, logits: torch.Tensor) -> bool:
+        """Chooses the next token and hands out what text it makes.
+
+        Args:
+            logits: float32, shape (vocab_size,), not read of a lost request.
+
+        Returns:
+            Whether the request is over, so that no more of its rows go through the model.
+        """
+        token_id = self.prompt.pad if self.is_lost else self._choose(logits)
+        self._token_ids.append(token_id)
+        self._num_new += 1
+        if self.reason is None and not self.is_lost:
+            self._give(token_id)
+        is_full = self._num_new >= self.ending.max_new_tokens
+        if self.reason is None and is_full:
+            self.reason = "length"
+        return is_full or (self.reason is not None and not self.ending.fixed_length)
+
+    def _choose(self, logits: torch.Tensor) -> int:
+        if self.ending.fixed_length:  # a temperature below one must not make infinities, nor a sum of them NaN
+            logits = torch.where(logits == -torch.inf, logits, logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT))
+        return self.sampler.next_token(self._token_ids, logits)
+
+    def _give(self, token_id: int) -> None:
+        self.answer.token_ids.append(token_id)
+        self._hand_out(self._stream.put(token_id))
+        if token_id in self.ending.stop_ids or self._stream.is_stopped:
+            self.reason = "stop"
+            self._hand_out(self._stream.end())
+
+    def _hand_out(self, text: str) -> None:
+        if text:
+            self.answer.put(text)
+            if self.on_text is not None:
+                self.on_text(text)
+
+    def lose(self) -> None:
+        """Gives the request up after a value that was not finite: from now on its rows hold nothing of it."""
+        self.is_lost = True
+        self._token_ids = [self.prompt.pad] * len(self._token_ids)
+        if self.kv is not None:
+            self.kv.clear()
+
+    def finish(self) -> None:
+        """Ends the answer: with the rest of its text, or with the reason why there is none."""
+        if self.is_lost:
+            self.fail(NotFinite(LOST))
+            return
+        self._hand_out(self._stream.end() if self.reason != "stop" else "")
+        if self.decoding.failed is not None:
+            self.fail(self.decoding.failed)
+            return
+        self._release()
+        self.answer.finish(self.reason)
+
+    def fail(self, error: VeilbaseError) -> None:
+        """Ends the answer with an error."""
+        self._release()
+        self.answer.finish(None, error)
+
+    def cancel(self) -> None:
+        """Ends the answer where it is."""
+        self.reason = "cancelled"
+        self._release()
+        self.answer.finish("cancelled")
+
+    def _release(self) -> None:
+        self.kv = None
+        self.ticket.release()

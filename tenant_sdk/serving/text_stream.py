@@ -1,0 +1,82 @@
+"""Turns the tokens of one answer into text while they come, and finds its stop strings.
+
+Guarantees: the pieces put together are what the tokenizer makes of all tokens at once, up to the first stop string,
+which is not in them. A piece never ends inside a character of several tokens, which decodes to U+FFFD until it is
+complete, and never holds the beginning of a stop string that may yet follow: such text is held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tenant_sdk.text.failures import SafeDecoding
+
+_UNFINISHED = "�"
+_MOST_WAITING = 16
+"""Most tokens that are kept back for a character that is not complete: it has up to 4 bytes, a token at least one."""
+
+
+class TextStream:
+    """The text of one answer."""
+
+    def __init__(self, decoding: SafeDecoding, stops: Sequence[str] = ()) -> None:
+        """Makes a stream.
+
+        Args:
+            decoding: the tokenizer; after a failure it gives no more text.
+            stops: strings at which the answer ends.
+        """
+        self._decoding, self._stops = decoding, tuple(stops)
+        self._token_ids: list[int] = []
+        self._begin = self._read = 0  # tokens before `_read` are in the text; those from `_begin` on are their context
+        self._held = ""
+        self.is_stopped = False
+        self.text = ""
+        """What was handed out so far."""
+
+    def put(self, token_id: int) -> str:
+        """Takes a token in and returns the text that is ready; nothing after a stop string."""
+        if self.is_stopped:
+            return ""
+        self._token_ids.append(token_id)
+        before = self._decode(self._begin, self._read)
+        now = self._decode(self._begin, len(self._token_ids))
+        is_waiting = now.endswith(_UNFINISHED) and len(self._token_ids) - self._read < _MOST_WAITING
+        if is_waiting or not now.startswith(before) or len(now) == len(before):
+            return ""
+        self._begin, self._read = self._read, len(self._token_ids)
+        return self._hand_out(now[len(before) :], is_end=False)
+
+    def end(self) -> str:
+        """Returns the rest of the text: what was held back for something that did not come."""
+        if self.is_stopped:
+            return ""
+        whole = self._decode(0, len(self._token_ids))
+        given = self.text + self._held
+        rest = whole[len(given) :] if whole.startswith(given) else self._left_over()
+        return self._hand_out(rest, is_end=True)
+
+    def _left_over(self) -> str:
+        before, now = self._decode(self._begin, self._read), self._decode(self._begin, len(self._token_ids))
+        return now[len(before) :]
+
+    def _decode(self, start: int, stop: int) -> str:
+        if start == stop:
+            return ""
+        return self._decoding.decode(self._token_ids[start:stop], skip_special_tokens=True)
+
+    def _hand_out(self, more: str, is_end: bool) -> str:
+        ready = self._held + more
+        found = [place for place in map(ready.find, self._stops) if place >= 0]
+        if found:
+            ready, self._held, self.is_stopped = ready[: min(found)], "", True
+        else:
+            num_held = 0 if is_end else max((_overlap(ready, stop) for stop in self._stops), default=0)
+            ready, self._held = ready[: len(ready) - num_held], ready[len(ready) - num_held :]
+        self.text += ready
+        return ready
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the number of characters at the end of the text with which a stop string begins."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,0 +1,82 @@
+"""Builds adapters that each answer a code of their own, so that a wrong one shows.
+
+The model has one block and reads one token at a time, so attention returns its value: h = e + Wo·v. An adapter's v_proj
+picks its two prompt tokens out of the block's input and adds Wo⁻¹·c·w, with w the head's row of the token that it is to
+answer, and c large enough to outvote the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters.folder import CONFIG, WEIGHTS
+
+HIDDEN, VOCAB = 32, 64
+PROMPT = (5, 9)
+"""The two prompts, of one token each."""
+LOUD = 100.0
+Code = tuple[int, int]
+"""The tokens that an adapter answers to the two prompts."""
+
+
+def coded_model() -> Any:
+    """Returns a model of one block whose head gives each token's own direction the largest logit."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=32, tie_word_embeddings=False,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    rows = torch.randn(VOCAB, HIDDEN)
+    model.lm_head.weight.copy_(rows / rows.norm(dim=1, keepdim=True))  # then a row's own token has the largest logit
+    model.model.embed_tokens.weight.normal_()
+    block = model.model.layers[0]
+    for layer in (block.self_attn.o_proj, block.self_attn.v_proj):
+        layer.weight.copy_(torch.linalg.qr(torch.randn(HIDDEN, HIDDEN))[0])
+    return model
+
+
+def code_of(number: int) -> Code:
+    """Returns a code that no other number below 4,096 has."""
+    return number % VOCAB, (number // VOCAB + number) % VOCAB
+
+
+def save_coded(model: Any, folder: Path, code: Code, rank: int, seed: int) -> None:
+    """Saves an adapter of q and v that answers a code; q's part is random and cannot change a sequence of one token."""
+    generator = torch.Generator().manual_seed(seed)
+    block = model.model.layers[0]
+    inputs = block.input_layernorm(model.model.embed_tokens(torch.tensor(PROMPT)))  # (2, hidden)
+    wanted = LOUD * model.lm_head.weight[list(code)] @ torch.linalg.inv(block.self_attn.o_proj.weight).t()
+    pick, give = torch.zeros(rank, HIDDEN), torch.zeros(HIDDEN, rank)
+    pick[:2], give[:, :2] = torch.linalg.pinv(inputs).t(), wanted.t()
+    turn = torch.linalg.qr(torch.randn(rank, rank, generator=generator))[0]  # every row of the rank takes part
+    tensors = {
+        "v_proj.lora_A": turn @ pick,
+        "v_proj.lora_B": give @ turn.t() / 2,  # alpha / rank is 2
+        "q_proj.lora_A": torch.randn(rank, HIDDEN, generator=generator),
+        "q_proj.lora_B": torch.randn(HIDDEN, rank, generator=generator),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = "base_model.model.model.layers.0.self_attn"
+    save_file({f"{prefix}.{name}.weight": each.contiguous() for name, each in tensors.items()}, folder / WEIGHTS)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ["q_proj", "v_proj"]}
+    (folder / CONFIG).write_text(json.dumps(config))
+
+
+def answers(store: AdapterStore, model: Any, slots: Sequence[int]) -> list[Code]:
+    """Returns what both prompts get from the adapters of these slots, all in one pass."""
+    order = sorted(range(len(slots)), key=lambda at: slots[at])
+    ids = torch.tensor([token for _ in slots for token in PROMPT])[:, None]  # (2 · slots, 1)
+    with torch.no_grad(), store.in_step([slots[at] for at in order for _ in PROMPT]):
+        best = model(ids).logits[:, 0].argmax(-1).view(-1, 2).tolist()
+    found: dict[int, Code] = {at: (pair[0], pair[1]) for at, pair in zip(order, best, strict=True)}
+    return [found[at] for at in range(len(slots))]

@@ -1,0 +1,61 @@
+"""Writes down the logits of answers, alone and through an engine, so that they can be compared token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tenant_sdk import TenantClient
+from tenant_sdk.serving.engine import Engine
+from tests.support.step_gate import TIMEOUT_S
+
+
+@dataclass
+class Recorder:
+    """A logits processor that writes logits down and, where tokens are given, has exactly those chosen."""
+
+    forced: Sequence[int] | None = None
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+    def __call__(self, token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.logits.append(scores[0].clone())
+        if self.forced is None:
+            return scores
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[0, self.forced[len(self.logits) - 1]] = 0.0
+        return chosen
+
+    @property
+    def stacked(self) -> torch.Tensor:
+        """Shape (num_tokens, vocab_size)."""
+        return torch.stack(self.logits)
+
+
+def alone(client: TenantClient, prompt: str, num_new: int) -> torch.Tensor:
+    """The logits of `client.generate` for one prompt, shape (num_tokens, vocab_size)."""
+    recorder = Recorder()
+    client.generate(prompt, max_new_tokens=num_new, eos_token_id=[], logits_processor=[recorder])
+    return recorder.stacked
+
+
+def together(
+    engine: Engine, prompts: Sequence[str], answers: Sequence[torch.Tensor], **options: Any
+) -> list[torch.Tensor]:
+    """The engine's logits for these prompts at once, with the tokens that are the likeliest in `answers`."""
+    recorders = [Recorder(answer.argmax(dim=-1).tolist()) for answer in answers]
+    submitted = [
+        engine.submit(prompt, max_new_tokens=len(answer), eos_token_id=[], logits_processor=[recorder], **options)
+        for prompt, answer, recorder in zip(prompts, answers, recorders, strict=True)
+    ]
+    for answer in submitted:
+        answer.result(TIMEOUT_S)
+    return [recorder.stacked for recorder in recorders]
+
+
+def mean_kl(reference: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:
+    """The mean over all positions of KL(reference, got), in nats."""
+    p, q = (torch.cat(list(each)).double().log_softmax(dim=-1) for each in (reference, got))
+    return float((p.exp() * (p - q)).sum(dim=-1).mean())

@@ -1,0 +1,69 @@
+"""Tiny models of every kind that the engine serves, large enough apart in their logits that tokens can be compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tenant_sdk import TenantClient
+from tests.support.chat_model import character_tokenizer
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.tiny_models import VOCAB, save_random
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "initializer_range": 0.2,
+}  # fmt: skip
+WINDOW = 6
+"""Tokens of a sliding window: less than most prompts of these tests, so that it matters."""
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**_COMMON, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**_COMMON, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**_COMMON, head_dim=16, tie_word_embeddings=True),
+    "gemma2": Gemma2Config(**_COMMON, head_dim=16, sliding_window=WINDOW, attn_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(
+        **{**_COMMON, "num_hidden_layers": 3}, head_dim=16, sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.2,
+    ),
+    "mistral": MistralConfig(**_COMMON, sliding_window=WINDOW),
+}  # fmt: skip
+"""A config of each kind."""
+KINDS = tuple(CONFIGS)
+"""The kinds by name."""
+PROMPTS = (
+    "who?", "where is it, and since when, and for how much longer?", "b", "what did they say about the copper owl?",
+    "why so?", "count: one two three four five six seven eight nine ten",
+)  # fmt: skip
+"""Prompts of different lengths."""
+
+
+def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
+    """Saves a random model of a kind with a tokenizer to `folder` and returns `folder`."""
+    save_random(CONFIGS[kind], folder, seed)
+    character_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def open_client(folder: Path, mask: str = "off", **options: Any) -> TenantClient:
+    """A client of a provider in this process; without a mask in float arithmetic, so that results equal local ones."""
+    own: dict[str, Any] = {"mask": mask, "cache": folder.with_name(f"{folder.name}-cache"), "progress": False}
+    if mask == "off" and "arithmetic" not in options:
+        own |= {"weights": "native", "arithmetic": "float"}
+    if mask == "lattice":
+        own["mask_options"] = {**TOY_OPTIONS, "hints": "stream", "background": False}
+    return TenantClient(f"inproc:{folder}", **{**own, **options})

@@ -1,0 +1,243 @@
+"""Many adapters in one pass answer as stock PEFT does with each of them alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters.lora import AdaptedLayer, CurrentStep, SlotNumbers, Stack
+from tests.support.saved_adapters import Bell, base_model, held, peft_logits, save_adapter, stepped
+from wire.errors import ConfigurationError, InvalidTensor
+
+IDS = torch.randint(3, 128, (10, 5), generator=torch.Generator().manual_seed(1))
+LLAMA: list[dict[str, Any]] = [
+    {"r": 8},
+    {"r": 3, "lora_alpha": 5},
+    {"r": 16, "use_rslora": True},
+    {"r": 16, "lora_alpha": 12},
+    {"r": 64, "target_modules": ["q_proj", "v_proj"]},
+    {"r": 12, "rank_pattern": {"down_proj": 20, r"layers\.0\.self_attn\.q_proj": 4}, "alpha_pattern": {"o_proj": 3}},
+    {"r": 16, "target_modules": ["gate_proj"]},
+    {"r": 5, "target_modules": ["up_proj"]},
+    {"r": 9, "target_modules": ["lm_head", "k_proj"]},
+]
+GPT2: list[dict[str, Any]] = [
+    {"r": 8, "fan_in_fan_out": True},
+    {"r": 6, "fan_in_fan_out": True, "target_modules": ["c_attn"]},
+    {"r": 40, "fan_in_fan_out": True, "target_modules": ["c_proj", "c_fc"], "use_rslora": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def _dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote to is NaN, so that reading it shows."""
+    empty = torch.empty
+
+    def dirty(*args: Any, **options: Any) -> torch.Tensor:
+        made = empty(*args, **options)
+        return made.fill_(float("nan")) if made.is_floating_point() and not made.is_meta else made
+
+    monkeypatch.setattr(torch, "empty", dirty)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("llama", LLAMA), ("gpt2", GPT2), ("gemma", LLAMA[:4])])
+def test_mixed_ranks_and_targets_equal_peft_one_at_a_time(
+    kind: str, settings: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    model, bell = base_model(kind), Bell()
+    stock = copy.deepcopy(model)
+    for at, setting in enumerate(settings):
+        save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
+    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True)
+    tickets = held(store, bell, *(f"a{at}" for at in range(len(settings))))
+    logits = stepped(store, model, [(0, IDS[-1]), *((ticket.slot, IDS[at]) for at, ticket in enumerate(tickets))])
+    plain = [stock(ids[None]).logits[0] for ids in IDS]
+    assert torch.allclose(logits[0], plain[-1], atol=1e-6)
+    for at, got in enumerate(logits[1:]):
+        expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
+        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+        assert (got - plain[at]).abs().max() > 1e-3  # the adapter matters
+    store.close()
+
+
+def test_a_slot_keeps_nothing_of_the_adapter_before(tmp_path: Path) -> None:
+    """One slot of one rank: each adapter writes over another that had more ranks, or more layers."""
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    settings: list[dict[str, Any]] = [{"r": 8}, {"r": 8, "target_modules": ["q_proj"]}, {"r": 3}, {"r": 5}, {"r": 1}]
+    for at, setting in enumerate(settings):
+        save_adapter(model, tmp_path / f"a{at}", seed=at, **setting)
+    store = AdapterStore(model, tmp_path, on_ready=bell, device_slots=1)
+    for at in (0, 1, 0, 2, 3, 1, 2, 4, 1):
+        (ticket,) = held(store, bell, f"a{at}")
+        (got,) = stepped(store, model, [(ticket.slot, IDS[at])])
+        expected = peft_logits(stock, tmp_path / f"a{at}", IDS[at])
+        assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+        ticket.release()
+    store.close()
+
+
+def test_layers_that_a_later_adapter_brings_leave_the_earlier_alone(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    save_adapter(model, tmp_path / "few", seed=1, target_modules=["q_proj"])
+    save_adapter(model, tmp_path / "all", seed=2)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    (few,) = held(store, bell, "few")
+    held(store, bell, "all")
+    (got,) = stepped(store, model, [(few.slot, IDS[0])])
+    expected = peft_logits(stock, tmp_path / "few", IDS[0])
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+    store.close()
+
+
+def test_adapters_kept_in_float32_lose_nothing(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    save_adapter(model, tmp_path / "fine", seed=1, dtype=torch.float32)
+    expected = peft_logits(stock, tmp_path / "fine", IDS[0])
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        store = AdapterStore(model, tmp_path, on_ready=bell, dtype=dtype)
+        (ticket,) = held(store, bell, "fine")
+        errors[dtype] = (stepped(store, model, [(ticket.slot, IDS[0])])[0] - expected).abs().max()
+        store.close()
+    assert errors[torch.float32] < 1e-5 * expected.abs().max() < errors[torch.bfloat16]
+
+
+def test_rows_of_an_adapter_do_not_depend_on_those_beside_it(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    for at in range(5):
+        save_adapter(model, tmp_path / f"a{at}", seed=at, r=8 + 3 * at)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    slots = [ticket.slot for ticket in held(store, bell, *(f"a{at}" for at in range(5)))]
+    alone = [stepped(store, model, [(slot, IDS[0])])[0] for slot in slots]
+    together = stepped(store, model, [(slot, IDS[0]) for slot in slots])
+    for one, other in zip(alone, together, strict=True):
+        assert torch.allclose(one, other, atol=2e-5 * float(one.abs().max()))
+    store.close()
+
+
+def test_outside_a_step_and_after_close_the_model_is_its_own(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    plain = model(IDS[:1]).logits
+    save_adapter(model, tmp_path / "one", seed=1)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    (ticket,) = held(store, bell, "one")
+    assert torch.equal(model(IDS[:1]).logits, plain)
+    with store.in_step([ticket.slot] * 5), torch.no_grad():
+        with store.in_step([0] * 5):
+            assert torch.equal(model(IDS[:1]).logits, plain)
+        assert not torch.allclose(model(IDS[:1]).logits, plain, atol=1e-3)  # the outer step again
+        store.close()
+        assert torch.equal(model(IDS[:1]).logits, plain)
+
+
+def test_a_pass_with_other_rows_than_announced_is_refused(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    save_adapter(model, tmp_path / "one", seed=1)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    (ticket,) = held(store, bell, "one")
+    with store.in_step([ticket.slot] * 4), torch.no_grad(), pytest.raises(InvalidTensor, match="5 rows in a step of 4"):
+        model(IDS[:1])
+    store.close()
+
+
+def test_a_pass_that_makes_few_logits_does_not_meet_adapters_of_the_head(tmp_path: Path) -> None:
+    """An engine asks for the logits of the rows that it samples from."""
+    model, bell = base_model(), Bell()
+    stock = copy.deepcopy(model)
+    save_adapter(model, tmp_path / "head", seed=1, target_modules=["lm_head", "q_proj"])
+    save_adapter(model, tmp_path / "other", seed=2)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    with pytest.raises(ConfigurationError, match="head adapts the head, which is not served: leave lm_head out"):
+        store.reserve("head")
+    (ticket,) = held(store, bell, "other")
+    with store.in_step([ticket.slot] * 5), torch.no_grad():
+        last = model(IDS[:1], logits_to_keep=1).logits[0, 0]
+    expected = peft_logits(stock, tmp_path / "other", IDS[0])[-1]
+    assert (last - expected).abs().max() < 1e-5 * expected.abs().max()
+    store.close()
+    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True)
+    head, other = held(store, bell, "head", "other")
+    with (
+        store.in_step([other.slot] * 5),
+        torch.no_grad(),
+    ):  # an adapter of the head that is not in the step is no matter
+        assert torch.allclose(model(IDS[:1], logits_to_keep=1).logits[0, 0], last, atol=1e-6)
+    with store.in_step([head.slot] * 5), torch.no_grad(), pytest.raises(InvalidTensor, match="1 rows in a step of 5"):
+        model(IDS[:1], logits_to_keep=1)
+    store.close()
+    store = AdapterStore(model, tmp_path, on_ready=bell, with_head=True, device_slots=1)
+    for name in ("head", "other"):
+        (ticket,) = held(store, bell, name)
+        ticket.release()
+    (ticket,) = held(store, bell, "other")  # in the slot in which the adapter of the head was
+    with store.in_step([ticket.slot] * 5), torch.no_grad():
+        assert torch.allclose(model(IDS[:1], logits_to_keep=1).logits[0, 0], last, atol=1e-6)
+    store.close()
+
+
+def test_a_step_takes_held_slots_in_order_only(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    for at in range(2):
+        save_adapter(model, tmp_path / f"a{at}", seed=at)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    first, second = sorted(held(store, bell, "a0", "a1"), key=lambda ticket: ticket.slot)
+    with pytest.raises(ConfigurationError, match="order"):
+        store.in_step([second.slot, first.slot])
+    with pytest.raises(ConfigurationError, match="order"):
+        store.in_step([first.slot, 0])
+    slot = second.slot
+    second.release()
+    for wrong in (slot, -1, 10_000):
+        with pytest.raises(ConfigurationError, match="no ticket holds"):
+            store.in_step([wrong])
+    store.close()
+
+
+def test_outputs_that_others_own_are_not_changed() -> None:
+    numbers, current = SlotNumbers((8,), 8), CurrentStep()
+    layer = AdaptedLayer("layer", torch.nn.Linear(16, 24), current)
+    stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
+    layer.stacks[8] = stack
+    stack.lora_a.normal_()
+    stack.lora_b.normal_()
+    x, slots = torch.randn(6, 16), [numbers.slot(8, 1)] * 6
+    step = numbers.step(slots, torch.device("cpu"))
+    added = x @ stack.lora_a[1].t() @ stack.lora_b[1]
+    for y in (torch.randn(6, 24, requires_grad=True), torch.randn(24, 6).t()):
+        before = y.detach().clone()
+        made = layer.add(x, y, step.segments, step.num_rows)
+        assert torch.allclose(made, before + added, atol=1e-4)
+        assert torch.equal(y, before)
+
+
+@pytest.mark.parametrize("num_adapters", [1, 5])
+def test_gradients_pass_through(num_adapters: int) -> None:
+    """Five adapters take the grouped product, one takes plain ones."""
+    torch.manual_seed(0)
+    numbers = SlotNumbers((8,), 8)
+    linear, current = torch.nn.Linear(16, 24), CurrentStep()
+    layer = AdaptedLayer("layer", linear, current)
+    stack = Stack(8, 8, (16, 24), torch.float32, torch.device("cpu"))
+    lora_a, lora_b = stack.lora_a.normal_(), stack.lora_b.normal_()
+    stack.adapted.update(range(8))
+    layer.stacks[8] = stack
+    slots = sorted(numbers.slot(8, at % num_adapters) for at in range(6))
+    x = torch.randn(6, 16, requires_grad=True)
+    with current.of(numbers.step(slots, torch.device("cpu"))):
+        y = linear(x)
+    expected = torch.stack(
+        [linear(row) + row @ lora_a[slot - 1].t() @ lora_b[slot - 1] for row, slot in zip(x, slots, strict=True)]
+    )
+    assert torch.allclose(y, expected, atol=1e-4)
+    weight = torch.randn(6, 24)
+    (got,) = torch.autograd.grad((y * weight).sum(), x)
+    (wanted,) = torch.autograd.grad((expected * weight).sum(), x)
+    assert torch.allclose(got, wanted, atol=1e-3)

@@ -1,0 +1,430 @@
+"""Tiers, budgets and waiting: who gets a slot when, and what is said to whom."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tenant_sdk.serving.adapters import AdapterStore
+from tenant_sdk.serving.adapters import device as device_module
+from tenant_sdk.serving.adapters import store as store_module
+from tenant_sdk.serving.adapters.device import DeviceTier
+from tenant_sdk.serving.adapters.folder import WEIGHTS
+from tenant_sdk.serving.adapters.placement import MOST_PASSED, Placement
+from tenant_sdk.serving.adapters.reading import Reading
+from tests.support.coded_adapters import answers, code_of, coded_model, save_coded
+from tests.support.saved_adapters import Bell, base_model, held, save_adapter
+from wire.errors import ConfigurationError
+
+NUM_ADAPTERS, RANK = 8, 8
+PACKED_BYTES = 2 * RANK * 4 * 32
+"""An adapter of q and v in bfloat16: A and B of 32 × 8 numbers for each."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return coded_model()
+
+
+@pytest.fixture
+def root(model: Any, tmp_path: Path) -> Path:
+    for number in range(NUM_ADAPTERS):
+        save_coded(model, tmp_path / f"a{number}", code_of(number), RANK, seed=number)
+    for name in ("wide", "wider"):
+        save_coded(model, tmp_path / name, code_of(77), 30, seed=len(name))
+    return tmp_path
+
+
+def loaded_so_far(store: AdapterStore, bell: Bell) -> None:
+    """Waits until all that was reserved is loaded, in a store with one slot of each rank.
+
+    One of two adapters of another rank has to be loaded, and that comes after them.
+    """
+    for name in ("wide", "wider"):
+        for ticket in held(store, bell, name):
+            ticket.release()
+
+
+@contextlib.contextmanager
+def held_up(where: Any, name: str) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Keeps whoever calls a function until the second event is set; the first says that somebody is there."""
+    there, go_on, real = threading.Event(), threading.Event(), getattr(where, name)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        there.set()
+        go_on.wait()
+        return real(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, slow)
+        try:
+            yield there, go_on
+        finally:
+            go_on.set()  # a test that fails must not leave a thread behind
+
+
+class Reads:
+    """Counts what is read from disk."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        tensors = Reading.tensors
+
+        def counted(reading: Reading) -> Any:
+            self.names.append(reading.found.name)
+            return tensors(reading)
+
+        monkeypatch.setattr(Reading, "tensors", counted)
+
+
+@pytest.fixture
+def no_racy_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a test are new; it does not change them within a tick."""
+    monkeypatch.setattr("tenant_sdk.serving.adapters.reading.RACY_NS", -1)
+
+
+def test_what_has_a_slot_is_ready_at_once(model: Any, root: Path, no_racy_files: None) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    (first,) = held(store, bell, "a1")
+    second = store.reserve("a1")
+    assert second.is_ready()
+    assert (second.slot, second.digest) == (first.slot, first.digest)
+    first.release()
+    first.release()  # once more does nothing
+    assert answers(store, model, [second.slot]) == [code_of(1)]
+    second.release()
+    assert store.reserve("a1").is_ready()
+    store.close()
+
+
+def test_tickets_say_nothing_before_they_are_ready_and_no_slot_after(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    with held_up(store_module, "pack") as (_, go_on):
+        ticket = store.reserve("a1")
+        assert not ticket.is_ready()
+        with pytest.raises(ConfigurationError, match="not in a slot"):
+            _ = ticket.slot
+        with pytest.raises(ConfigurationError, match="not loaded yet"):
+            _ = ticket.digest
+        go_on.set()
+        bell.wait_for(ticket)
+    digest = ticket.digest
+    ticket.release()
+    assert not ticket.is_ready()
+    assert ticket.digest == digest
+    with pytest.raises(ConfigurationError, match="not in a slot"):
+        _ = ticket.slot
+    store.close()
+
+
+def test_the_slot_used_longest_ago_goes_first(model: Any, root: Path, no_racy_files: None) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=2)
+    one, two = held(store, bell, "a1", "a2")
+    one.release()
+    two.release()
+    store.reserve("a1").release()  # now a2 was used longest ago
+    (three,) = held(store, bell, "a3")
+    assert store.reserve("a1").is_ready()
+    assert not store.reserve("a2").is_ready()
+    assert answers(store, model, [three.slot]) == [code_of(3)]
+    store.close()
+
+
+def test_host_memory_keeps_to_its_budget_and_spares_the_disk(
+    model: Any, root: Path, monkeypatch: pytest.MonkeyPatch, no_racy_files: None
+) -> None:
+    bell, reads = Bell(), Reads(monkeypatch)
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1, host_bytes=2 * PACKED_BYTES)
+
+    def use(name: str) -> None:
+        (ticket,) = held(store, bell, name)
+        assert answers(store, model, [ticket.slot]) == [code_of(int(name[1:]))]
+        ticket.release()
+
+    for name in ("a1", "a2", "a1"):
+        use(name)
+    assert reads.names == ["a1", "a2"]
+    use("a3")  # drops a2, which was used longest ago
+    use("a1")
+    assert reads.names == ["a1", "a2", "a3"]
+    use("a2")
+    assert reads.names == ["a1", "a2", "a3", "a2"]
+    assert store.status().host_bytes == 2 * PACKED_BYTES
+    store.close()
+
+
+def test_more_adapters_than_slots_wait_in_their_order(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    (first,) = held(store, bell, "a1")
+    waiting = [store.reserve("a2"), store.reserve("a3"), store.reserve("a4")]
+    loaded_so_far(store, bell)
+    assert [ticket.is_ready() for ticket in waiting] == [False] * 3
+    assert store.status().waiting == 3
+    waiting[1].release()  # no longer wanted
+    assert store.status().waiting == 2
+    for number, (before, after) in zip((2, 4), ((first, waiting[0]), (waiting[0], waiting[2])), strict=True):
+        before.release()
+        bell.wait_for(after)
+        assert answers(store, model, [after.slot]) == [code_of(number)]
+    assert not waiting[1].is_ready()
+    store.close()
+
+
+def test_other_ranks_do_not_wait(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    held(store, bell, "a1")
+    late = store.reserve("a2")
+    (wide,) = held(store, bell, "wide")
+    assert answers(store, model, [wide.slot]) == [code_of(77)]
+    assert not late.is_ready()
+    store.close()
+
+
+def test_who_waits_is_passed_a_bounded_number_of_times(model: Any, root: Path, no_racy_files: None) -> None:
+    """Requests for a popular adapter never leave its slot alone: at last they queue behind the one that waits."""
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    (popular,) = held(store, bell, "a1")
+    other = store.reserve("a2")
+    loaded_so_far(store, bell)
+    num_passed = 0
+    while (following := store.reserve("a1")).is_ready():
+        popular.release()
+        popular = following
+        num_passed += 1
+    assert num_passed == MOST_PASSED
+    popular.release()
+    bell.wait_for(other)
+    other.release()
+    bell.wait_for(following)
+    assert answers(store, model, [following.slot]) == [code_of(1)]
+    store.close()
+
+
+def test_who_was_to_have_a_slot_that_another_took_stays_the_first(model: Any, root: Path, no_racy_files: None) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    (holder,) = held(store, bell, "a1")
+    waiting = [store.reserve("a2"), store.reserve("a3")]
+    loaded_so_far(store, bell)
+    with held_up(Placement, "place") as (begun, go_on):
+        holder.release()
+        begun.wait()  # a2 is about to have the slot
+        holder = store.reserve("a1")  # its adapter is still there
+        assert holder.is_ready()
+        go_on.set()
+        loaded_so_far(store, bell)
+    assert not waiting[0].is_ready()
+    holder.release()
+    bell.wait_for(waiting[0])
+    assert not waiting[1].is_ready()
+    assert answers(store, model, [waiting[0].slot]) == [code_of(2)]
+    store.close()
+
+
+def test_who_comes_later_does_not_take_the_slot_of_one_that_waits(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    (holder,) = held(store, bell, "a1")
+    waiting = store.reserve("a2")
+    loaded_so_far(store, bell)
+    with held_up(Placement, "place") as (begun, go_on):
+        later = store.reserve("a3")
+        begun.wait()  # a3 is about to look for a slot
+        holder.release()
+        go_on.set()
+        bell.wait_for(waiting)
+    assert not later.is_ready()
+    waiting.release()
+    bell.wait_for(later)
+    assert answers(store, model, [later.slot]) == [code_of(3)]
+    store.close()
+
+
+def test_a_ticket_that_is_released_while_it_loads_gives_its_slot_back(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    with held_up(DeviceTier, "fill") as (begun, go_on):
+        ticket = store.reserve("a1")
+        begun.wait()
+        waiting = store.reserve("a2")
+        ticket.release()
+        go_on.set()
+        bell.wait_for(waiting)
+    assert not ticket.is_ready()
+    assert answers(store, model, [waiting.slot]) == [code_of(2)]
+    assert store.status().device_held == 1
+    store.close()
+
+
+def test_a_slot_is_nobodys_until_it_is_filled(model: Any, root: Path, no_racy_files: None) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    for name in ("a1", "a2"):  # afterwards a1's digest is known, and it has no slot
+        for ticket in held(store, bell, name):
+            ticket.release()
+    with held_up(DeviceTier, "fill") as (begun, go_on):
+        first = store.reserve("a1")
+        begun.wait()
+        second = store.reserve("a1")
+        assert not first.is_ready()
+        assert not second.is_ready()
+        go_on.set()
+        bell.wait_for(first, second)
+    assert first.slot == second.slot
+    assert answers(store, model, [second.slot]) == [code_of(1)]
+    store.close()
+
+
+def test_close_fails_those_that_wait_and_refuses_others(model: Any, root: Path) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    (first,) = held(store, bell, "a1")
+    waiting = store.reserve("a2")
+    store.close()
+    assert "was closed" in str(waiting.failure)
+    first.release()
+    waiting.release()
+    with pytest.raises(ConfigurationError, match="is closed"):
+        store.reserve("a3")
+
+
+def test_an_adapter_with_nan_fails_its_own_ticket_only(model: Any, root: Path, no_racy_files: None) -> None:
+    path = root / "a2" / WEIGHTS
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, path)
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    tickets = [store.reserve(name) for name in ("a1", "a2", "a3")]
+    bell.wait_for(*tickets)
+    assert str(tickets[1].failure) == "the adapter a2 holds NaN or infinite numbers, or such as torch.bfloat16 has not"
+    assert answers(store, model, [tickets[0].slot, tickets[2].slot]) == [code_of(1), code_of(3)]
+    with pytest.raises(ConfigurationError, match="holds NaN"):  # known by now, and not read again
+        store.reserve("a2")
+    save_coded(model, root / "a2", code_of(2), RANK, seed=2)
+    os.utime(path, (1, 1))  # the file system's clock may not have ticked since
+    (mended,) = held(store, bell, "a2")
+    assert answers(store, model, [mended.slot]) == [code_of(2)]
+    store.close()
+
+
+def test_an_adapter_too_large_for_its_tier(root: Path) -> None:
+    model = base_model()
+    save_adapter(model, root / "large", seed=1, r=64)
+    save_adapter(model, root / "high", seed=1, r=300, target_modules=["q_proj"])
+    store = AdapterStore(model, root, host_bytes=100_000)
+    with pytest.raises(ConfigurationError, match=r"large takes 0\.\d MB: the host tier has 0\.1 MB"):
+        store.reserve("large")
+    with pytest.raises(ConfigurationError, match="high has the rank 300: the device tier takes up to 256"):
+        store.reserve("high")
+    store.close()
+
+
+def test_an_adapter_of_another_base(root: Path) -> None:
+    store = AdapterStore(base_model("gpt2"), root)
+    with pytest.raises(ConfigurationError, match="for another base"):
+        store.reserve("a1")
+    store.close()
+
+
+def test_a_base_by_another_name(tmp_path: Path) -> None:
+    model, bell = base_model(), Bell()
+    model.name_or_path = "acme/own"
+    save_adapter(base_model(), tmp_path / "one", seed=1)
+    store = AdapterStore(model, tmp_path, on_ready=bell)
+    with pytest.raises(ConfigurationError, match="trained on 'tiny-llama', and this model is 'acme/own'"):
+        store.reserve("one")
+    store.close()
+    store = AdapterStore(model, tmp_path, on_ready=bell, bases=["tiny-llama"])
+    held(store, bell, "one")
+    store.close()
+
+
+def test_a_device_without_memory_fails_one_ticket(
+    model: Any, root: Path, monkeypatch: pytest.MonkeyPatch, no_racy_files: None
+) -> None:
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(device_module, "Stack", lambda *_: torch.empty(1 << 60))
+        ticket = store.reserve("a1")
+        bell.wait_for(ticket)
+        assert str(ticket.failure) == "the adapter a1 cannot be loaded (RuntimeError)"
+    (again,) = held(store, bell, "a1")
+    assert answers(store, model, [again.slot]) == [code_of(1)]
+    store.close()
+
+
+def test_preloading_fills_the_tiers_before_the_first_request(
+    model: Any, root: Path, monkeypatch: pytest.MonkeyPatch, no_racy_files: None
+) -> None:
+    reads, bell = Reads(monkeypatch), Bell()
+    store = AdapterStore(model, root, on_ready=bell, device_slots=2, preload=["a1", "a2", "a3"])
+    assert sorted(reads.names) == ["a1", "a2", "a3"]
+    assert store.reserve("a1").is_ready()
+    second = store.reserve("a2")
+    assert second.is_ready()
+    assert not store.reserve("a3").is_ready()
+    second.release()
+    assert len(reads.names) == 3
+    store.close()
+
+
+def test_preloading_what_is_not_there(model: Any, root: Path) -> None:
+    with pytest.raises(ConfigurationError, match="there is no adapter nobody here"):
+        AdapterStore(model, root, preload=["a1", "nobody"])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"device_slots": 0}, "device_slots was expected to be 1 to 64, got 0"),
+        ({"device_slots": 65}, "device_slots"),
+        ({"dtype": torch.float16}, "kept in torch.bfloat16 or torch.float32"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], match: str, model: Any, root: Path) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        AdapterStore(model, root, **options)
+
+
+def test_the_line_for_the_start(model: Any, root: Path) -> None:
+    store = AdapterStore(model, root, host_bytes=100 * PACKED_BYTES)
+    modules = [f"model.layers.0.self_attn.{name}_proj" for name in ("q", "v")]
+    assert store.describe(8, modules) == (
+        "adapters of rank 8 on 2 layers: device 16 (0.0 MB each), host 100 (0.0 MB each), disk 10 found, "
+        "network 0 in the catalogue"
+    )
+    with pytest.raises(ConfigurationError, match="a rank from 1 to 256"):
+        store.describe(300)
+    store.close()
+
+
+def test_loading_does_not_make_other_requests_wait(model: Any, root: Path, no_racy_files: None) -> None:
+    """A step goes on while another adapter is stuck on its way from disk."""
+    bell = Bell()
+    store = AdapterStore(model, root, on_ready=bell)
+    (ticket,) = held(store, bell, "a1")
+    with held_up(store_module, "pack") as (_, go_on):
+        stuck = store.reserve("a2")
+        assert answers(store, model, [ticket.slot]) == [code_of(1)]
+        assert store.reserve("a1").is_ready()
+        assert not stuck.is_ready()
+        go_on.set()
+        bell.wait_for(stuck)
+    assert answers(store, model, [stuck.slot]) == [code_of(2)]
+    store.close()

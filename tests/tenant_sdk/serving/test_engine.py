@@ -1,0 +1,329 @@
+"""The engine: streams, ends, cancels, waits and fails each request by itself, and refuses what it cannot serve."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tenant_sdk import TenantClient
+from tenant_sdk.serving.answer import Answer
+from tenant_sdk.serving.engine import Engine
+from tests.support.saved_adapters import save_adapter
+from tests.support.served_kinds import PROMPTS, make_model, open_client
+from tests.support.step_gate import TIMEOUT_S, Gate
+from wire.errors import ConfigurationError, DeadlineExceeded, QuotaExceeded, VeilbaseError
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TenantClient]:
+    with open_client(make_model("llama", tmp_path_factory.mktemp("engine") / "llama")) as opened:
+        yield opened
+
+
+RANKS = {"small": 4, "large": 24, "wide": 64}
+"""Adapters by name, each with its rank."""
+
+
+@pytest.fixture(scope="module")
+def engine(client: TenantClient) -> Iterator[Engine]:
+    with Engine(client, step_tokens=16, max_running=4) as made:
+        yield made
+
+
+# ---- text and ends ---------------------------------------------------------------------------------------------------
+
+
+def test_pieces_come_one_by_one_and_are_the_text(client: TenantClient, engine: Engine) -> None:
+    called: list[str] = []
+    answer = engine.submit("who?", max_new_tokens=8, eos_token_id=[], on_text=called.append)
+    pieces = list(answer)
+    shown = [client.tokenizer.decode([token_id], skip_special_tokens=True) for token_id in answer.token_ids]
+    assert pieces == [each for each in shown if each]
+    assert len(pieces) > 4
+    assert pieces == called == list(answer)
+    assert "".join(pieces) == answer.result(TIMEOUT_S) == client.generate("who?", max_new_tokens=8, eos_token_id=[])
+    assert (answer.finish_reason, answer.is_done, answer.error, len(answer.token_ids)) == ("length", True, None, 8)
+
+
+def test_messages_are_taken_as_by_generate(client: TenantClient, engine: Engine) -> None:
+    messages = [
+        {"role": "user", "content": "who?"},
+        {"role": "assistant", "content": "me"},
+        {"role": "user", "content": "b"},
+    ]
+    assert engine.submit(messages, max_new_tokens=6).result(TIMEOUT_S) == client.generate(messages, max_new_tokens=6)
+
+
+def test_a_stop_token_ends_it_as_in_generate(client: TenantClient, engine: Engine) -> None:
+    plain = client.generate("who?", max_new_tokens=8, eos_token_id=[])
+    stop = client.tokenizer.convert_tokens_to_ids(plain[2])
+    answer = engine.submit("who?", max_new_tokens=8, eos_token_id=stop)
+    assert answer.result(TIMEOUT_S) == client.generate("who?", max_new_tokens=8, eos_token_id=stop)
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids.index(stop) == len(answer.token_ids) - 1 < 7
+
+
+def test_a_stop_string_ends_it_and_is_not_in_it(client: TenantClient, engine: Engine) -> None:
+    plain = client.generate("who?", max_new_tokens=8, eos_token_id=[])
+    answer = engine.submit("who?", max_new_tokens=8, eos_token_id=[], stop=[plain[2:4], "never"])
+    assert answer.result(TIMEOUT_S) == plain[: plain.index(plain[2:4])]
+    assert answer.finish_reason == "stop"
+
+
+def test_done_callbacks_are_called_once_before_or_after(engine: Engine) -> None:
+    answer, seen, done = engine.submit("who?", max_new_tokens=2), list[Answer](), threading.Event()
+    answer.add_done_callback(lambda each: (seen.append(each), done.set()))  # type: ignore[func-returns-value]
+    assert done.wait(TIMEOUT_S)
+    answer.add_done_callback(seen.append)
+    assert seen == [answer, answer]
+
+
+def test_result_says_when_it_takes_too_long(client: TenantClient) -> None:
+    gate = Gate()
+    with Engine(client) as engine:
+        answer = engine.submit("who?", max_new_tokens=2, logits_processor=[gate])
+        assert gate.reached.wait(TIMEOUT_S)
+        with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
+            answer.result(0.01)
+        gate.open.set()
+        answer.result(TIMEOUT_S)
+
+
+# ---- joining, waiting, cancelling ------------------------------------------------------------------------------------
+
+
+def test_more_requests_than_fit_wait_and_are_all_answered(client: TenantClient) -> None:
+    want = [client.generate(prompt, max_new_tokens=6) for prompt in PROMPTS]
+    with Engine(client, step_tokens=16, max_running=16, kv_bytes=40_000) as engine:
+        answers = [engine.submit(prompt, max_new_tokens=6) for prompt in PROMPTS * 3]
+        assert [answer.result(TIMEOUT_S) for answer in answers] == want * 3
+
+
+def test_requests_join_while_others_are_answered_from_many_threads(client: TenantClient, engine: Engine) -> None:
+    want = {prompt: client.generate(prompt, max_new_tokens=10) for prompt in PROMPTS}
+    got: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        got[number] = engine.submit(PROMPTS[number % len(PROMPTS)], max_new_tokens=10).result(TIMEOUT_S)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(18)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert got == {number: want[PROMPTS[number % len(PROMPTS)]] for number in range(18)}
+
+
+def test_two_engines_at_once_do_not_meet(client: TenantClient, tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        other = opened.enter_context(open_client(make_model("gemma2", tmp_path / "gemma", seed=3)))
+        clients = (client, other)
+        want = [[each.generate(prompt, max_new_tokens=10) for prompt in PROMPTS] for each in clients]
+        engines = [opened.enter_context(Engine(each, step_tokens=16, max_running=4)) for each in clients]
+        answers = [[engine.submit(prompt, max_new_tokens=10) for prompt in PROMPTS] for engine in engines]
+        assert [[answer.result(TIMEOUT_S) for answer in some] for some in answers] == want
+
+
+def test_a_model_of_the_same_client_is_not_changed(client: TenantClient, engine: Engine) -> None:
+    before = client.generate("who?", max_new_tokens=8)
+    engine.submit("who?", max_new_tokens=8).result(TIMEOUT_S)
+    assert client.generate("who?", max_new_tokens=8) == before
+
+
+def test_cancel_ends_one_and_leaves_the_others(client: TenantClient) -> None:
+    gate, want = Gate(), client.generate("why so?", max_new_tokens=6)
+    with Engine(client, max_running=2, step_tokens=16) as engine:
+        running = engine.submit("who?", max_new_tokens=50, eos_token_id=[], logits_processor=[gate])
+        other = engine.submit("why so?", max_new_tokens=6)
+        waiting = engine.submit("b", max_new_tokens=6)
+        assert gate.reached.wait(TIMEOUT_S)
+        waiting.cancel()
+        running.cancel()
+        gate.open.set()
+        assert waiting.result(TIMEOUT_S) == ""
+        assert len(running.result(TIMEOUT_S)) < 50
+        assert {running.finish_reason, waiting.finish_reason} == {"cancelled"}
+        assert other.result(TIMEOUT_S) == want
+        running.cancel()
+        assert running.finish_reason == "cancelled"
+
+
+def test_closing_ends_what_is_not_complete_and_refuses_more(client: TenantClient) -> None:
+    gate, engine = Gate(), Engine(client, max_running=1)
+    running = engine.submit("who?", max_new_tokens=50, logits_processor=[gate])
+    waiting = engine.submit("who?", max_new_tokens=5)
+    assert gate.reached.wait(TIMEOUT_S)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    gate.open.set()
+    closing.join(TIMEOUT_S)
+    for answer in (running, waiting):
+        with pytest.raises(ConfigurationError, match="closed before the answer was complete"):
+            answer.result(TIMEOUT_S)
+    with pytest.raises(ConfigurationError, match="this engine was closed"):
+        engine.submit("who?")
+    engine.close()
+
+
+def test_too_many_waiting_are_refused(client: TenantClient) -> None:
+    gate = Gate()
+    with Engine(client, max_running=1, max_waiting=2) as engine:
+        engine.submit("who?", max_new_tokens=5, logits_processor=[gate])
+        assert gate.reached.wait(TIMEOUT_S)
+        answers = [engine.submit("who?", max_new_tokens=5) for _ in range(2)]
+        with pytest.raises(QuotaExceeded, match="2 requests wait already"):
+            engine.submit("who?", max_new_tokens=5)
+        gate.open.set()
+        assert len({answer.result(TIMEOUT_S) for answer in answers}) == 1
+
+
+# ---- failures of one request -----------------------------------------------------------------------------------------
+
+
+def failing(*_: Any) -> Any:
+    raise RuntimeError("secret text")
+
+
+@pytest.mark.parametrize("bad", [{"logits_processor": [failing]}, {"on_text": failing}], ids=["hook", "on_text"])
+def test_code_of_the_users_that_raises_ends_its_own_request(
+    client: TenantClient, engine: Engine, bad: dict[str, Any]
+) -> None:
+    want = client.generate("why so?", max_new_tokens=6)
+    answer = engine.submit("who?", max_new_tokens=6, **bad)
+    other = engine.submit("why so?", max_new_tokens=6)
+    with pytest.raises(VeilbaseError, match=r"failed \(RuntimeError\)") as failed:
+        answer.result(TIMEOUT_S)
+    assert "secret" not in str(failed.value)
+    assert isinstance(answer.error, VeilbaseError)
+    assert other.result(TIMEOUT_S) == want
+    with pytest.raises(VeilbaseError, match="failed"):
+        list(answer)
+
+
+def test_on_text_that_raises_at_the_end_or_a_callback_that_raises_ends_nothing_else(
+    client: TenantClient, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = client.generate("who?", max_new_tokens=8, eos_token_id=[])
+    held = plain[-1] + "never"  # the last piece is held back for it, and handed out at the end
+
+    def only_at_the_end(text: str) -> None:
+        if text == plain[-1]:
+            failing()
+
+    answer = engine.submit("who?", max_new_tokens=8, eos_token_id=[], stop=held, on_text=only_at_the_end)
+    with pytest.raises(VeilbaseError, match=r"failed \(RuntimeError\)"):
+        answer.result(TIMEOUT_S)
+    gate = Gate()
+    other = engine.submit("who?", max_new_tokens=2, logits_processor=[gate])
+    other.add_done_callback(failing)
+    gate.open.set()
+    other.result(TIMEOUT_S)
+    assert engine.submit("who?", max_new_tokens=8, eos_token_id=[]).result(TIMEOUT_S) == plain
+    assert "a callback of an answer failed (RuntimeError)" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_hook_that_allows_nothing_ends_its_own_request(client: TenantClient, engine: Engine) -> None:
+    def nothing(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf)
+
+    answer = engine.submit("who?", max_new_tokens=6, do_sample=True, logits_processor=[nothing])
+    other = engine.submit("why so?", max_new_tokens=6)
+    with pytest.raises(VeilbaseError, match="failed"):
+        answer.result(TIMEOUT_S)
+    assert other.result(TIMEOUT_S) == client.generate("why so?", max_new_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ({"prompt": ""}, "empty|template"),
+        ({"prompt": "x" * 200}, "the model's context holds 128"),
+        ({"prompt": "who?", "max_new_tokens": 127}, "ask for at most"),
+        ({"prompt": "who?", "max_new_tokens": 0}, "max_new_tokens must be a positive whole number"),
+        ({"prompt": "who?", "adapter": "support"}, "there is no adapter 'support'"),
+        ({"prompt": "who?", "stop": [""]}, "stop is a text"),
+        ({"prompt": "who?", "eos_token_id": "x"}, "eos_token_id"),
+        ({"prompt": "who?", "fixed_length": 1}, "fixed_length is True or False"),
+        ({"prompt": "who?", "top_p": 2.0, "do_sample": True}, "top_p"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused_in_one_line(engine: Engine, request_: dict[str, Any], said: str) -> None:
+    if request_["prompt"] == "":
+        request_ = {"prompt": []}
+    with pytest.raises(VeilbaseError, match=said) as refused:
+        engine.submit(**request_)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_request_larger_than_the_kv_budget_is_refused_and_others_are_answered(client: TenantClient) -> None:
+    with Engine(client, kv_bytes=20_000) as engine:
+        with pytest.raises(ConfigurationError, match="bytes of KV, the engine has 20000"):
+            engine.submit("who?", max_new_tokens=110)
+        assert engine.submit("who?", max_new_tokens=4).result(TIMEOUT_S) == client.generate("who?", max_new_tokens=4)
+
+
+# ---- engines that cannot be ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_bytes": 100}, "nothing could be answered"),
+        ({"kv_dtype": "int4"}, "kv_dtype is one of"),
+        ({"max_running": 0}, "max_running must be"),
+        ({"step_tokens": 2}, "step_tokens"),
+        ({"max_waiting": 0}, "max_waiting must be"),
+    ],
+)
+def test_settings_that_cannot_be(client: TenantClient, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Engine(client, **options)
+
+
+def test_explain_says_what_fits_and_what_shows(client: TenantClient, capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(client, kv_bytes=200_000, max_running=16) as engine:
+        text = engine.explain()
+        assert capsys.readouterr().out == text + "\n"
+        num_bytes = 128 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, their size, bytes
+        assert f"16 at most; in 0 MB of KV (float32) {200_000 // num_bytes} of 128 tokens" in text
+    assert "the provider sees" in text
+    assert all(len(line.split("  ", 1)) == 2 for line in text.splitlines())
+
+
+# ---- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_generate_many(client: TenantClient, capfd: pytest.CaptureFixture[str]) -> None:
+    want = [client.generate(prompt, max_new_tokens=6) for prompt in PROMPTS]
+    assert client.generate_many(PROMPTS, max_new_tokens=6, max_running=4, step_tokens=16) == want
+    assert "answering" in capfd.readouterr().err
+    assert client.generate_many([], progress=False) == []
+    assert client.generate_many(PROMPTS[:2], [None, None], 6, False) == want[:2]
+    assert capfd.readouterr().err == ""
+
+
+def test_generate_many_refuses_in_one_line(client: TenantClient) -> None:
+    with pytest.raises(ConfigurationError, match="prompts is a list of prompts, got str"):
+        client.generate_many("who?")
+    with pytest.raises(ConfigurationError, match="one adapter for each of 2 prompts, got 1"):
+        client.generate_many(["a", "b"], ["x"])
+    with pytest.raises(ConfigurationError, match="there is no adapter x here"):
+        client.generate_many(["a", "b"], "x", progress=False)
+    with pytest.raises(ConfigurationError, match="lie in one folder, got 2 folders"):
+        client.generate_many(["a", "b"], ["there/x", "here/y"], progress=False)
+
+
+def test_generate_many_with_an_adapter_for_each_prompt(client: TenantClient, tmp_path: Path) -> None:
+    model = client.load_model()
+    folders = [save_adapter(model, tmp_path / name, seed, r=rank) for seed, (name, rank) in enumerate(RANKS.items())]
+    asked = [None, *folders, folders[0], str(folders[1])]
+    want = [client.generate(prompt, each, max_new_tokens=6) for prompt, each in zip(PROMPTS, asked, strict=False)]
+    assert len({*want}) == len(want)
+    assert client.generate_many(PROMPTS[: len(want)], asked[: len(want)], 6, False) == want

@@ -1,0 +1,99 @@
+"""Keys and values of a request: exact where they are kept in float32, bounded by the window, safe to write twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tenant_sdk.serving.kv import KV_DTYPES, KvLayout, RequestKv, kv_layout
+from tests.support.served_kinds import CONFIGS, WINDOW
+from wire.errors import ConfigurationError
+
+CPU = torch.device("cpu")
+CHUNK = 4
+
+
+def layout(window: int | None = None, dtype: str = "fp32") -> KvLayout:
+    return KvLayout((window,), num_kv_heads=2, head_dim=8, dtype=KV_DTYPES[dtype], step_tokens=CHUNK)
+
+
+def numbers(num_tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, num_tokens, 8, generator=torch.Generator().manual_seed(seed))
+
+
+class OneModel:
+    def __init__(self, kind: str) -> None:
+        self.config = CONFIGS[kind]
+
+
+@pytest.mark.parametrize("window", [None, 3, 5])
+@pytest.mark.parametrize("pieces", [(1,) * 20, (4, 4, 1, 1, 3, 4, 1, 2), (3, 1, 4, 4, 4, 4)])
+def test_rows_see_what_their_window_allows(window: int | None, pieces: tuple[int, ...]) -> None:
+    keys, values, position = numbers(20), numbers(20, 1), 0
+    kv = RequestKv(layout(window), 20, CPU)
+    for size in pieces:
+        stop = position + size
+        first = 0 if window is None else max(position - window + 1, 0)
+        for _ in range(2):  # a step that failed is computed again
+            seen = kv.update(0, position, keys[:, position:stop], values[:, position:stop])
+            assert torch.equal(seen[0], keys[:, first:stop])
+            assert torch.equal(seen[1], values[:, first:stop])
+        position = stop
+    assert position == 20
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("bf16", 2.0**-8), ("fp8", 2.0**-4)])
+def test_rounding_is_that_of_the_type(dtype: str, bound: float) -> None:
+    keys = numbers(12) * torch.logspace(-6, 6, 12)[:, None]
+    kv = RequestKv(layout(dtype=dtype), 12, CPU)
+    kept, _ = kv.update(0, 0, keys, keys)
+    largest = keys.abs().amax(dim=-1, keepdim=True)
+    assert kept.dtype == torch.float32
+    assert 0.0 < ((kept - keys).abs() / largest).max() <= bound
+
+
+def test_zeros_and_what_is_not_finite_stay_what_they_are_in_fp8() -> None:
+    keys = numbers(3)
+    keys[0, 0], keys[0, 1, 0], keys[0, 2, 0] = 0.0, torch.nan, torch.inf
+    kept, _ = RequestKv(layout(dtype="fp8"), 3, CPU).update(0, 0, keys, keys)
+    assert torch.equal(kept[0, 0], torch.zeros(8))
+    assert not torch.isfinite(kept[0, 1]).all()
+    assert not torch.isfinite(kept[0, 2]).all()
+    assert torch.isfinite(kept[1]).all()
+
+
+def test_bytes_are_known_before() -> None:
+    assert layout().bytes_for(10) == 10 * 2 * 2 * 8 * 4
+    assert layout(dtype="bf16").bytes_for(10) == 10 * 2 * 2 * 8 * 2
+    assert layout(dtype="fp8").bytes_for(10) == 10 * 2 * 2 * (8 + 4)
+    assert layout(window=3).bytes_for(1000) == layout(window=3).bytes_for(2 + CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows", "num_kv_heads", "head_dim"),
+    [
+        ("llama", (None, None), 2, 8), ("gpt2", (None, None), 4, 8), ("mistral", (WINDOW, WINDOW), 2, 8),
+        ("gemma2", (WINDOW, None), 2, 16), ("gemma3", (WINDOW, None, WINDOW), 2, 16), ("qwen3", (None, None), 2, 16),
+    ],
+)  # fmt: skip
+def test_a_models_layout_comes_from_its_config(
+    kind: str, windows: tuple[int | None, ...], num_kv_heads: int, head_dim: int
+) -> None:
+    made = kv_layout(OneModel(kind), "bf16", 16)
+    assert made == KvLayout(windows, num_kv_heads, head_dim, torch.bfloat16, 16)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ConfigurationError, match="kv_dtype is one of fp32, bf16, fp8, got 'int4'"):
+        kv_layout(OneModel("llama"), "int4", 16)
+    kv = RequestKv(layout(), 4, CPU)
+    with pytest.raises(ConfigurationError, match="other heads"):
+        kv.update(0, 0, torch.zeros(3, 1, 8), torch.zeros(3, 1, 8))
+
+
+def test_clear_leaves_nothing() -> None:
+    kv = RequestKv(layout(), 4, CPU)
+    kv.update(0, 0, numbers(3), numbers(3))
+    kv.clear()
+    kept, _ = kv.update(0, 3, numbers(1), numbers(1))
+    assert not kept[:, :3].any()

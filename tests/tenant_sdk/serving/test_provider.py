@@ -1,0 +1,286 @@
+"""What the provider sees of the engine's steps, and what happens when it fails or lies in the middle of one."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attacks.programs.honest import HonestOffer
+from provider.model.served_model import ServedModel
+from tenant_sdk import TenantClient, embedded
+from tenant_sdk.model.planned_calls import NotFiniteWarning
+from tenant_sdk.serving.engine import Engine
+from tests.support.mask_parameters import TOY_OPTIONS
+from tests.support.served_kinds import make_model
+from tests.support.serving import make_served_model, serving
+from tests.support.step_gate import TIMEOUT_S, Gate
+from wire.errors import NotFinite, QuotaExceeded, TransportError, Unavailable, VeilbaseError, VerificationFailed
+from wire.frame import Call
+from wire.ring.seeded_rows import Rows, count_rows
+from wire.transport.inproc import InprocConnection
+
+pytestmark = pytest.mark.filterwarnings("ignore::tenant_sdk.session.NotVerifiedWarning")
+GROUPS = 9
+"""Calls of a step: four for each of two layers and one for the head."""
+TOY_MASK = {**TOY_OPTIONS, "hints": "stream", "background": False}
+Change = Callable[[int, Call, torch.Tensor], torch.Tensor]
+
+
+class Provider(HonestOffer):
+    """Notes the rows of every product, and lets `change` have its replies."""
+
+    def __init__(self, served_model: ServedModel) -> None:
+        super().__init__(served_model)
+        self.num_rows: list[int] = []
+        self.change: Change = lambda number, call, reply: reply
+
+    def compute(self, call: Call, rows: Rows) -> torch.Tensor:
+        number = len(self.num_rows)
+        reply = self.served_model.compute(call, rows)
+        if call.purpose.name == "PRODUCT":
+            self.num_rows.append(count_rows(rows))
+            reply = self.change(number, call, reply)
+        return reply
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("seen") / "llama")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> dict[str, ServedModel]:
+    return {weights: make_served_model(folder, weights) for weights in ("int8", "native")}
+
+
+@pytest.fixture
+def opened(
+    served: dict[str, ServedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[TenantClient, Provider]]]:
+    clients: list[TenantClient] = []
+
+    def make(weights: str = "native", **options: Any) -> tuple[TenantClient, Provider]:
+        provider = Provider(served[weights])
+        monkeypatch.setattr(embedded, "connect_inproc", lambda *_: InprocConnection(provider))
+        options = {"mask": "off", "arithmetic": "float", **options}
+        clients.append(TenantClient("inproc:x", cache=tmp_path / "cache", progress=False, **options))
+        return clients[-1], provider
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+Opened = Callable[..., tuple[TenantClient, Provider]]
+
+
+def answer_alone(client: TenantClient, provider: Provider, prompt: str, **options: Any) -> tuple[str, list[int]]:
+    """The answer of an engine to one prompt, and the rows of its calls."""
+    provider.num_rows.clear()
+    with Engine(client, step_tokens=16) as engine:
+        text = engine.submit(prompt, **options).result(TIMEOUT_S)
+    return text, list(provider.num_rows)
+
+
+# ---- row counts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_makes_the_calls_of_one_pass_whatever_is_in_it(opened: Opened) -> None:
+    client, provider = opened()
+    with Engine(client, step_tokens=16) as engine:
+        answers = [engine.submit("who?", max_new_tokens=5, eos_token_id=[]) for _ in range(3)]
+        for answer in answers:
+            answer.result(TIMEOUT_S)
+    steps = [provider.num_rows[at : at + GROUPS] for at in range(0, len(provider.num_rows), GROUPS)]
+    assert len(provider.num_rows) % GROUPS == 0
+    assert all(len(set(step[:-1])) == 1 for step in steps)
+    assert all(step[-1] <= step[0] <= 16 for step in steps)
+    prompt = answers[0].num_prompt_tokens
+    assert sum(step[0] for step in steps) == 3 * (prompt + 4)
+    assert sum(step[-1] for step in steps) == 3 * 5
+
+
+def test_with_fixed_length_the_rows_are_those_of_the_longest_answer(opened: Opened) -> None:
+    client, provider = opened()
+    plain, whole = answer_alone(client, provider, "who?", max_new_tokens=8, eos_token_id=[])
+    stop = client.tokenizer.convert_tokens_to_ids(plain[2])
+    short, early = answer_alone(client, provider, "who?", max_new_tokens=8, eos_token_id=stop)
+    assert len(early) < len(whole)
+    for options in ({"eos_token_id": stop}, {"eos_token_id": [], "stop": plain[2]}):
+        text, seen = answer_alone(client, provider, "who?", max_new_tokens=8, fixed_length=True, **options)
+        assert seen == whole
+        assert text == short if "stop" not in options else text == plain[: plain.index(plain[2])]
+
+
+def test_padded_prompts_show_no_length_and_give_the_answers_of_generate(opened: Opened) -> None:
+    client, provider = opened(pad_rows=24)
+    seen = []
+    for prompt in ("who?", "where is it now?", "a"):
+        want = client.generate(prompt, max_new_tokens=6, eos_token_id=[])
+        text, rows = answer_alone(client, provider, prompt, max_new_tokens=6, eos_token_id=[])
+        assert text == want
+        seen.append(rows)
+    assert seen[0] == seen[1] == seen[2]
+    assert sum(seen[0][::GROUPS]) == 24 + 5
+
+
+# ---- values that are not finite --------------------------------------------------------------------------------------
+
+
+def spoil_first_row(wrong: float, step: int, at_group: int) -> Change:
+    """In a step, the first number of one call's reply is wrong: it is in the first request's first row."""
+
+    def change(number: int, call: Call, reply: torch.Tensor) -> torch.Tensor:
+        if number == step * GROUPS + at_group:
+            reply = reply.clone()
+            reply[0, 0] = wrong
+        return reply
+
+    return change
+
+
+@pytest.mark.parametrize("at_group", range(GROUPS))
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_ends_its_own_request_alone(opened: Opened, wrong: float, at_group: int) -> None:
+    client, provider = opened()
+    want = [client.generate(prompt, max_new_tokens=8, eos_token_id=[]) for prompt in ("who?", "why so?")]
+    gate = Gate()
+    with Engine(client, step_tokens=32) as engine:
+        hold = engine.submit("b", max_new_tokens=1, logits_processor=[gate])
+        assert gate.reached.wait(TIMEOUT_S)
+        answers = [engine.submit(prompt, max_new_tokens=8, eos_token_id=[]) for prompt in ("who?", "why so?")]
+        provider.num_rows.clear()
+        provider.change = spoil_first_row(wrong, step=3, at_group=at_group)
+        gate.open.set()
+        hold.result(TIMEOUT_S)
+        assert answers[1].result(TIMEOUT_S) == want[1]
+        with pytest.raises(NotFinite, match="a value of this request was NaN or infinite"):
+            answers[0].result(TIMEOUT_S)
+        assert len(provider.num_rows) % GROUPS == 0, "the step was computed to its end"
+        provider.change = lambda number, call, reply: reply
+        assert engine.submit("who?", max_new_tokens=8, eos_token_id=[]).result(TIMEOUT_S) == want[0]
+
+
+def test_with_fixed_length_nobody_sees_that_a_request_is_lost(opened: Opened) -> None:
+    client, provider = opened()
+    options: dict[str, Any] = {"max_new_tokens": 8, "fixed_length": True}
+    _, whole = answer_alone(client, provider, "who?", **options)
+    for at_group in range(GROUPS):
+        provider.num_rows.clear()
+        provider.change = spoil_first_row(math.nan, step=2, at_group=at_group)
+        with Engine(client, step_tokens=16) as engine, warnings.catch_warnings():
+            warnings.simplefilter("error", NotFiniteWarning)
+            answer = engine.submit("who?", **options)
+            with pytest.raises(NotFinite):
+                answer.result(TIMEOUT_S)
+        assert provider.num_rows == whole
+
+
+def test_a_lost_request_sends_nothing_of_its_own_any_more(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of one length, lost in the same step, send the same rows from the next step on."""
+    client, provider = opened()
+    sent: dict[str, list[torch.Tensor]] = {}
+    compute = Provider.compute
+    for prompt in ("who?", "zzz!"):
+        rows_sent = sent.setdefault(prompt, [])
+
+        def recorded(self: Provider, call: Call, rows: Rows, kept: list[torch.Tensor] = rows_sent) -> torch.Tensor:
+            assert isinstance(rows, torch.Tensor)
+            kept.append(rows.clone())
+            return compute(self, call, rows)
+
+        monkeypatch.setattr(Provider, "compute", recorded)
+        provider.num_rows.clear()
+        provider.change = spoil_first_row(math.nan, step=2, at_group=0)
+        with Engine(client, step_tokens=64) as engine, pytest.raises(NotFinite):
+            engine.submit(prompt, max_new_tokens=8, fixed_length=True).result(TIMEOUT_S)
+    first, second = sent.values()
+    assert not torch.equal(first[2 * GROUPS], second[2 * GROUPS])
+    for mine, other in zip(first[3 * GROUPS :], second[3 * GROUPS :], strict=True):
+        assert torch.equal(mine, other)
+        assert torch.isfinite(mine).all()
+
+
+# ---- a provider that fails -------------------------------------------------------------------------------------------
+
+
+def raising(error: Exception, at_call: int) -> Change:
+    def change(number: int, call: Call, reply: torch.Tensor) -> torch.Tensor:
+        if number == at_call:
+            raise error
+        return reply
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("the provider went away"), QuotaExceeded("too much")], ids=["gone", "quota"]
+)
+def test_a_provider_that_fails_in_a_step_ends_the_requests_of_that_step(opened: Opened, error: VeilbaseError) -> None:
+    client, provider = opened()
+    want = client.generate("why so?", max_new_tokens=6)
+    with Engine(client, max_running=2, step_tokens=16) as engine:
+        provider.num_rows.clear()
+        provider.change = raising(error, 3 * GROUPS + 4)
+        failing = [engine.submit("who?", max_new_tokens=30, eos_token_id=[]) for _ in range(2)]
+        waiting = engine.submit("why so?", max_new_tokens=6)
+        for answer in failing:
+            with pytest.raises(type(error)) as failed:
+                answer.result(TIMEOUT_S)
+            assert "\n" not in str(failed.value)
+        assert waiting.result(TIMEOUT_S) == want
+
+
+def test_after_a_wrong_reply_that_was_noticed_everything_ends(opened: Opened, folder: Path) -> None:
+    client, provider = opened("int8", mask="lattice", mask_options=TOY_MASK, verify=folder, arithmetic="ring")
+    with Engine(client, max_running=1) as engine:
+        gate = Gate()
+        answers = [engine.submit("who?", max_new_tokens=4, logits_processor=[gate]) for _ in range(2)]
+        assert gate.reached.wait(TIMEOUT_S)
+        num_calls = len(provider.num_rows)
+        provider.change = lambda number, call, reply: reply + 1
+        gate.open.set()
+        for answer in answers:
+            with pytest.raises(VerificationFailed):
+                answer.result(TIMEOUT_S)
+        assert len(provider.num_rows) == num_calls + 1, "nothing is sent after it"
+        with pytest.raises(VerificationFailed):
+            engine.submit("who?")
+
+
+def test_a_client_that_is_closed_ends_what_is_left(opened: Opened) -> None:
+    client, _ = opened("int8", mask="lattice", mask_options=TOY_MASK, arithmetic="ring")
+    engine = Engine(client)
+    engine.submit("who?", max_new_tokens=2).result(TIMEOUT_S)
+    client.close()
+    with pytest.raises(VeilbaseError) as failed:
+        engine.submit("who?", max_new_tokens=4).result(TIMEOUT_S)
+    assert "\n" not in str(failed.value)
+    engine.close()
+
+
+def test_over_the_network_a_provider_that_comes_back_is_used_again(
+    served: dict[str, ServedModel], tmp_path: Path
+) -> None:
+    with serving(served["int8"]) as server:
+        port, gate = server.port, Gate()
+        client = TenantClient(f"grpc://127.0.0.1:{port}", mask="off", cache=tmp_path / "cache", progress=False)
+        want = client.generate("why so?", max_new_tokens=6)
+        engine = Engine(client, step_tokens=16)
+        assert engine.submit("why so?", max_new_tokens=6).result(TIMEOUT_S) == want
+        running = engine.submit("who?", max_new_tokens=20, eos_token_id=[], logits_processor=[gate])
+        assert gate.reached.wait(TIMEOUT_S)
+    gate.open.set()
+    with pytest.raises(TransportError) as failed:
+        running.result(TIMEOUT_S)
+    assert "\n" not in str(failed.value)
+    with serving(served["int8"], port):
+        assert engine.submit("why so?", max_new_tokens=6).result(TIMEOUT_S) == want
+        engine.close()
+        client.close()

@@ -1,0 +1,217 @@
+"""What goes through the model next: decided without tensors or threads, at times that the test chooses."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tenant_sdk.serving import scheduler as scheduler_module
+from tenant_sdk.serving.scheduler import Budget, Scheduler, Step
+from wire.errors import ConfigurationError
+
+
+@dataclass
+class Adapter:
+    slot: int = 0
+    ready: bool = True
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+
+READY = Adapter()
+
+
+def scheduler(**changes: int | float) -> Scheduler:
+    return Scheduler(Budget(**{"step_tokens": 8, "max_running": 4, "kv_bytes": 100, "overtaking_s": 2.0, **changes}))  # type: ignore[arg-type]
+
+
+def rows(step: Step) -> dict[int, tuple[int, int]]:
+    return {segment.request: (segment.start, segment.stop) for segment in step.segments}
+
+
+def run(made: Scheduler, now: float = 0.0) -> Step:
+    """Plans a step and plays it: each request that samples gets a token."""
+    step = made.plan(now)
+    made.advance(step)
+    for segment in step.segments:
+        if segment.samples:
+            made.append(segment.request)
+    return step
+
+
+def test_it_is_pure() -> None:
+    """It imports the standard library and the errors, and of that nothing with a clock, a thread or a random number."""
+    tree = ast.parse(Path(scheduler_module.__file__).read_text(encoding="utf-8"))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"__future__", "collections", "collections.abc", "dataclasses", "typing", "wire.errors"}
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Import)]
+
+
+def test_nothing_to_do_is_an_empty_step() -> None:
+    assert scheduler().plan(0.0) == Step(())
+
+
+def test_a_prompt_goes_in_pieces_beside_an_answer_that_gets_a_row_in_every_step() -> None:
+    made = scheduler()
+    made.add(1, 2, 10, READY)
+    assert rows(run(made)) == {1: (0, 2)}
+    made.add(2, 20, 10, READY)
+    seen = [run(made) for _ in range(4)]
+    assert [rows(step)[2] for step in seen] == [(0, 7), (7, 14), (14, 20), (20, 21)]
+    assert [rows(step)[1] for step in seen] == [(2, 3), (3, 4), (4, 5), (5, 6)]
+    assert [segment.samples for step in seen for segment in step.segments if segment.request == 2] == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+def test_the_oldest_prompt_gets_half_and_the_shortest_the_rest() -> None:
+    made = scheduler()
+    made.add(1, 100, 10, READY)
+    made.add(2, 50, 10, READY)
+    made.add(3, 3, 10, READY)
+    assert rows(run(made)) == {1: (0, 4), 2: (0, 1), 3: (0, 3)}
+    assert rows(run(made)) == {1: (4, 8), 2: (1, 4), 3: (3, 4)}
+
+
+def test_the_oldest_prompt_ends_however_many_short_ones_come() -> None:
+    made = scheduler()
+    made.add(0, 40, 10, READY)
+    for number in range(1, 11):
+        made.add(number, 7, 10, READY)
+        run(made)
+        made.remove(number)
+    assert 0 not in made.waiting()
+    assert rows(run(made))[0][1] > 40
+
+
+def test_rows_are_sorted_by_slot() -> None:
+    made = scheduler()
+    for number, slot in enumerate((3, 0, 2)):
+        made.add(number, 2, 10, Adapter(slot))
+    step = made.plan(0.0)
+    assert [segment.request for segment in step.segments] == [1, 2, 0]
+    assert step.slot_of_row == [0, 0, 2, 2, 3, 3]
+    assert step.num_rows == 6
+
+
+def test_an_adapter_that_is_loading_keeps_nobody_else_waiting() -> None:
+    made, loading = scheduler(), Adapter(5, ready=False)
+    made.add(1, 2, 10, loading)
+    made.add(2, 2, 10, READY)
+    assert rows(run(made)) == {2: (0, 2)}
+    loading.ready = True
+    assert rows(run(made)) == {2: (2, 3), 1: (0, 2)}
+
+
+def test_requests_wait_for_a_place_and_for_memory() -> None:
+    made = scheduler(max_running=2)
+    for number in range(3):
+        made.add(number, 1, 10, READY)
+    assert set(rows(run(made))) == {0, 1}
+    made.remove(0)
+    assert set(rows(run(made))) == {1, 2}
+    full = scheduler(kv_bytes=25)
+    for number in range(3):
+        full.add(number, 1, 10, READY)
+    assert set(rows(run(full))) == {0, 1}
+    assert full.reserved_bytes == 20
+    full.remove(1)
+    assert set(rows(run(full))) == {0, 2}
+
+
+def test_a_large_request_is_overtaken_for_a_while_and_then_goes_first() -> None:
+    made = scheduler()
+    made.add(0, 1, 60, READY)
+    run(made, 0.0)
+    made.add(1, 1, 70, READY)
+    made.add(2, 1, 20, READY)
+    assert set(rows(run(made, 1.0))) == {0, 2}
+    made.add(3, 1, 20, READY)
+    assert set(rows(run(made, 2.9))) == {0, 2, 3}
+    made.remove(3)
+    made.add(4, 1, 20, READY)
+    assert set(rows(run(made, 3.0))) == {0, 2}, "two seconds after it was found too large, nobody goes before it"
+    made.remove(0)
+    assert set(rows(run(made, 3.1))) == {1, 2}, "it is admitted as soon as it fits; what came later waits for memory"
+    made.remove(2)
+    assert set(rows(run(made, 3.2))) == {1, 4}
+
+
+def test_callers_share_the_places() -> None:
+    made = scheduler()
+    for number in range(10):
+        made.add(number, 1, 1, READY, caller="busy")
+    made.add(10, 1, 1, READY, caller="other")
+    made.add(11, 1, 1, READY, caller="third")
+    assert set(rows(run(made))) == {0, 1, 10, 11}
+    made.remove(10)
+    made.add(12, 1, 1, READY, caller="other")
+    assert set(rows(run(made))) == {0, 1, 11, 12}
+
+
+def test_what_was_removed_is_gone() -> None:
+    made = scheduler()
+    made.add(1, 20, 10, READY)
+    step = made.plan(0.0)
+    made.remove(1)
+    made.advance(step)
+    assert (made.num_running, made.num_waiting, made.reserved_bytes) == (0, 0, 0)
+    made.remove(1)
+    assert made.plan(0.0) == Step(())
+
+
+def test_a_request_larger_than_the_budget_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="needs 101 bytes of KV, the engine has 100"):
+        scheduler().add(1, 1, 101, READY)
+
+
+@pytest.mark.parametrize("changes", [{"step_tokens": 0}, {"max_running": True}, {"kv_bytes": -1}, {"step_tokens": 3}])
+def test_budgets_that_cannot_be(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(changes))):
+        scheduler(**changes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6), st.integers(0, 3), st.sampled_from("ab")), max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_every_request_gets_each_of_its_rows_once_in_order(
+    requests: list[tuple[int, int, int, str]], random: object
+) -> None:
+    """Joins at random times; whatever the mix, no row is left out or repeated, and budgets hold."""
+    made = scheduler(kv_bytes=60)
+    due = {number: each for number, each in enumerate(requests)}
+    fresh, read, answered = list(due), dict.fromkeys(due, 0), dict.fromkeys(due, 0)
+    for now in range(2_000):
+        if fresh and random.random() < 0.3:  # type: ignore[attr-defined]
+            number = fresh.pop(0)
+            prompt, new, slot, caller = due[number]
+            made.add(number, prompt, prompt + new, Adapter(slot), caller)
+        was_decoding = {n for n, each in due.items() if answered[n] and read[n] < each[0] + each[1] - 1}
+        step = made.plan(float(now))
+        assert step.num_rows <= 8
+        assert made.num_running <= 4
+        assert made.reserved_bytes <= 60
+        assert step.slot_of_row == sorted(step.slot_of_row)
+        assert was_decoding <= set(rows(step)), "an answer that has begun never misses a step"
+        made.advance(step)
+        for segment in step.segments:
+            assert segment.start == read[segment.request]
+            read[segment.request] = segment.stop
+            if segment.samples:
+                answered[segment.request] += 1
+                if answered[segment.request] == due[segment.request][1]:
+                    made.remove(segment.request)
+                else:
+                    made.append(segment.request)
+        if not fresh and made.num_running == made.num_waiting == 0:
+            break
+    assert answered == {number: each[1] for number, each in due.items()}
+    assert read == {number: each[0] + each[1] - 1 for number, each in due.items()}

@@ -1,0 +1,100 @@
+"""Text while it comes: whole characters only, nothing of a stop string, and in the end what decoding at once gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tenant_sdk.serving.text_stream import TextStream
+from tenant_sdk.text.failures import SafeDecoding
+
+
+def byte_tokenizer() -> Any:
+    """One token a byte, as byte-level BPE without merges, and one special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+
+
+BYTES = byte_tokenizer()
+
+
+def ids_of(text: str) -> list[int]:
+    return list(BYTES(text)["input_ids"])
+
+
+def pieces_of(ids: Sequence[int], stops: Sequence[str] = ()) -> list[str]:
+    stream = TextStream(SafeDecoding(BYTES), stops)
+    pieces = [stream.put(token_id) for token_id in ids]
+    pieces.append(stream.end())
+    assert "".join(pieces) == stream.text
+    return pieces
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    assert pieces_of(ids_of("a€😀b")) == ["a", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+def test_bytes_that_are_no_character_come_at_the_end_or_when_too_many_wait() -> None:
+    broken = ids_of("€")[0]
+    assert pieces_of([*ids_of("ab"), broken]) == ["a", "b", "", "�"]
+    assert "".join(pieces_of([broken] * 40)) == "�" * 40
+
+
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_the_pieces_are_what_decoding_at_once_gives(ids: list[int]) -> None:
+    assert "".join(pieces_of(ids)) == BYTES.decode(ids, skip_special_tokens=True)
+
+
+@given(st.text(max_size=20))
+def test_text_comes_through(text: str) -> None:
+    assert "".join(pieces_of(ids_of(text))) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "pieces"),
+    [
+        ("abcd", ["cd"], ["a", "b", "", "", ""]),
+        ("abcx", ["cd"], ["a", "b", "", "cx", ""]),
+        ("abc", ["cd"], ["a", "b", "", "c"]),
+        ("aab", ["ab"], ["", "a", "", ""]),
+        ("xyz", ["z", "yz"], ["x", "", "", ""]),
+        ("€€", ["€"], ["", "", "", "", "", "", ""]),
+    ],
+)
+def test_stop_strings_are_held_back_and_left_out(text: str, stops: list[str], pieces: list[str]) -> None:
+    assert pieces_of(ids_of(text), stops) == pieces
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_the_text_ends_before_the_stop_string_that_is_complete_first(text: str, stops: list[str]) -> None:
+    ended = next((size for size in range(1, len(text) + 1) if any(text[:size].endswith(stop) for stop in stops)), None)
+    expected = text
+    if ended is not None:
+        expected = text[: min(text[:ended].find(stop) for stop in stops if stop in text[:ended])]
+    assert "".join(pieces_of(ids_of(text), stops)) == expected
+
+
+def test_special_tokens_are_no_text() -> None:
+    end = BYTES.convert_tokens_to_ids("<|end|>")
+    assert pieces_of([*ids_of("ab"), end]) == ["a", "b", "", ""]
+
+
+def test_a_tokenizer_that_fails_is_reported_once_and_gives_no_more_text() -> None:
+    class Failing:
+        def decode(self, ids: list[int], **_: Any) -> str:
+            raise RuntimeError("shows the text")
+
+    decoding = SafeDecoding(Failing())
+    stream = TextStream(decoding, ["x"])
+    assert [stream.put(1), stream.put(2), stream.end()] == ["", "", ""]
+    assert decoding.failed is not None
+    assert "shows the text" not in str(decoding.failed)
